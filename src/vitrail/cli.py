@@ -1,0 +1,60 @@
+"""The command line: names and the functions behind them, nothing else.
+
+A command's module is imported only when that command is asked for, so `vitrail --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from vitrail.errors import VitrailError, nearest
+
+COMMANDS = {
+    "models": ("vitrail.commands.models:models", "List every model with its size and cost."),
+    "doctor": ("vitrail.commands.doctor:doctor", "Say what this machine can do, and what is missing."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; a `VitrailError` becomes a sentence and exit status 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.exit(_run(words))
+    except VitrailError as error:
+        print(f"vitrail: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has left
+        sys.stdout = None  # type: ignore[assignment]
+        sys.exit(0)
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())  # noqa: T201
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"vitrail {version('vitrail')}")  # noqa: T201
+        return 0
+    name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in COMMANDS), None)
+    if name is None:
+        group = [command for command in COMMANDS if command.startswith(f"{words[0]} ")]
+        if group:
+            raise VitrailError(f"`vitrail {words[0]}` needs one more word: {', '.join(group)}.")
+        raise VitrailError(f"There is no command {words[0]!r}.{nearest(words[0], COMMANDS)} See `vitrail --help`.")
+    import tyro
+
+    module, function = COMMANDS[name][0].split(":")
+    command = getattr(importlib.import_module(module), function)
+    return tyro.cli(command, prog=f"vitrail {name}", args=words[len(name.split()) :]) or 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    return f"Vitrail: the Vision Transformer paper as working software.\n\nCommands:\n{rows}\n\nEach has --help with an example."

@@ -1,0 +1,1 @@
+"""What the command line shows a person: one file a command, drawing on the rooms and holding no logic of theirs."""

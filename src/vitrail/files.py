@@ -1,0 +1,86 @@
+"""Files that are either wholly there or not there at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vitrail.errors import VitrailError
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary path beside `path`; when the block ends well it is synced and takes that name, else it vanishes."""
+    target = Path(path)
+    _make_folder(target.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())
+        _sync(temporary)
+        temporary.replace(target)
+        _sync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Like `atomic_file`, for a folder written as a whole. An existing folder of that name is replaced at the end."""
+    target = Path(path)
+    _make_folder(target.parent)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        for file in sorted(temporary.rglob("*")):
+            if file.is_file():
+                _sync(file)
+        _sync(temporary)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+            target.replace(old / "replaced")
+            temporary.replace(target)
+            shutil.rmtree(old)
+        else:
+            temporary.replace(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VitrailError(
+            f"Cannot write into {folder}: {error.strerror}. Choose another place, or change its permissions."
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or folder to the disk, so that the rename after it cannot overtake its content."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder for syncing
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

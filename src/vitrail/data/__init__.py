@@ -1,0 +1,36 @@
+"""From any pile of images to batches: sources, class maps, preprocessing, augmentation, loaders.
+
+Names are fetched on first use, so that importing one small part of this room stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitrail.data.preprocess import Preprocess as Preprocess
+    from vitrail.data.preprocess import preset as preset
+    from vitrail.data.sources import open_source as open_source
+    from vitrail.data.types import BadImage as BadImage
+    from vitrail.data.types import Source as Source
+    from vitrail.data.types import Split as Split
+
+_HOMES = {
+    "BadImage": "vitrail.data.types",
+    "Preprocess": "vitrail.data.preprocess",
+    "Source": "vitrail.data.types",
+    "Split": "vitrail.data.types",
+    "open_source": "vitrail.data.sources",
+    "preset": "vitrail.data.preprocess",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

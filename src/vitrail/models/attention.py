@@ -1,0 +1,151 @@
+"""Self-attention, whole and axial, and attention pooling.
+
+Each kind computes its output with torch's fused kernels. `with_weights` gives the same output together with the matrix
+softmax(qkᵀ/√d) itself, computed openly from the same q and k; it is what inspection looks at.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.models.config import ViTConfig
+from vitrail.models.layers import Mlp
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over all tokens (equation 2)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.out = nn.Linear(config.width, config.width)
+        self.dropout = config.attention_dropout
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = self._split(x)
+        return self._merge(self._fused(q, k, v, bias))
+
+    def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The output, and the attention [batch, head, query, key] that produced it. Without dropout."""
+        q, k, v = self._split(x)
+        weights = _softmax_scores(q, k, bias)
+        return self._merge(weights.to(v.dtype) @ v), weights
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [batch, head, token, channel], as views into one product: nothing is copied."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return q, k, v
+
+    def _merge(self, x: Tensor) -> Tensor:
+        return self.out(x.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        # The kernel knows nothing of eval mode: dropout must be switched off here, or inference is random.
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), dropout_p=dropout)
+
+
+class AxialAttention(Attention):
+    """Attention along one axis of the grid (App. D.6): a patch sees its row, or its column, and the prefix tokens.
+
+    Prefix tokens see everything, so that a class token can still gather the whole image. The paper does not say what it does
+    with its class token; this keeps the axial cost for the patches, which are nearly all of the tokens.
+    """
+
+    def __init__(self, config: ViTConfig, axis: int) -> None:
+        super().__init__(config)
+        self.axis = axis  # 0: within a row, 1: within a column
+        self.prefix = config.prefix
+        self.grid = config.grid
+
+    def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        outside = ~self.neighbourhood(x.device)
+        mask = torch.zeros(outside.shape, dtype=x.dtype, device=x.device).masked_fill(outside, float("-inf"))
+        return super().with_weights(x, mask if bias is None else mask + bias)
+
+    def neighbourhood(self, device: torch.device) -> Tensor:
+        """True where a query [row] may look at a key [column]."""
+        rows, columns = self.grid
+        index = torch.arange(rows * columns, device=device)
+        line = index // columns if self.axis == 0 else index % columns
+        visible = torch.ones(self.prefix + len(index), self.prefix + len(index), dtype=torch.bool, device=device)
+        visible[self.prefix :, self.prefix :] = line[:, None] == line[None, :]
+        return visible
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        count = self.prefix
+        patches = super()._fused(
+            self._lines(q[:, :, count:]),
+            torch.cat([self._repeat(k[:, :, :count]), self._lines(k[:, :, count:])], dim=2),
+            torch.cat([self._repeat(v[:, :, :count]), self._lines(v[:, :, count:])], dim=2),
+            None if bias is None else self._line_bias(bias).repeat(q.shape[0], 1, 1, 1),
+        )
+        patches = self._unline(patches)
+        if not count:
+            return patches
+        prefix = super()._fused(q[:, :, :count], k, v, None if bias is None else bias[..., :count, :])
+        return torch.cat([prefix, patches], dim=2)
+
+    def _lines(self, x: Tensor) -> Tensor:
+        """[batch, head, patch, d] → [batch · line, head, patch in the line, d]."""
+        x = x.reshape(*x.shape[:2], *self.grid, x.shape[-1])
+        x = x.permute(0, 2, 1, 3, 4) if self.axis == 0 else x.permute(0, 3, 1, 2, 4)
+        return x.flatten(0, 1)
+
+    def _unline(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, self.grid[self.axis], *x.shape[1:])
+        x = x.permute(0, 2, 1, 3, 4) if self.axis == 0 else x.permute(0, 2, 3, 1, 4)
+        return x.flatten(2, 3)
+
+    def _repeat(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.grid[self.axis], dim=0)
+
+    def _line_bias(self, bias: Tensor) -> Tensor:
+        """The part of a full bias [head, token, token] that a line's patches use: [line, head, patch, prefix + patch]."""
+        count, (rows, columns) = self.prefix, self.grid
+        bias = bias[:, count:]
+        own = bias[..., count:].reshape(-1, rows, columns, rows, columns)
+        first = bias[..., :count].reshape(-1, rows, columns, count)
+        if self.axis == 1:
+            own, first = own.permute(0, 2, 1, 4, 3), first.permute(0, 2, 1, 3)
+        own = own.diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2)
+        return torch.cat([first.transpose(0, 1), own], dim=-1)
+
+
+class AttentionPool(nn.Module):
+    """Attention (MAP) pooling: a learned probe attends to all tokens, then an MLP with a residual."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.probe = nn.Parameter(torch.empty(1, 1, config.width))
+        self.q = nn.Linear(config.width, config.width, bias=config.qkv_bias)
+        self.kv = nn.Linear(config.width, 2 * config.width, bias=config.qkv_bias)
+        self.out = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q = self.q(self.probe.expand(tokens.shape[0], -1, -1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv(tokens).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        x: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.mlp(self.norm(x))
+        return x[:, 0]
+
+
+def attention_for(config: ViTConfig, block: int) -> Attention:
+    """The attention of one block: with axial attention, rows and columns take turns."""
+    return AxialAttention(config, axis=block % 2) if config.attention == "axial" else Attention(config)
+
+
+def _softmax_scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    scores = (q @ k.transpose(-2, -1)).float() * math.sqrt(1 / q.shape[-1])
+    if bias is not None:
+        scores = scores + bias
+    return scores.softmax(dim=-1)

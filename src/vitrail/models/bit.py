@@ -1,0 +1,98 @@
+"""BiT: the paper's ResNet baseline, pre-activation with GroupNorm and standardised convolutions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitrail.errors import VitrailError
+from vitrail.models.config import BiTConfig, Pair, ResNetConfig
+from vitrail.models.features import Features, check_images, chosen_layers
+from vitrail.models.resnet import StandardisedConv, build_stages, group_norm, max_pool
+
+log = logging.getLogger("vitrail")
+
+
+class PreActivationUnit(nn.Module):
+    """Norm and ReLU before each of three convolutions; the shortcut's projection sees the first activation."""
+
+    def __init__(self, config: ResNetConfig, channels: int, filters: int, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = group_norm(config, channels), StandardisedConv(config, channels, filters, 1)
+        self.norm2, self.conv2 = group_norm(config, filters), StandardisedConv(config, filters, filters, 3, stride)
+        self.norm3, self.conv3 = group_norm(config, filters), StandardisedConv(config, filters, 4 * filters, 1)
+        projected = channels != 4 * filters or stride != 1
+        self.projection = StandardisedConv(config, channels, 4 * filters, 1, stride) if projected else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = F.relu(self.norm1(x))
+        shortcut = x if self.projection is None else self.projection(active)
+        x = self.conv1(active)
+        x = self.conv2(F.relu(self.norm2(x)))
+        return shortcut + self.conv3(F.relu(self.norm3(x)))  # type: ignore[no-any-return]
+
+
+class BiT(nn.Module):
+    """`model(images) → logits`. It takes any image size from its stride upwards."""
+
+    def __init__(self, config: BiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        resnet = config.resnet
+        self.root = StandardisedConv(resnet, config.channels, 64 * resnet.multiplier, 7, 2)
+        self.stages = build_stages(resnet, PreActivationUnit)
+        self.norm = group_norm(resnet, resnet.out_channels)
+        self.head = nn.Linear(resnet.out_channels, config.outputs) if config.outputs else nn.Identity()
+        self.checkpointed = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self._map(images).mean(dim=(2, 3)))  # type: ignore[no-any-return]
+
+    def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
+        """The final map as patches and tokens; there are no prefix tokens. `layers` also keeps maps after those stages."""
+        asked = list(layers)
+        kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(asked, len(self.stages)) if asked else (), images)
+        patches = self._map(images, kept).permute(0, 2, 3, 1)
+        tokens, pooled = patches.flatten(1, 2), patches.mean(dim=(1, 2))
+        return Features(tokens, tokens[:, :0], patches, pooled, pooled, kept)
+
+    def attention(self, images: Tensor, layers: Iterable[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        raise VitrailError(f"{self.config.name} is a ResNet: it has no attention to look at. ViTs and hybrids have.")
+
+    def resize(self, size: int | Pair, rule: str | None = None) -> BiT:
+        """Record another input size; a ResNet has no positions to resample."""
+        self.config = self.config.replace(image_size=size)
+        return self
+
+    def replace_head(self, outputs: int) -> BiT:
+        """Put a new head of zeros on, as fine-tuning does; an old one is discarded."""
+        self.config = self.config.replace(outputs=outputs)
+        head = nn.Linear(self.config.resnet.out_channels, outputs) if outputs else nn.Identity()
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
+        self.head = head.to(self.norm.weight)
+        return self
+
+    def checkpoint_activations(self, blocks: int | None = None) -> int:
+        """Recompute the first `blocks` units (None: all) in the backward pass to save memory; returns how many it covers."""
+        total = sum(self.config.resnet.layers)
+        self.checkpointed = total if blocks is None else min(max(blocks, 0), total)
+        log.info("activation checkpointing: %d/%d units", self.checkpointed, total)
+        return self.checkpointed
+
+    def _map(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
+        check_images(images, name=self.config.name, channels=self.config.channels, size=None)
+        x, number = max_pool(self.root(images), self.config.resnet), 0
+        for index, stage in enumerate(self.stages):
+            for unit in stage:  # type: ignore[attr-defined]
+                again = number < self.checkpointed and torch.is_grad_enabled()
+                x = checkpoint(unit, x, use_reentrant=False) if again else unit(x)
+                number += 1
+            if kept and index in kept:
+                kept[index] = x.permute(0, 2, 3, 1)
+        return F.relu(self.norm(x))

@@ -1,0 +1,75 @@
+"""What a model saw on its way to the logits, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from vitrail.errors import VitrailError
+from vitrail.models.config import Pair
+
+
+@dataclass(frozen=True)
+class Features:
+    """Named tensors of one forward pass; `B` images, `D` channels, a grid of `h` × `w` tokens."""
+
+    tokens: Tensor  # [B, prefix + h·w, D] at the encoder's output, normalised if the model norms before pooling
+    prefix: Tensor  # [B, prefix, D]: class token, distillation token, registers, in this order, as far as the model has them
+    patches: Tensor  # [B, h, w, D]
+    pooled: Tensor  # [B, D], after the final norm
+    pre_logits: Tensor  # [B, D or the pre-logits width]: what the head sees
+    layers: Mapping[int, Tensor] = field(default_factory=dict)  # tokens after the blocks that were asked for, not normalised
+
+    @property
+    def grid(self) -> Pair:
+        return self.patches.shape[1], self.patches.shape[2]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every module gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def chosen_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
+    """The layers asked for in ascending order, negative ones counted from the end; None is all of them."""
+    if layers is None:
+        return tuple(range(depth))
+    asked = list(layers)
+    if not asked:
+        raise VitrailError(f"0 of {depth} layers asked for: leave `layers` out for all of them, or name some, 0 to {depth - 1}.")
+    for layer in asked:
+        if not -depth <= layer < depth:
+            raise VitrailError(f"There is no layer {layer}: the model has {depth}, numbered 0 to {depth - 1}.")
+    return tuple(sorted({layer % depth for layer in asked}))
+
+
+def check_images(images: Tensor, *, name: str, channels: int, size: Pair | None) -> None:
+    """Say what is wrong with a batch before torch does."""
+    if images.ndim != 4:
+        raise VitrailError(
+            f"{name} takes a batch [images, channels, height, width]; this tensor is {list(images.shape)}. "
+            f"{'Add the batch axis with images[None].' if images.ndim == 3 else 'Reshape it.'}"
+        )
+    if not images.is_floating_point():
+        raise VitrailError(f"{name} takes floating-point images, normalised by its preprocessing; these are {images.dtype}.")
+    if images.shape[1] != channels:
+        raise VitrailError(
+            f"{name} has {channels} input channels, these images have {images.shape[1]}. "
+            f"Convert the images, or build the model with channels={images.shape[1]}."
+        )
+    if size is not None and tuple(images.shape[2:]) != size:
+        height, width = images.shape[2:]
+        raise VitrailError(
+            f"{name} expects {size[0]}×{size[1]} images, these are {height}×{width}. "
+            f"Resize the images, or the model with model.resize(({height}, {width}))."
+        )

@@ -1,0 +1,87 @@
+"""Initial values as the reference code draws them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.models.attention import Attention, AttentionPool
+from vitrail.models.bit import BiT
+from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding
+from vitrail.models.resnet import PostActivationUnit, StandardisedConv
+from vitrail.models.vit import ViT
+
+# A normal distribution cut at two deviations has this deviation itself; dividing by it restores the one asked for.
+_CUT_NORMAL_STD = 0.87962566103423978
+
+
+@torch.no_grad()
+def initialise(model: ViT | BiT, seed: int | None = None) -> None:
+    """Fill every parameter: from torch's global state, or with `seed` from a stream of its own."""
+    device = next(model.parameters()).device
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    for module in model.modules():
+        _initialise_module(module, generator)
+    if isinstance(model, ViT):
+        _initialise_vit(model, generator)
+    for head in model.head.parameters() if isinstance(model, BiT) else ():
+        nn.init.zeros_(head)
+
+
+def _initialise_module(module: nn.Module, generator: torch.Generator | None) -> None:
+    if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, PatchEmbedding):
+        lecun_normal_(module.weight, generator)
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, StandardisedConv):
+        lecun_normal_(module.weight, generator)
+    elif isinstance(module, (Attention, AttentionPool)):
+        _initialise_attention(module, generator)
+    elif isinstance(module, Mlp):
+        for layer in (module.up, module.down):
+            nn.init.xavier_uniform_(layer.weight, generator=generator)
+            nn.init.normal_(layer.bias, std=1e-6, generator=generator)
+
+
+def _initialise_attention(module: Attention | AttentionPool, generator: torch.Generator | None) -> None:
+    """Each of the q, k, v matrices is square to the initialiser, though they are stored as one."""
+    fused = (module.qkv,) if isinstance(module, Attention) else (module.q, module.kv)
+    for layer in (*fused, module.out):
+        for square in layer.weight.split(layer.in_features):
+            nn.init.xavier_uniform_(square, generator=generator)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+    if isinstance(module, AttentionPool):
+        nn.init.xavier_uniform_(module.probe[0].T, generator=generator)
+
+
+def _initialise_vit(model: ViT, generator: torch.Generator | None) -> None:
+    config = model.config
+    if model.class_token is not None:
+        nn.init.zeros_(model.class_token)
+    for token in (model.distill_token, model.registers):
+        if token is not None:
+            nn.init.normal_(token, std=0.02, generator=generator)
+    model.positions.reset(config.width**-0.5 if config.position_std is None else config.position_std, generator)
+    if model.pre_logits is not None:
+        lecun_normal_(model.pre_logits.weight, generator)
+        nn.init.zeros_(model.pre_logits.bias)
+    for head in (model.head, model.distill_head):
+        if isinstance(head, nn.Linear):
+            nn.init.zeros_(head.weight)
+            nn.init.constant_(head.bias, config.head_bias)
+    for module in model.modules():
+        if isinstance(module, LayerScale):
+            nn.init.constant_(module.weight, config.layer_scale or 0.0)
+        elif isinstance(module, PostActivationUnit):
+            nn.init.zeros_(module.norm3.weight)  # a unit begins as its shortcut
+
+
+def lecun_normal_(weight: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Normal with variance 1/fan-in, cut at two deviations."""
+    std = math.sqrt(1.0 / weight[0].numel()) / _CUT_NORMAL_STD
+    return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=generator)

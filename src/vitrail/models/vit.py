@@ -1,0 +1,186 @@
+"""The Vision Transformer and its hybrid: equations 1 to 4 of the paper."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitrail.errors import VitrailError
+from vitrail.models.attention import AttentionPool, AxialAttention, attention_for
+from vitrail.models.config import Pair, PositionRule, ViTConfig
+from vitrail.models.features import Features, check_images, chosen_layers, evaluating
+from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
+from vitrail.models.positions import KINDS
+from vitrail.models.resnet import HybridStem
+
+log = logging.getLogger("vitrail")
+
+
+class Block(nn.Module):
+    """One pre-norm encoder layer: z' = MSA(LN(z)) + z, then MLP(LN(z')) + z' (equations 2 and 3)."""
+
+    def __init__(self, config: ViTConfig, number: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.attention = attention_for(config, number)
+        self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
+        scaled = config.layer_scale is not None
+        self.scale1 = LayerScale(config.width) if scaled else nn.Identity()
+        self.scale2 = LayerScale(config.width) if scaled else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+        self.skip = StochasticDepth(config.stochastic_depth * number / max(config.blocks - 1, 1))
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._after_attention(x, self.attention(self.norm1(x), bias))
+
+    def with_attention(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The block's output, and its attention [batch, head, query, key]."""
+        attended, weights = self.attention.with_weights(self.norm1(x), bias)
+        return self._after_attention(x, attended), weights
+
+    def _after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + self.skip(self.scale1(self.dropout(attended)))
+        return x + self.skip(self.scale2(self.mlp(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class ViT(nn.Module):
+    """`model(images) → logits`, with everything on the way open to `features()` and `attention()`.
+
+    Build it with `vitrail.create_model`, which also initialises it as the reference does.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.resnet = HybridStem(config.resnet, config.channels) if config.resnet else None
+        self.patches = PatchEmbedding(config.patch_channels, width, config.patch)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width)) if config.class_token else None
+        self.distill_token = nn.Parameter(torch.empty(1, 1, width)) if config.distill_token else None
+        self.registers = nn.Parameter(torch.empty(1, config.registers, width)) if config.registers else None
+        self.positions = KINDS[config.position](config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, number) for number in range(config.blocks))
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.pool = AttentionPool(config) if config.pooling == "map" else None
+        self.pre_logits = nn.Linear(width, config.pre_logits) if config.pre_logits else None
+        self.head = self._new_head(config.outputs)
+        self.distill_head = self._new_head(config.outputs) if config.distill_token else None
+        self.checkpointed = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, outputs]; for a distilled model the mean of its two heads; without a head what it would see."""
+        if self.distill_head is not None:
+            one, two = self.distilled_logits(images)
+            return (one + two) / 2
+        return self.head(self._represent(self._pooled(self._encode(images))))  # type: ignore[no-any-return]
+
+    def distilled_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of the class token and of the distillation token, each from its own head."""
+        if self.distill_head is None:
+            raise VitrailError(f"{self.config.name} has no distillation token; build it with distill_token=True.")
+        tokens = self._encode(images)
+        return self.head(self._pooled(tokens)), self.distill_head(self._pooled(tokens, token=1))
+
+    def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
+        """Everything by name from one pass; `layers` also keeps the tokens after those blocks."""
+        asked = list(layers)
+        kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(asked, len(self.blocks)) if asked else (), images)
+        tokens, count = self._encode(images, kept), self.config.prefix
+        pooled = self._pooled(tokens)
+        patches = tokens[:, count:].reshape(-1, *self.config.grid, self.config.width)
+        return Features(tokens, tokens[:, :count], patches, pooled, self._represent(pooled), kept)
+
+    def attention(self, images: Tensor, layers: Iterable[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Each layer's number and its softmax(qkᵀ/√d) [batch, head, query, key], one layer at a time.
+
+        Computed from the block's own q and k, in eval mode and without gradients, whatever kernel `forward` uses. Layers that
+        were not asked for run on that kernel, and nothing runs past the last one asked for.
+        """
+        check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
+        return self._attention(images, chosen_layers(layers, len(self.blocks)))
+
+    @torch.no_grad()
+    def _attention(self, images: Tensor, layers: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+        with evaluating(self):
+            x = self._embed(images)
+        for number in range(layers[-1] + 1):
+            with evaluating(self):  # only while computing: between layers the caller finds the model as it was
+                x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
+                if number not in layers:
+                    x = self.blocks[number](x, bias)
+                    continue
+                x, weights = self.blocks[number].with_attention(x, bias)  # type: ignore[operator]
+            yield number, weights
+
+    def resize(self, size: int | Pair, rule: PositionRule | None = None) -> ViT:
+        """Take images of another size (height, width) from now on; positions are resampled by the rule, or the model's own."""
+        old, rule = self.config.grid, rule or self.config.position_resize
+        self.config = self.config.replace(image_size=size, position_resize=rule)
+        grid = self.config.grid
+        if grid != old:
+            self.positions.resize(grid, rule)
+            log.info("positions %d×%d → %d×%d (%s, rule %r)", *old, *grid, self.config.position, rule)
+        for block in self.blocks:
+            if isinstance(block.attention, AxialAttention):
+                block.attention.grid = grid
+        return self
+
+    def replace_head(self, outputs: int) -> ViT:
+        """Put a new head of zeros on, as fine-tuning does (§3.2); an old one is discarded, pre-logits are kept."""
+        self.config = self.config.replace(outputs=outputs)
+        for name in ("head", "distill_head"):
+            if getattr(self, name) is not None:
+                head = self._new_head(outputs).to(self.norm.weight)
+                for parameter in head.parameters():
+                    nn.init.zeros_(parameter)
+                setattr(self, name, head)
+        return self
+
+    def checkpoint_activations(self, blocks: int | None = None) -> int:
+        """Recompute the first `blocks` blocks (None: all) in the backward pass to save memory; returns how many it covers."""
+        total = len(self.blocks)
+        self.checkpointed = total if blocks is None else min(max(blocks, 0), total)
+        log.info("activation checkpointing: %d/%d blocks", self.checkpointed, total)
+        return self.checkpointed
+
+    def _embed(self, images: Tensor) -> Tensor:
+        """z₀ of equation 1: prefix tokens and patches with their positions."""
+        x = self.patches(images if self.resnet is None else self.resnet(images))
+        prefix = (self.class_token, self.distill_token, self.registers)
+        given = [token.expand(x.shape[0], -1, -1).to(x.dtype) for token in prefix if token is not None]
+        x = torch.cat([*given, x], dim=1) if given else x
+        return self.dropout(self.positions.at_input(x))  # type: ignore[no-any-return]
+
+    def _encode(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
+        check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
+        x = self._embed(images)
+        for number, block in enumerate(self.blocks):
+            x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
+            if number < self.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(block, x, bias, use_reentrant=False)
+            else:
+                x = block(x, bias)
+            if kept and number in kept:
+                kept[number] = x
+        return self.norm(x) if self.config.final_norm == "before-pool" else x
+
+    def _pooled(self, tokens: Tensor, token: int = 0) -> Tensor:
+        if self.pool is not None:
+            x: Tensor = self.pool(tokens)
+        elif self.config.pooling == "mean":
+            x = tokens[:, self.config.prefix :].mean(dim=1)
+        else:
+            x = tokens[:, token]
+        return self.norm(x) if self.config.final_norm == "after-pool" else x
+
+    def _represent(self, pooled: Tensor) -> Tensor:
+        return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))
+
+    def _new_head(self, outputs: int) -> nn.Module:
+        return nn.Linear(self.config.pre_logits or self.config.width, outputs) if outputs else nn.Identity()

@@ -1,0 +1,261 @@
+"""`csv:FILE`: a table of `path,label[,split]`. Several labels as `a|b`, numbers with a fraction for a regression."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vitrail.data.classes import in_natural_order, split_name
+from vitrail.data.decode import SUFFIXES
+from vitrail.data.sources.files import FileSplit
+from vitrail.data.sources.reference import Opened, Request
+from vitrail.data.split import held_out
+from vitrail.data.types import Array, BadImage, Split, Task
+from vitrail.errors import VitrailError
+
+_COLUMNS = {
+    "path": ("path", "image", "file", "filename", "file_name", "image_path", "filepath", "image_id"),
+    "label": ("label", "labels", "class", "target", "targets", "category", "class_name"),
+    "split": ("split", "set", "subset", "partition"),
+}
+_TASKS: tuple[Task, ...] = ("classify", "multilabel", "regress", "unlabelled")
+
+
+@dataclass
+class Table:
+    """The rows that are to be used, column by column, with the line each came from."""
+
+    lines: list[int]
+    paths: list[str]
+    labels: list[list[str]]
+    splits: list[str]
+    targets: tuple[str, ...]
+    """Names of the label columns: one, or several numeric ones."""
+
+    def keep(self, rows: list[int]) -> None:
+        self.lines = [self.lines[row] for row in rows]
+        self.paths = [self.paths[row] for row in rows]
+        self.labels = [self.labels[row] for row in rows]
+        self.splits = [self.splits[row] for row in rows] if self.splits else []
+
+
+def open_csv(request: Request) -> Opened:
+    request.allow("root", "task", "targets", "val")
+    file = Path(request.location).expanduser()
+    root = Path(request.options.get("root", file.parent)).expanduser()
+    table = _read(file, request)
+    left_out = _missing_files(table, root, file, request)
+    _refuse_repeats(table, file)
+    task = _task(table, request)
+    targets, classes = _targets(table, task, file)
+    whole = FileSplit("train", task, root, table.paths, targets, classes)
+    if table.splits:
+        names = [name for name in ("train", "val", "test") if name in set(table.splits)]
+        column = np.array(table.splits)
+        splits: dict[str, Split] = {}
+        for name in names:
+            splits[name] = whole.subset(np.flatnonzero(column == name))
+            splits[name].name = name
+        if task in ("classify", "multilabel"):
+            splits = {name: _own_classes(split) for name, split in splits.items()}
+        detail = f"{task}, splits from its column"
+    else:
+        fraction = request.fraction("val", 0.1)
+        record = file.with_name(f"{file.stem}-vitrail-split-seed{request.seed}-val{fraction:g}.csv")
+        splits = held_out(whole, fraction, seed=request.seed, record=record)
+        detail = f"{task}{f', {fraction:.0%} held out as in {record.name}' if record.exists() else ''}"
+    return Opened(splits=splits, detail=detail, left_out=left_out)
+
+
+def _read(file: Path, request: Request) -> Table:
+    rows = _rows(file)
+    first = next(rows, None)
+    if first is None:
+        raise VitrailError(f"{file} is empty; the first line should be path,label or path,label,split.")
+    columns, header = _columns(first[1], file, request)
+    body = list(rows) if header else [first, *rows]
+    if not body:
+        raise VitrailError(f"{file} has a header and no rows; each row names an image and its label.")
+    for line, cells in body:
+        if len(cells) != len(first[1]):
+            raise VitrailError(
+                f"{file}, line {line}: {len(cells)} cells where the first line has {len(first[1])}. "
+                'A comma inside a name must be quoted: "a, b.jpg",cat'
+            )
+    path, labels, split = columns["path"][0], columns["label"], columns["split"]
+    table = Table(
+        lines=[line for line, _ in body],
+        paths=[cells[path].strip() for _, cells in body],
+        labels=[[cells[k].strip() for k in labels] for _, cells in body],
+        splits=[_split(cells[split[0]], line, file) for line, cells in body] if split else [],
+        targets=tuple(first[1][k].strip() if header else "label" for k in labels),
+    )
+    blank = next((line for line, name in zip(table.lines, table.paths, strict=True) if not name), None)
+    if blank:
+        raise VitrailError(f"{file}, line {blank}: the path is empty. Fill it in, or remove the row.")
+    return table
+
+
+def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
+    try:
+        text = file.read_bytes().decode("utf-8-sig")  # spreadsheets put a byte order mark in front
+    except OSError as error:
+        raise VitrailError(f"Cannot read the table {file}: {error.strerror}. Check the path.") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise VitrailError(f"{file}, line {line} is not UTF-8 text. Save the table as 'CSV UTF-8'.") from error
+    if "\0" in text:
+        raise VitrailError(f"{file} holds zero bytes, so it is no table of text. Save it as 'CSV UTF-8'.")
+    head = text.partition("\n")[0]
+    delimiter = max(",;\t", key=head.count)
+    reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
+    try:
+        for cells in reader:
+            if cells and any(map(str.strip, cells)):
+                yield reader.line_num, cells
+    except csv.Error as error:
+        raise VitrailError(f"{file}, line {reader.line_num}: {error}. Check the quotes in it.") from error
+
+
+def _columns(first: list[str], file: Path, request: Request) -> tuple[dict[str, list[int]], bool]:
+    """Where the path, label and split stand, and whether the first line is a header."""
+    words = [cell.strip().casefold() for cell in first]
+    found = {key: [k for k, word in enumerate(words) if word in names] for key, names in _COLUMNS.items()}
+    if "targets" in request.options:
+        wanted = [word.strip().casefold() for word in request.options["targets"].split(",")]
+        absent = [word for word in wanted if word not in words]
+        if absent:
+            raise VitrailError(f"{file} has no column {absent[0]!r}; it has {', '.join(first)}.")
+        found["label"] = [words.index(word) for word in wanted]
+    if not found["path"]:
+        if words[0].endswith(SUFFIXES) and len(words) in (2, 3):
+            return {"path": [0], "label": [1], "split": [2] if len(words) == 3 else []}, False
+        raise VitrailError(
+            f"{file} has no column for the image; its first line is {', '.join(first)!r}. "
+            "Name the columns path,label or path,label,split."
+        )
+    if not found["label"] and request.options.get("task") != "unlabelled":
+        raise VitrailError(f"{file} has no column 'label' (it has {', '.join(first)}). Add one, or ?task=unlabelled.")
+    if "targets" not in request.options:
+        found["label"] = found["label"][:1]
+    return found, True
+
+
+def _split(cell: str, line: int, file: Path) -> str:
+    name = split_name(cell)
+    if name is None:
+        raise VitrailError(f"{file}, line {line}: the split is {cell!r}; train, val or test is expected.")
+    return name
+
+
+def _missing_files(table: Table, root: Path, file: Path, request: Request) -> tuple[BadImage, ...]:
+    """Refuse rows without a file, or leave them out. Folders are listed once each rather than asked file by file."""
+    listed: dict[str, set[str]] = {}
+    missing = []
+    for row, name in enumerate(table.paths):
+        if not _exists(os.path.join(root, name), listed):  # noqa: PTH118 - a Path a row takes seconds for a million
+            slashes = name.replace("\\", "/")
+            if slashes != name and _exists(os.path.join(root, slashes), listed):  # noqa: PTH118
+                table.paths[row] = slashes  # written on Windows
+            else:
+                missing.append(row)
+    if not missing:
+        return ()
+    if request.bad_images == "error":
+        listing = "\n".join(f"  line {table.lines[row]}: {table.paths[row]}" for row in missing[:5])
+        more = f"\n  … and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise VitrailError(
+            f"{file} names {len(missing)} of {len(table.paths)} images that are not there:\n{listing}{more}\n"
+            f"Paths are taken from {root}; another folder is csv:{file}?root=DIR. --bad-images skip leaves them out."
+        )
+    faults = tuple(BadImage(table.paths[row], f"no such file (line {table.lines[row]} of {file})") for row in missing)
+    gone = set(missing)
+    table.keep([row for row in range(len(table.paths)) if row not in gone])
+    if not table.paths:
+        raise VitrailError(f"{file}: none of its {len(missing)} images is there. Paths are taken from {root}.")
+    return faults
+
+
+def _exists(path: str, listed: dict[str, set[str]]) -> bool:
+    folder, name = os.path.split(os.path.normpath(path))
+    if folder not in listed:
+        try:
+            listed[folder] = set(os.listdir(folder))  # noqa: PTH208 - names are all we need
+        except OSError:
+            listed[folder] = set()
+    return name in listed[folder]
+
+
+def _refuse_repeats(table: Table, file: Path) -> None:
+    seen: dict[tuple[str, str], int] = {}
+    for row, name in enumerate(table.paths):
+        key = (table.splits[row] if table.splits else "", name)
+        if key in seen:
+            raise VitrailError(
+                f"{file}: lines {seen[key]} and {table.lines[row]} both name {name}. "
+                "Give an image one row; several labels are written a|b."
+            )
+        seen[key] = table.lines[row]
+
+
+def _task(table: Table, request: Request) -> Task:
+    wanted = request.options.get("task")
+    for task in _TASKS:
+        if wanted == task:
+            return task
+    if wanted is not None:
+        raise VitrailError(f"task={wanted} in {request.reference}: it must be one of {', '.join(_TASKS)}.")
+    if any("|" in cell for cells in table.labels for cell in cells):
+        return "multilabel"
+    numbers = all(_number(cell) is not None for cells in table.labels for cell in cells)
+    whole = all(cell.lstrip("+-").isdigit() for cells in table.labels for cell in cells)
+    return "regress" if "targets" in request.options or (numbers and not whole) else "classify"
+
+
+def _number(cell: str) -> float | None:
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if np.isfinite(value) else None
+
+
+def _targets(table: Table, task: Task, file: Path) -> tuple[Array, tuple[str, ...]]:
+    if task == "unlabelled":
+        return np.empty((len(table.paths), 0), np.float32), ()
+    if task == "regress":
+        values = [[_number(cell) for cell in cells] for cells in table.labels]
+        for line, cells, row in zip(table.lines, table.labels, values, strict=True):
+            if None in row:
+                raise VitrailError(f"{file}, line {line}: {cells[row.index(None)]!r} is not a number. Correct it.")
+        return np.array(values, np.float32).reshape(len(values), -1), table.targets
+    if task == "multilabel":
+        sets = [[word.strip() for word in cells[0].split("|") if word.strip()] for cells in table.labels]
+        classes = in_natural_order({word for words in sets for word in words})
+        index = {name: k for k, name in enumerate(classes)}
+        hot = np.zeros((len(sets), len(classes)), np.float32)
+        for place, words in enumerate(sets):
+            hot[place, [index[word] for word in words]] = 1
+        return hot, classes
+    for line, cells in zip(table.lines, table.labels, strict=True):
+        if not cells[0]:
+            raise VitrailError(f"{file}, line {line}: the label is empty. Fill it in, or remove the row.")
+    classes = in_natural_order({cells[0] for cells in table.labels})
+    index = {name: k for k, name in enumerate(classes)}
+    return np.array([index[cells[0]] for cells in table.labels], np.int64), classes
+
+
+def _own_classes(split: Split) -> Split:
+    """Only the classes this split really has, so that the training split decides and another cannot add to it."""
+    used = np.unique(split.targets) if split.task == "classify" else np.flatnonzero(split.targets.any(0))
+    split.classes = tuple(split.classes[k] for k in used)
+    if split.task == "classify":
+        split.targets = np.searchsorted(used, split.targets)
+    else:
+        split.targets = split.targets[:, used]
+    return split

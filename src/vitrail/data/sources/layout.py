@@ -1,0 +1,75 @@
+"""Looking at a folder, and showing what was found beside what would be understood."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vitrail.data.classes import in_natural_order
+from vitrail.data.decode import SUFFIXES
+
+ACCEPTED = """\
+  1. split folders            2. one folder, split for you    3. a table, as csv:FILE
+     DIR/train/cat/1.jpg         DIR/cat/1.jpg                   path,label,split
+     DIR/train/dog/2.jpg         DIR/dog/2.jpg                   a/1.jpg,cat,train
+     DIR/val/cat/3.jpg                                           a/2.jpg,dog,val"""
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name ends like an image; hidden files (macOS leaves `._1.jpg` beside `1.jpg`) do not count."""
+    return name[0] != "." and name.lower().endswith(SUFFIXES)
+
+
+def subfolders(folder: Path) -> list[str]:
+    """Names of the folders (or links to folders) in a folder, in natural order, hidden ones left out."""
+    with os.scandir(folder) as entries:
+        return list(in_natural_order(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()))
+
+
+def images_in(folder: Path) -> list[str]:
+    """Names of the image files (or links) lying directly in a folder."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if is_image(entry.name) and not entry.is_dir()]
+
+
+def images_under(folder: Path, prefix: str = "", above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+    """Paths of all images below a folder, relative to it. Links are followed; one that leads back up is not."""
+    status = folder.stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        content = sorted(entries, key=lambda entry: entry.name)
+    for entry in content:
+        if entry.is_dir():
+            if entry.name[0] != ".":
+                yield from images_under(Path(entry.path), f"{prefix}{entry.name}/", above | {here})
+        elif is_image(entry.name):
+            yield prefix + entry.name
+
+
+def tree(folder: Path, *, depth: int = 3, most: int = 6, indent: str = "  ") -> str:
+    """A small drawing of a folder: the first few entries of each level, with counts for the rest."""
+    lines = [f"{indent}{folder}/", *_branches(folder, depth, most, indent + "  ")]
+    return "\n".join(lines)
+
+
+def _branches(folder: Path, depth: int, most: int, indent: str) -> list[str]:
+    try:
+        inner, loose = subfolders(folder), images_in(folder)
+        with os.scandir(folder) as entries:
+            others = [entry.name for entry in entries if not entry.is_dir() and not is_image(entry.name)]
+    except OSError as error:
+        return [f"{indent}({error.strerror})"]
+    lines = []
+    for name in inner[:most]:
+        lines.append(f"{indent}{name}/")
+        lines += _branches(folder / name, depth - 1, 3, indent + "  ") if depth > 1 else []
+    if len(inner) > most:
+        lines.append(f"{indent}… {len(inner) - most} more folders")
+    if loose:
+        lines.append(f"{indent}{min(loose)}{f' … {len(loose)} images' if len(loose) > 1 else ''}")
+    if others:
+        lines.append(f"{indent}{min(others)}{f' … {len(others)} other files' if len(others) > 1 else ''}")
+    return lines or [f"{indent}(empty)"]

@@ -1,0 +1,100 @@
+"""Holding out part of a split: stratified, from a seed, and written down so that it stays the same."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from vitrail.data.types import Array, Split
+from vitrail.errors import VitrailError
+from vitrail.files import atomic_file
+
+log = logging.getLogger("vitrail.data")
+
+
+def stratified(split: Split, fraction: float, *, seed: int = 0) -> Array:
+    """Positions to hold out: `fraction` of every class, at least one image of each class that has two.
+
+    Each class draws from its own stream, keyed by seed and name, so that one more class does not move the others.
+    """
+    chosen = []
+    for name, members in _strata(split):
+        count = round(len(members) * fraction)
+        if fraction > 0 and len(members) > 1:
+            count = min(max(count, 1), len(members) - 1)
+        stream = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        chosen.append(stream.permutation(members)[: min(count, len(members) - 1)])
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+
+
+def _strata(split: Split) -> list[tuple[str, Array]]:
+    """Groups that should be represented alike: classes, sets of labels, or tenths of a numeric target."""
+    if split.task == "classify":
+        codes, names = split.targets, split.classes
+    elif split.task == "multilabel":
+        rows, codes = np.unique(split.targets, axis=0, return_inverse=True)
+        codes = codes.reshape(-1)
+        rare = np.bincount(codes) < 5  # sets of labels too rare to be shared out are shared out together
+        codes = np.where(rare[codes], len(rows), codes)
+        names = (*("|".join(np.flatnonzero(row).astype(str)) for row in rows), "rare")
+    elif split.task == "regress":
+        rank = split.targets[:, 0].argsort(kind="stable").argsort(kind="stable")
+        codes, names = rank * 10 // max(1, len(rank)), tuple(map(str, range(10)))
+    else:
+        codes, names = np.zeros(len(split), np.int64), ("all",)
+    order = np.argsort(codes, kind="stable")
+    starts = np.searchsorted(codes[order], np.arange(len(names) + 1))
+    groups = [(name, order[starts[k] : starts[k + 1]]) for k, name in enumerate(names)]
+    return [(name, members) for name, members in groups if len(members)]
+
+
+def held_out(split: Split, fraction: float, *, seed: int, record: Path) -> dict[str, Split]:
+    """`split` as `train` and `val`, as `record` says; where there is no record yet, it is drawn and written."""
+    if fraction == 0:
+        return {"train": renamed(split, "train")}
+    if record.exists():
+        train, val = _recorded(split, record)
+    else:
+        val = stratified(split, fraction, seed=seed)
+        train = np.setdiff1d(np.arange(len(split)), val)
+        _write(split, {"train": train, "val": val}, record)
+    return {"train": renamed(split.subset(train), "train"), "val": renamed(split.subset(val), "val")}
+
+
+def renamed(split: Split, name: str) -> Split:
+    split.name = name
+    return split
+
+
+def _write(split: Split, parts: dict[str, Array], record: Path) -> None:
+    part_of = np.empty(len(split), object)
+    for name, members in parts.items():
+        part_of[members] = name
+    try:
+        with atomic_file(record) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["path", "split"])
+            writer.writerows((split.image_name(k), part_of[k]) for k in range(len(split)))
+    except (OSError, VitrailError):
+        log.warning("The split could not be saved as %s; the same seed and the same files give it again.", record)
+
+
+def _recorded(split: Split, record: Path) -> tuple[Array, Array]:
+    with record.open(newline="", encoding="utf-8-sig") as file:
+        rows = {row["path"]: row["split"] for row in csv.DictReader(file)}
+    position = {split.image_name(k): k for k in range(len(split))}
+    gone = [name for name in rows if name not in position]
+    if gone:
+        raise VitrailError(
+            f"{record} lists {len(gone)} images that are no longer there, such as {gone[0]}. "
+            "Bring them back, or delete that file to draw a new split."
+        )
+    new = len(position) - len(rows)
+    if new:
+        log.warning("%d images are not in %s and are left out; delete that file to draw a new split.", new, record)
+    parts = {part: [position[name] for name, there in rows.items() if there == part] for part in ("train", "val")}
+    return np.sort(np.array(parts["train"], np.int64)), np.sort(np.array(parts["val"], np.int64))

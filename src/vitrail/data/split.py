@@ -52,16 +52,20 @@ def _strata(split: Split) -> list[tuple[str, Array]]:
     return [(name, members) for name, members in groups if len(members)]
 
 
-def held_out(split: Split, fraction: float, *, seed: int, record: Path) -> dict[str, Split]:
-    """`split` as `train` and `val`, as `record` says; where there is no record yet, it is drawn and written."""
+def held_out(split: Split, fraction: float, *, seed: int, record: Path | None) -> dict[str, Split]:
+    """`split` as `train` and `val`, as `record` says; where there is no record yet, it is drawn and written.
+
+    A set that cannot change under us, such as a published one, needs no record: the seed alone gives the split again.
+    """
     if fraction == 0:
         return {"train": renamed(split, "train")}
-    if record.exists():
+    if record is not None and record.exists():
         train, val = _recorded(split, record)
     else:
         val = stratified(split, fraction, seed=seed)
         train = np.setdiff1d(np.arange(len(split)), val)
-        _write(split, {"train": train, "val": val}, record)
+        if record is not None:
+            _write(split, {"train": train, "val": val}, record)
     return {"train": renamed(split.subset(train), "train"), "val": renamed(split.subset(val), "val")}
 
 

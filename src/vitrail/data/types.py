@@ -137,6 +137,17 @@ class Names:
         self._block = b"".join(encoded)
         self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
 
+    @classmethod
+    def from_arrays(cls, block: Array, ends: Array) -> Names:
+        """The inverse of `to_arrays`."""
+        names = cls.__new__(cls)
+        names._block, names._ends = block.tobytes(), ends
+        return names
+
+    def to_arrays(self) -> tuple[Array, Array]:
+        """(bytes, where each name ends), for a file."""
+        return np.frombuffer(self._block, np.uint8), self._ends
+
     def __len__(self) -> int:
         return len(self._ends)
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.classes import in_natural_order, split_name
+from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.files import FileSplit
+from vitrail.data.sources.labels import own_classes, targets_of, task_of
 from vitrail.data.sources.reference import Opened, Request
-from vitrail.data.split import held_out
-from vitrail.data.types import Array, BadImage, Split, Task
+from vitrail.data.split import held_out, renamed
+from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 
 _COLUMNS = {
@@ -23,7 +24,6 @@ _COLUMNS = {
     "label": ("label", "labels", "class", "target", "targets", "category", "class_name"),
     "split": ("split", "set", "subset", "partition"),
 }
-_TASKS: tuple[Task, ...] = ("classify", "multilabel", "regress", "unlabelled")
 
 
 @dataclass
@@ -51,18 +51,16 @@ def open_csv(request: Request) -> Opened:
     table = _read(file, request)
     left_out = _missing_files(table, root, file, request)
     _refuse_repeats(table, file)
-    task = _task(table, request)
-    targets, classes = _targets(table, task, file)
+    wanted = request.options.get("task", "regress" if "targets" in request.options else None)
+    task = task_of(table.labels, wanted)
+    targets, classes = targets_of(table.labels, task, table.targets, lambda row: f"{file}, line {table.lines[row]}")
     whole = FileSplit("train", task, root, table.paths, targets, classes)
     if table.splits:
         names = [name for name in ("train", "val", "test") if name in set(table.splits)]
         column = np.array(table.splits)
         splits: dict[str, Split] = {}
         for name in names:
-            splits[name] = whole.subset(np.flatnonzero(column == name))
-            splits[name].name = name
-        if task in ("classify", "multilabel"):
-            splits = {name: _own_classes(split) for name, split in splits.items()}
+            splits[name] = own_classes(renamed(whole.subset(np.flatnonzero(column == name)), name))
         detail = f"{task}, splits from its column"
     else:
         fraction = request.fraction("val", 0.1)
@@ -201,61 +199,3 @@ def _refuse_repeats(table: Table, file: Path) -> None:
                 "Give an image one row; several labels are written a|b."
             )
         seen[key] = table.lines[row]
-
-
-def _task(table: Table, request: Request) -> Task:
-    wanted = request.options.get("task")
-    for task in _TASKS:
-        if wanted == task:
-            return task
-    if wanted is not None:
-        raise VitrailError(f"task={wanted} in {request.reference}: it must be one of {', '.join(_TASKS)}.")
-    if any("|" in cell for cells in table.labels for cell in cells):
-        return "multilabel"
-    numbers = all(_number(cell) is not None for cells in table.labels for cell in cells)
-    whole = all(cell.lstrip("+-").isdigit() for cells in table.labels for cell in cells)
-    return "regress" if "targets" in request.options or (numbers and not whole) else "classify"
-
-
-def _number(cell: str) -> float | None:
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if np.isfinite(value) else None
-
-
-def _targets(table: Table, task: Task, file: Path) -> tuple[Array, tuple[str, ...]]:
-    if task == "unlabelled":
-        return np.empty((len(table.paths), 0), np.float32), ()
-    if task == "regress":
-        values = [[_number(cell) for cell in cells] for cells in table.labels]
-        for line, cells, row in zip(table.lines, table.labels, values, strict=True):
-            if None in row:
-                raise VitrailError(f"{file}, line {line}: {cells[row.index(None)]!r} is not a number. Correct it.")
-        return np.array(values, np.float32).reshape(len(values), -1), table.targets
-    if task == "multilabel":
-        sets = [[word.strip() for word in cells[0].split("|") if word.strip()] for cells in table.labels]
-        classes = in_natural_order({word for words in sets for word in words})
-        index = {name: k for k, name in enumerate(classes)}
-        hot = np.zeros((len(sets), len(classes)), np.float32)
-        for place, words in enumerate(sets):
-            hot[place, [index[word] for word in words]] = 1
-        return hot, classes
-    for line, cells in zip(table.lines, table.labels, strict=True):
-        if not cells[0]:
-            raise VitrailError(f"{file}, line {line}: the label is empty. Fill it in, or remove the row.")
-    classes = in_natural_order({cells[0] for cells in table.labels})
-    index = {name: k for k, name in enumerate(classes)}
-    return np.array([index[cells[0]] for cells in table.labels], np.int64), classes
-
-
-def _own_classes(split: Split) -> Split:
-    """Only the classes this split really has, so that the training split decides and another cannot add to it."""
-    used = np.unique(split.targets) if split.task == "classify" else np.flatnonzero(split.targets.any(0))
-    split.classes = tuple(split.classes[k] for k in used)
-    if split.task == "classify":
-        split.targets = np.searchsorted(used, split.targets)
-    else:
-        split.targets = split.targets[:, used]
-    return split

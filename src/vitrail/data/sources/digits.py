@@ -4,28 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.sources.reference import Opened, Request
 from vitrail.data.split import renamed, stratified
-from vitrail.data.types import Array, Payload, Split, Task
-
-
-class ArraySplit(Split):
-    """Decoded images of one size in memory."""
-
-    def __init__(self, name: str, task: Task, images: Array, targets: Array, classes: tuple[str, ...], prefix: str) -> None:
-        self.name, self.task, self.targets, self.classes = name, task, targets, classes
-        self._images, self._prefix = images, prefix
-
-    def image_name(self, index: int) -> str:
-        return f"{self._prefix}-{index % len(self):06d}"
-
-    def payload(self, index: int) -> Payload:
-        image: Array = self._images[index]
-        return image
-
-    @property
-    def arrays(self) -> Array | None:
-        return self._images
 
 
 def open_digits(request: Request) -> Opened:
@@ -36,7 +17,7 @@ def open_digits(request: Request) -> Opened:
     bunch = load_digits()
     images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, :, :, None]
     classes = tuple(str(name) for name in bunch.target_names)
-    whole = ArraySplit("train", "classify", images, bunch.target.astype(np.int64), classes, "digit")
+    whole = ArraySplit("train", "classify", images, bunch.target.astype(np.int64), classes)
     val = stratified(whole, 0.2, seed=0)
     train = np.setdiff1d(np.arange(len(whole)), val)
     return Opened(

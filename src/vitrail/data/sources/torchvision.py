@@ -1,0 +1,127 @@
+"""`torchvision:NAME`: the data sets torchvision knows, downloaded only where `?download=1` asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.sources.arrays import ArraySplit
+from vitrail.data.sources.files import FileSplit
+from vitrail.data.sources.labels import own_classes
+from vitrail.data.sources.reference import CACHE, Opened, Request
+from vitrail.data.split import held_out
+from vitrail.data.types import Array, Split
+from vitrail.errors import VitrailError, nearest
+
+_TRAIN_FLAG = {"train": {"train": True}, "test": {"train": False}}
+_TWO = {"train": {"split": "train"}, "test": {"split": "test"}}
+_THREE = {"train": {"split": "train"}, "val": {"split": "val"}, "test": {"split": "test"}}
+_TRAIN_VAL = {"train": {"split": "train"}, "val": {"split": "val"}}
+_WHOLE: dict[str, dict[str, Any]] = {"train": {}}
+SETS: dict[str, dict[str, dict[str, Any]]] = {
+    "CIFAR10": _TRAIN_FLAG,
+    "CIFAR100": _TRAIN_FLAG,
+    "MNIST": _TRAIN_FLAG,
+    "FashionMNIST": _TRAIN_FLAG,
+    "KMNIST": _TRAIN_FLAG,
+    "SVHN": _TWO,
+    "STL10": _TWO,
+    "Flowers102": _THREE,
+    "OxfordIIITPet": {"train": {"split": "trainval"}, "test": {"split": "test"}},
+    "DTD": _THREE,
+    "Food101": _TWO,
+    "StanfordCars": _TWO,
+    "FGVCAircraft": _THREE,
+    "GTSRB": _TWO,
+    "Imagenette": _TRAIN_VAL,
+    "ImageNet": _TRAIN_VAL,
+    "Country211": {"train": {"split": "train"}, "val": {"split": "valid"}, "test": {"split": "test"}},
+    "CLEVRClassification": _TRAIN_VAL,
+    "EuroSAT": _WHOLE,
+    "SUN397": _WHOLE,
+}
+
+
+def open_torchvision(request: Request) -> Opened:
+    request.allow("root", "download", "val")
+    by_name = {name.casefold(): name for name in SETS}
+    name = by_name.get(request.location.casefold())
+    if name is None:
+        raise VitrailError(
+            f"{request.reference}: torchvision set {request.location!r} is not among those Vitrail reads."
+            f"{nearest(request.location, SETS)} They are {', '.join(SETS)}."
+        )
+    root = Path(request.options.get("root", CACHE / "torchvision")).expanduser()
+    splits: dict[str, Split] = {
+        split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in SETS[name].items()
+    }
+    if SETS[name] is _WHOLE:
+        splits = held_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, record=None)
+    elif "val" in request.options:
+        raise VitrailError(f"val={request.options['val']} in {request.reference}: it has splits of its own, {', '.join(splits)}.")
+    return Opened(splits=splits, detail=f"{name} in {root}")
+
+
+def _dataset(name: str, root: Path, arguments: dict[str, Any], request: Request) -> Any:
+    import torchvision.datasets
+
+    kind = getattr(torchvision.datasets, name)
+    wanted = {"download": True} if request.flag("download") and name != "ImageNet" else {}
+    try:
+        if wanted:
+            root.mkdir(parents=True, exist_ok=True)
+        return kind(root=str(root), **arguments, **wanted)
+    except ModuleNotFoundError as error:
+        raise VitrailError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
+    except (RuntimeError, OSError) as error:  # not found, spoiled, or the network is not there
+        first = str(error).partition("\n")[0]
+        advice = (
+            "Check the connection, or bring the files there yourself."
+            if wanted
+            else f"Download it with torchvision:{name}?download=1, or say where it lies with ?root=DIR."
+        )
+        raise VitrailError(f"{name} could not be opened in {root}: {first.rstrip('.')}. {advice}") from error
+
+
+def _split(name: str, dataset: Any, root: Path) -> Split:
+    files, labels = _files_and_labels(dataset)
+    classes = _class_names(dataset, labels)
+    if files is not None:
+        relative = [str(Path(file).relative_to(root)) if Path(file).is_relative_to(root) else str(file) for file in files]
+        split: Split = FileSplit(name, "classify", root, relative, labels, classes)
+    else:
+        split = ArraySplit(name, "classify", _images(dataset), labels, classes)
+    if not hasattr(dataset, "classes") and not hasattr(dataset, "wnids"):
+        own_classes(split)  # names are the numbers themselves, and gaps between them are no classes
+    return split
+
+
+def _files_and_labels(dataset: Any) -> tuple[list[Any] | None, Array]:
+    """torchvision keeps lists of files under various names; sets without one keep arrays."""
+    for attribute in ("_samples", "samples"):
+        if hasattr(dataset, attribute):
+            files, labels = zip(*((sample[0], sample[1]) for sample in getattr(dataset, attribute)), strict=True)
+            return list(files), np.asarray(labels, np.int64)
+    labels = next(getattr(dataset, key) for key in ("_labels", "targets", "labels") if hasattr(dataset, key))
+    for attribute in ("_image_files", "_images"):
+        if isinstance(getattr(dataset, attribute, None), list):
+            return getattr(dataset, attribute), np.asarray(labels, np.int64)
+    return None, np.asarray(labels, np.int64)
+
+
+def _class_names(dataset: Any, labels: Array) -> tuple[str, ...]:
+    # Two of ImageNet's classes are both called "crane", so its classes go by their WordNet numbers.
+    names = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None)
+    if names is None:
+        return tuple(map(str, range(int(labels.max()) + 1)))
+    return tuple(str(name) for name in names)
+
+
+def _images(dataset: Any) -> Array:
+    images = np.asarray(dataset.data)
+    if images.ndim == 3:
+        return images[:, :, :, None]
+    channels_first = images.shape[1] == 3 and images.shape[3] != 3
+    return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if channels_first else images

@@ -51,7 +51,8 @@ def _run(words: list[str]) -> int:
 
     module, function = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(module), function)
-    return tyro.cli(command, prog=f"vitrail {name}", args=words[len(name.split()) :]) or 0
+    options = (tyro.conf.FlagCreatePairsOff,)  # --json, without a --no-json beside it
+    return tyro.cli(command, prog=f"vitrail {name}", args=words[len(name.split()) :], config=options) or 0
 
 
 def _overview() -> str:

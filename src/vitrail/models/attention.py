@@ -110,8 +110,8 @@ class AxialAttention(Attention):
         """The part of a full bias [head, token, token] that a line's patches use: [line, head, patch, prefix + patch]."""
         count, (rows, columns) = self.prefix, self.grid
         bias = bias[:, count:]
-        own = bias[..., count:].reshape(-1, rows, columns, rows, columns)
-        first = bias[..., :count].reshape(-1, rows, columns, count)
+        own = bias[..., count:].reshape(self.heads, rows, columns, rows, columns)
+        first = bias[..., :count].reshape(self.heads, rows, columns, count)
         if self.axis == 1:
             own, first = own.permute(0, 2, 1, 4, 3), first.permute(0, 2, 1, 3)
         own = own.diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2)
@@ -132,7 +132,7 @@ class AttentionPool(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        q = self.q(self.probe.expand(tokens.shape[0], -1, -1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q = self.q(self.probe).unflatten(-1, (self.heads, -1)).transpose(1, 2).expand(tokens.shape[0], -1, -1, -1)
         k, v = self.kv(tokens).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         x: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm(x))

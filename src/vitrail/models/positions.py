@@ -26,7 +26,7 @@ RULES: dict[PositionRule, tuple[str, bool, bool]] = {
 def resize_grid(table: Tensor, size: Pair, rule: PositionRule = "reference") -> Tensor:
     """Resample a table [layer, row, column, channel] to another number of rows and columns by a named rule.
 
-    Done once, on the CPU and in float32 or better, so the result does not depend on the device.
+    Done once, on the CPU and in float64, so that the result depends neither on the device nor on rounded coordinates.
     """
     if rule not in RULES:
         raise VitrailError(f"There is no position rule {rule!r}; known are {', '.join(RULES)}.")
@@ -35,7 +35,7 @@ def resize_grid(table: Tensor, size: Pair, rule: PositionRule = "reference") -> 
     if tuple(table.shape[1:3]) == tuple(size):
         return table.clone()
     mode, align, antialias = RULES[rule]
-    values = table.detach().to("cpu", torch.promote_types(table.dtype, torch.float32)).permute(0, 3, 1, 2)
+    values = table.detach().to("cpu", torch.float64).permute(0, 3, 1, 2)
     values = F.interpolate(values, size=size, mode=mode, align_corners=align, antialias=antialias)
     return values.permute(0, 2, 3, 1).to(table.device, table.dtype).contiguous()
 

@@ -1,0 +1,149 @@
+"""`vitrail doctor`: what this machine can do for a Vision Transformer, tried out rather than assumed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import platform
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+EXTRAS = {
+    "export": ("onnx", "onnxruntime"),
+    "serve": ("fastapi", "uvicorn"),
+    "hub": ("datasets",),
+    "web": ("fsspec", "aiohttp"),
+    "wandb": ("wandb",),
+}
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+PACKAGES = ("vitrail", "torch", "torchvision", "numpy", "pillow", "safetensors", "huggingface-hub")
+
+
+def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
+    """Say what this machine can do: versions, devices, precisions and attention kernels that really run, missing extras.
+
+    Example: vitrail doctor
+
+    Example: vitrail doctor --json
+
+    Args:
+        json_: Print JSON for a program instead of a table.
+    """
+    found = examine()
+    if json_:
+        print(json.dumps(found, indent=2))  # noqa: T201
+        return
+    console = Console()
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_row("system", f"{found['system']}, Python {found['python']}, {found['cpus']} CPU cores")
+    for name, number in found["versions"].items():
+        table.add_row(name, number)
+    for device in found["devices"]:
+        table.add_section()
+        memory = f", {device['memory_gib']:.0f} GiB" if device["memory_gib"] else ""
+        table.add_row("device", f"{device['device']}: {device['name']}{memory}")
+        table.add_row("  precision", _answers(device["precisions"]))
+        table.add_row("  attention", _answers(device["kernels"]))
+        table.add_row("  torch.compile", "ready" if device["compile"] else "no working compiler found: runs will be eager")
+    table.add_section()
+    for extra, missing in found["extras"].items():
+        advice = "installed" if not missing else f"needs {', '.join(missing)}: pip install 'vitrail\\[{extra}]'"
+        table.add_row(f"extra {extra}", advice)
+    console.print(table)
+
+
+def examine() -> dict[str, Any]:
+    """Everything `doctor` reports, as plain values."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "devices": [_device(device) for device in _devices()],
+        "extras": {extra: [name for name in names if importlib.util.find_spec(name) is None] for extra, names in EXTRAS.items()},
+    }
+
+
+def _devices() -> list[torch.device]:
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append(torch.device("mps"))
+    return [*devices, torch.device("cpu")]
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device) if cuda else None
+    precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    low = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {
+        "device": str(device),
+        "name": properties.name if properties else _processor(),
+        "memory_gib": properties.total_memory / 2**30 if properties else None,
+        "precisions": {name: _trains(device, dtype) for name, dtype in precisions.items()},
+        "kernels": {name: _attends(device, low, kernel) for name, kernel in KERNELS.items()},
+        "compile": _compiles(device),
+    }
+
+
+def _processor() -> str:
+    return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _trains(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product and its gradient run in this precision and give finite numbers."""
+    try:
+        weight = torch.randn(32, 32, device=device, dtype=dtype, requires_grad=True)
+        (weight @ weight.T).sum().backward()
+        return weight.grad is not None and bool(weight.grad.isfinite().all())
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _attends(device: torch.device, dtype: torch.dtype, kernel: SDPBackend) -> bool:
+    """Whether an attention kernel runs there and agrees with the plain formula."""
+    try:
+        q, k, v = torch.randn(3, 2, 4, 16, 32, device=device, dtype=dtype)
+        with warnings.catch_warnings(), sdpa_kernel(kernel):
+            warnings.simplefilter("ignore")  # torch explains each refusal at length; the answer is no
+            out = F.scaled_dot_product_attention(q, k, v)
+        expected = torch.softmax(q.float() @ k.float().mT / 32**0.5, dim=-1) @ v.float()
+        return bool((out.float() - expected).abs().max() < 0.05)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _compiles(device: torch.device) -> bool:
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on missing GPUs; that is said above
+    try:
+        compiled = torch.compile(lambda x: torch.sin(x) + 1, dynamic=False)
+        return bool(compiled(torch.ones(8, device=device)).isfinite().all())
+    except Exception:  # a missing compiler shows in as many ways as there are systems
+        return False
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _answers(found: dict[str, bool]) -> str:
+    return "  ".join(f"{name} {'✓' if works else '✗'}" for name, works in found.items())

@@ -1,0 +1,49 @@
+"""`vitrail models`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vitrail.cli import main
+from vitrail.models import VARIANTS
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def test_the_table_lists_every_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "models")
+    assert status == 0 and all(name in out for name in VARIANTS)
+    assert "86,567,656" in out and f"{len(VARIANTS)} models" in out
+
+
+def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "models", "B/16", "r50x5", "--image-size", "384", "--json")
+    vit, bit = json.loads(out)
+    assert status == 0 and vit["name"] == "ViT-B/16" and vit["tokens"] == 577 and bit["name"] == "BiT-R50x5"
+
+
+def test_sizes_that_do_not_fit_are_left_out_or_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "models", "--image-size", "384")
+    assert "ViT-B/16" in out and "ViT-H/14" not in out
+    status, _, err = run(capsys, "models", "H/14", "--image-size", "384")
+    assert status == 2 and "Nearest: 378×378, 392×392" in err
+
+
+def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "models", "ViT-B/x")
+    assert status == 2 and "There is no model 'ViT-B/x'" in err and "Traceback" not in err
+    status, _, err = run(capsys, "modles")
+    assert status == 2 and "Did you mean models?" in err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Commands:" in run(capsys)[1]
+    assert "Example:" in run(capsys, "models", "--help")[1]
+    assert run(capsys, "--version")[1].startswith("vitrail ")

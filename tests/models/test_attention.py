@@ -1,0 +1,155 @@
+"""The attention that is shown is the attention that is used."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail import VitrailError, create_model
+from vitrail.models import ViT
+
+SMALL = {"width": 24, "heads": 3, "depth": 2, "mlp": 32, "outputs": 5, "patch": 4}
+POSITIONS = ["learned", "learned-2d", "relative", "sincos2d", "none"]
+
+
+def build(**fields: object) -> ViT:
+    """A model whose attention is far from uniform, so that a wrong one shows."""
+    model = create_model("S/16", **{**SMALL, **fields}, seed=1)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "qkv.weight" in name:
+            parameter.data[: 2 * parameter.shape[1]] *= 2
+        elif "positions" in name or "head" in name:
+            torch.nn.init.normal_(parameter, generator=generator)
+    return model  # type: ignore[return-value]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    position=st.sampled_from(POSITIONS),
+    attention=st.sampled_from(["full", "axial"]),
+    pooling=st.sampled_from(["class", "mean"]),
+    registers=st.integers(0, 3),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
+)
+def test_rows_sum_to_one_and_reproduce_the_fused_output(
+    position: str, attention: str, pooling: str, registers: int, rows: int, columns: int
+) -> None:
+    size = (4 * rows, 4 * columns)
+    model = build(position=position, attention=attention, pooling=pooling, registers=registers, image_size=size).eval()
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(rows * 5 + columns))
+    with torch.no_grad():
+        x = model._embed(images)
+        shown = list(model.attention(images))
+        assert [layer for layer, _ in shown] == list(range(model.config.blocks))
+        for layer, weights in shown:
+            tokens = model.config.tokens
+            assert weights.shape == (2, 3, tokens, tokens) and (weights >= 0).all()
+            torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, tokens), atol=1e-5, rtol=0)
+            x, bias = model.positions.before_layer(x, layer), model.positions.bias(layer)
+            block = model.blocks[layer]
+            _, _, v = block.attention._split(block.norm1(x))
+            fused = block.attention(block.norm1(x), bias)
+            torch.testing.assert_close(block.attention._merge(weights @ v), fused, atol=1e-5, rtol=0)
+            x = block(x, bias)
+
+
+def test_weights_are_the_softmax_of_the_scores() -> None:
+    model = build(image_size=12).eval()
+    images = torch.randn(1, 3, 12, 12)
+    (_, weights), *_ = model.attention(images, layers=[0])
+    block = model.blocks[0]
+    width, heads = 24, 3
+    with torch.no_grad():
+        x = block.norm1(model._embed(images))[0].double()
+        q, k, _ = (x @ block.attention.qkv.weight.double().T + block.attention.qkv.bias.double()).split(width, dim=1)
+    for head in range(heads):
+        part = slice(head * 8, head * 8 + 8)
+        expected = torch.softmax(q[:, part] @ k[:, part].T / 8**0.5, dim=-1)
+        torch.testing.assert_close(weights[0, head].double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("registers", [0, 2])
+def test_axial_attention_stays_on_its_line(axis: int, registers: int) -> None:
+    model = build(attention="axial", registers=registers, image_size=(12, 16))
+    weights = dict(model.attention(torch.randn(1, 3, 12, 16)))[axis]
+    count = 1 + registers
+    for query in range(12):
+        for key in range(12):
+            same = query // 4 == key // 4 if axis == 0 else query % 4 == key % 4
+            assert (weights[0, :, count + query, count + key] > 0).all() == same
+    assert (weights[0, :, :count] > 0).all() and (weights[0, :, :, :count] > 0).all()
+
+
+def test_axial_twice_covers_the_image() -> None:
+    """A row block and then a column block let every patch reach every other: that is the point of the pair."""
+    model = build(attention="axial", pooling="mean", image_size=(12, 16))
+    rows, columns = (weights[0, 0] for _, weights in model.attention(torch.randn(1, 3, 12, 16), layers=[0, 1]))
+    assert ((columns @ rows) > 0).all()
+
+
+def test_dropout_is_off_in_eval_and_on_in_training() -> None:
+    model = build(image_size=12, dropout=0.5, attention_dropout=0.5, stochastic_depth=0.5)
+    images = torch.randn(4, 3, 12, 12)
+    model.train()
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+    plain = build(image_size=12).eval()
+    torch.testing.assert_close(model(images), plain(images), atol=1e-6, rtol=0)
+
+
+def test_attention_is_shown_in_eval_mode_and_leaves_every_mode_as_it_was() -> None:
+    model = build(image_size=12, dropout=0.5, attention_dropout=0.5).train()
+    model.blocks[0].eval()
+    images = torch.randn(1, 3, 12, 12)
+    for (_, one), (_, two) in zip(model.attention(images), model.attention(images), strict=True):
+        assert torch.equal(one, two)
+        assert model.training and not model.blocks[0].training and model.blocks[1].training
+        assert torch.is_grad_enabled() and not one.requires_grad
+    next(iter(model.attention(images)))  # abandoned half-way
+    gc.collect()
+    assert model.training and torch.is_grad_enabled()
+
+
+def test_only_the_layers_asked_for_and_nothing_after_them() -> None:
+    model = build(image_size=12, depth=4)
+    images = torch.randn(1, 3, 12, 12)
+    every = dict(model.attention(images))
+    some = dict(model.attention(images, layers=[2, -4]))
+    assert list(some) == [0, 2]
+    for layer, weights in some.items():
+        torch.testing.assert_close(weights, every[layer], atol=1e-6, rtol=0)
+    calls = []
+    model.blocks[3].norm1.register_forward_hook(lambda *_: calls.append(1))
+    list(model.attention(images, layers=[0, 2]))
+    assert not calls
+
+
+def test_one_layer_at_a_time() -> None:
+    """Nothing keeps a layer's matrix alive once the next one is asked for."""
+    import weakref
+
+    model = build(image_size=12, depth=4)
+    kept = None
+    for _, weights in model.attention(torch.randn(1, 3, 12, 12)):
+        assert kept is None or kept() is None or kept() is weights
+        kept = weakref.ref(weights)
+        del weights
+
+
+def test_bad_layers_are_sentences_at_the_call() -> None:
+    model = build(image_size=12)
+    images = torch.randn(1, 3, 12, 12)
+    with pytest.raises(VitrailError, match="0 of 2 layers asked for"):
+        model.attention(images, layers=[])
+    with pytest.raises(VitrailError, match="no layer 2: the model has 2, numbered 0 to 1"):
+        model.attention(images, layers=[2])
+    with pytest.raises(VitrailError, match="it has no attention"):
+        create_model("BiT-R26x1", device="meta").attention(images)

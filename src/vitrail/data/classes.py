@@ -107,7 +107,8 @@ def _warn_of_missing(split: Split) -> None:
     used = _used(split)
     missing = [name for name, there in zip(split.classes, used, strict=True) if not there]
     if missing and len(split):
-        log.warning("%s has no image of %d of the %d classes: %s.", split.name, len(missing), len(used), _some(missing))
+        text = f"{split.name} has no image of {len(missing)} of the {len(used)} classes: {_some(missing)}."
+        log.warning("%s", text, extra={"kind": "missing-class"})
 
 
 def check_range(split: Split, outputs: int) -> None:

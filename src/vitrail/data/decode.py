@@ -68,9 +68,7 @@ def decode(
             pixels = _pillow_pixels(image, channels, bits, name)
     except BadImage:
         raise
-    except (
-        Exception
-    ) as error:  # decoders raise nearly anything on a spoiled file: OSError, SyntaxError, struct.error, ...
+    except Exception as error:  # decoders raise nearly anything on a spoiled file: OSError, SyntaxError, struct.error, ...
         raise BadImage(name, _fault(error)) from error
     upright = _turn(_with_channels(pixels, channels, bits, name), orientation)
     return np.ascontiguousarray(_cut(upright, region, shrunk))
@@ -84,6 +82,11 @@ def image_header(payload: Payload, *, name: str = "image") -> ImageHeader:
         height, width, channels = _checked(payload, name).shape
         mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(channels, f"{channels} channels")
         return ImageHeader("array", height, width, mode, payload.dtype.itemsize * 8, 1)
+    return open_image(payload, name=name)[1]
+
+
+def open_image(payload: bytes, *, name: str = "image") -> tuple[Image.Image, ImageHeader]:
+    """The image, opened but not yet decoded, and its header: for a caller that wants both and `decode` afterwards."""
     try:
         image = _open(payload, name)
         orientation = _orientation(image)
@@ -93,7 +96,7 @@ def image_header(payload: Payload, *, name: str = "image") -> ImageHeader:
         raise BadImage(name, _fault(error)) from error
     width, height = image.size if orientation < 5 else image.size[::-1]
     bits = 16 if image.mode in _DEEP or _is_deep_colour_png(payload) else 32 if image.mode == "F" else 8
-    return ImageHeader(image.format or "", height, width, image.mode, bits, orientation)
+    return image, ImageHeader(image.format or "", height, width, image.mode, bits, orientation)
 
 
 def _open(payload: bytes, name: str) -> Image.Image:
@@ -119,9 +122,7 @@ def _fault(error: Exception) -> str:
 
 
 def _too_large(width: int, height: int) -> str:
-    return (
-        f"{height}×{width} pixels, more than the {MAX_PIXELS:,} allowed: a decompression bomb, or one to shrink first"
-    )
+    return f"{height}×{width} pixels, more than the {MAX_PIXELS:,} allowed: a decompression bomb, or one to shrink first"
 
 
 def _what_it_is_instead(payload: bytes) -> str:
@@ -144,17 +145,13 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _draft(
-    image: Image.Image, cover: tuple[int, int], region: tuple[int, int, int, int] | None, orientation: int
-) -> float:
+def _draft(image: Image.Image, cover: tuple[int, int], region: tuple[int, int, int, int] | None, orientation: int) -> float:
     """Ask a JPEG for its smallest sufficient scale; return by how much it will come out smaller."""
     if image.format != "JPEG":
         return 1.0
     width, height = image.size if orientation < 5 else image.size[::-1]
     part = region[2:] if region is not None else (height, width)
-    wanted = [
-        -(-side * least // max(1, length)) for side, least, length in zip((height, width), cover, part, strict=True)
-    ]
+    wanted = [-(-side * least // max(1, length)) for side, least, length in zip((height, width), cover, part, strict=True)]
     full = image.size[0]
     image.draft(None, (wanted[1], wanted[0]) if orientation < 5 else (wanted[0], wanted[1]))
     return float(2 ** round(np.log2(full / image.size[0])))
@@ -182,9 +179,7 @@ def _pillow_pixels(image: Image.Image, channels: int, bits: int, name: str) -> A
 
 def _is_deep_colour_png(payload: Payload) -> bool:
     # IHDR is always first: depth at byte 24, colour type at 25 (2 colour, 4 grey + alpha, 6 colour + alpha).
-    return (
-        isinstance(payload, bytes) and payload[:4] == b"\x89PNG" and payload[24:26] in (b"\x10\2", b"\x10\4", b"\x10\6")
-    )
+    return isinstance(payload, bytes) and payload[:4] == b"\x89PNG" and payload[24:26] in (b"\x10\2", b"\x10\4", b"\x10\6")
 
 
 def _deep_colour_png(payload: bytes) -> Array:

@@ -68,16 +68,12 @@ class Preprocess:
         if (self.resize_to is not None) != (self.resize == "short-side"):
             raise VitrailError(f"resize_to goes with resize='short-side': got {self.resize!r} and {self.resize_to}.")
         if self.resize_to is not None and self.resize_to < min(self.size):
-            raise VitrailError(
-                f"resize_to={self.resize_to} is smaller than the {_times(self.size)} to be cut out of it."
-            )
+            raise VitrailError(f"resize_to={self.resize_to} is smaller than the {_times(self.size)} to be cut out of it.")
         if self.pad and self.resize == "short-side":
             raise VitrailError("pad has nothing to fill with resize='short-side'; use resize='square' or 'none'.")
         for field in ("mean", "std"):
             if len(getattr(self, field)) != self.channels:
-                raise VitrailError(
-                    f"Preprocess.{field} has {len(getattr(self, field))} values for {self.channels} channels."
-                )
+                raise VitrailError(f"Preprocess.{field} has {len(getattr(self, field))} values for {self.channels} channels.")
         if min(self.std) <= 0:
             raise VitrailError(f"Preprocess.std is {self.std}; every value must be above 0.")
 
@@ -86,9 +82,7 @@ class Preprocess:
         """The pixel value that means full brightness."""
         return (1 << self.bits) - 1
 
-    def __call__(
-        self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image"
-    ) -> torch.Tensor:
+    def __call__(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> torch.Tensor:
         """One image, as a file's content, a path, a Pillow image or an array [H, W(, C)], as float32 [C, H, W]."""
         pixels = self.pixels(image, name=name)
         if pixels.dtype == np.uint16:
@@ -125,8 +119,7 @@ class Preprocess:
                 f"{self.channels}. The order is [..., channels, height, width]."
             )
         mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=images.device)[:, None, None]
-            for values in (self.mean, self.std)
+            torch.tensor(values, dtype=torch.float32, device=images.device)[:, None, None] for values in (self.mean, self.std)
         )
         return images.to(torch.float32).div(self.brightest).sub(mean).div(std)
 
@@ -138,9 +131,7 @@ class Preprocess:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()
-        }
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
@@ -158,11 +149,7 @@ class Preprocess:
 
     def describe(self) -> str:
         """One line for the log."""
-        cut = (
-            f"short side {self.resize_to}, middle {_times(self.size)}"
-            if self.resize_to
-            else f"{self.resize} {_times(self.size)}"
-        )
+        cut = f"short side {self.resize_to}, middle {_times(self.size)}" if self.resize_to else f"{self.resize} {_times(self.size)}"
         filters = f"{self.interpolation}{'' if self.antialias else ' without antialias'}"
         scale = f"mean {_numbers(self.mean)}, std {_numbers(self.std)}"
         return f"{self.name}: {cut}, {filters}, {scale}, {self.channels} channels of {self.bits} bits"
@@ -239,9 +226,7 @@ PRESETS = tuple(_PRESETS)
 def preset(name: str, *, size: int | tuple[int, int] | None = None, channels: int = 3, bits: int = 8) -> Preprocess:
     """A published preprocessing by name, at the size wanted (224, or 32 for `cifar`, where none is given)."""
     if name not in _PRESETS:
-        raise VitrailError(
-            f"There is no preprocessing {name!r}.{nearest(name, PRESETS)} There are {', '.join(PRESETS)}."
-        )
+        raise VitrailError(f"There is no preprocessing {name!r}.{nearest(name, PRESETS)} There are {', '.join(PRESETS)}.")
     if size is None:
         size = 32 if name == "cifar" else 224
     rows, columns = (size, size) if isinstance(size, int) else size
@@ -265,9 +250,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise VitrailError(
-            f"Cannot read the image {path}: {error.strerror}. Check the path and its permissions."
-        ) from error
+        raise VitrailError(f"Cannot read the image {path}: {error.strerror}. Check the path and its permissions.") from error
 
 
 def _times(size: tuple[int, int]) -> str:

@@ -30,9 +30,7 @@ _PILLOW = {
 _MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 
 
-def resize(
-    image: Array, size: tuple[int, int], *, interpolation: Interpolation, antialias: bool, rounding: Rounding
-) -> Array:
+def resize(image: Array, size: tuple[int, int], *, interpolation: Interpolation, antialias: bool, rounding: Rounding) -> Array:
     """An image [height, width, channels] at another size; float32 where `rounding` is none, else the type it had."""
     if image.shape[:2] == size:
         return image.astype(np.float32) if rounding == "none" else image
@@ -65,9 +63,7 @@ def _pillow_bytes(image: Array, size: tuple[int, int], interpolation: Interpolat
 def _pillow_floats(image: Array, size: tuple[int, int], interpolation: Interpolation) -> Array:
     height, width = size
     planes = [
-        np.asarray(
-            Image.fromarray(np.ascontiguousarray(image[:, :, c])).resize((width, height), _PILLOW[interpolation])
-        )
+        np.asarray(Image.fromarray(np.ascontiguousarray(image[:, :, c])).resize((width, height), _PILLOW[interpolation]))
         for c in range(image.shape[2])
     ]
     return np.stack(planes, axis=2)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import logging
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.types import Array, Split
+from vitrail.data.types import Array, Split, Subset
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file
 
@@ -72,6 +73,37 @@ def held_out(split: Split, fraction: float, *, seed: int, record: Path | None) -
 def renamed(split: Split, name: str) -> Split:
     split.name = name
     return split
+
+
+def write_table(splits: Iterable[Split], file: Path) -> None:
+    """A table `path,label,split` of splits whose images are files, to be opened as csv:FILE."""
+    rows = []
+    for split in splits:
+        whole = split.whole if isinstance(split, Subset) else split
+        indices = split.indices if isinstance(split, Subset) else np.arange(len(split))
+        path = getattr(whole, "path", None)
+        if path is None:
+            raise VitrailError(f"The images of {split.name} are not files, so a table cannot name them. Use `vitrail data pack`.")
+        for row, index in enumerate(indices):
+            rows.append([_seen_from(file.parent, path(int(index))), *_labels(split, row), split.name])
+    header = split.classes if split.task == "regress" else () if split.task == "unlabelled" else ("label",)
+    with atomic_file(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as table:
+        writer = csv.writer(table)
+        writer.writerow(["path", *header, "split"])
+        writer.writerows(rows)
+
+
+def _seen_from(folder: Path, path: str) -> str:
+    here, there = folder.resolve(), Path(path).absolute()
+    return there.relative_to(here).as_posix() if there.is_relative_to(here) else str(there)
+
+
+def _labels(split: Split, row: int) -> list[str]:
+    if split.task == "classify":
+        return [split.classes[split.targets[row]]]
+    if split.task == "multilabel":
+        return ["|".join(split.classes[k] for k in np.flatnonzero(split.targets[row]))]
+    return [repr(float(value)) for value in split.targets[row]]
 
 
 def _write(split: Split, parts: dict[str, Array], record: Path) -> None:

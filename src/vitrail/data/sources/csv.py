@@ -56,6 +56,8 @@ def open_csv(request: Request) -> Opened:
     targets, classes = targets_of(table.labels, task, table.targets, lambda row: f"{file}, line {table.lines[row]}")
     whole = FileSplit("train", task, root, table.paths, targets, classes)
     if table.splits:
+        if request.fraction("val", 0):
+            raise VitrailError(f"val={request.options['val']} in {request.reference}: the table has a column of splits.")
         names = [name for name in ("train", "val", "test") if name in set(table.splits)]
         column = np.array(table.splits)
         splits: dict[str, Split] = {}

@@ -20,8 +20,11 @@ class FileSplit(Split):
     def image_name(self, index: int) -> str:
         return self._files[index]
 
+    def path(self, index: int) -> str:
+        return os.path.join(self.root, self._files[index])  # noqa: PTH118 - a Path costs more than a small read
+
     def payload(self, index: int) -> Payload:
-        path = os.path.join(self.root, self._files[index])  # noqa: PTH118 - a Path costs more than a small read
+        path = self.path(index)
         try:
             with open(path, "rb") as file:  # noqa: PTH123
                 return file.read()

@@ -62,9 +62,9 @@ def _split_layout(root: Path, parts: dict[str, str], request: Request) -> Opened
     if others:
         log.warning("%s: beside %s, these folders are not used: %s.", root, ", ".join(parts.values()), ", ".join(others[:8]))
     splits = {name: _class_folders(root, folder, name) for name, folder in parts.items()}
-    if "val" in request.options and list(splits) == ["train"]:
+    if request.fraction("val", 0) and list(splits) == ["train"]:
         return _with_held_out(splits["train"], root, request, "training folder")
-    if "val" in request.options:
+    if request.fraction("val", 0):
         raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {', '.join(splits)}.")
     return Opened(splits=dict(splits), detail="split folders")
 

@@ -54,7 +54,7 @@ def open_hub(request: Request) -> Opened:
     for theirs, table in loaded.items():
         name = split_name(theirs) or theirs
         splits[name] = _split(datasets, name, table, image, label, request)
-    if "val" in request.options:
+    if request.fraction("val", 0):
         if list(splits) != ["train"]:
             raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {', '.join(splits)}.")
         splits = held_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, record=None)

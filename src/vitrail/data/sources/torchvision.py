@@ -59,7 +59,7 @@ def open_torchvision(request: Request) -> Opened:
     }
     if SETS[name] is _WHOLE:
         splits = held_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, record=None)
-    elif "val" in request.options:
+    elif request.fraction("val", 0):
         raise VitrailError(f"val={request.options['val']} in {request.reference}: it has splits of its own, {', '.join(splits)}.")
     return Opened(splits=splits, detail=f"{name} in {root}")
 

@@ -1,0 +1,303 @@
+"""`vitrail data check | split | pack`: look at a data set, divide it, and bring it into the form that trains fastest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vitrail.data.check import Duplicates, Problem, Report, SplitReport
+from vitrail.data.check import check as check_source
+from vitrail.data.contact_sheet import contact_sheet
+from vitrail.data.pack import Fit, Store
+from vitrail.data.pack import pack as pack_source
+from vitrail.data.pack import plan as plan_packing
+from vitrail.data.sources import open_source
+from vitrail.data.split import renamed, stratified, write_table
+from vitrail.data.types import Source
+from vitrail.errors import VitrailError
+
+Json = Annotated[bool, tyro.conf.arg(name="json")]
+_SHOWN = 5
+_WORKERS = min(8, os.cpu_count() or 1)
+
+
+def check(
+    source: str,
+    /,
+    *,
+    sheet: Path | None = Path("contact-sheet.png"),
+    duplicates: Duplicates = "near",
+    seed: int = 0,
+    workers: int = _WORKERS,
+    json_: Json = False,
+) -> int:
+    """Read every image of a data set once; say what is there and what is wrong. Exit status 1 when something is.
+
+    Example: vitrail data check photos/
+
+    Example: vitrail data check csv:labels.csv --json --sheet None
+
+    Args:
+        source: A folder, a table, or any other source such as torchvision:CIFAR10.
+        sheet: Where to write the contact sheet, a PNG with a few images of each class.
+        duplicates: Look for images that are in two splits: nearly the same, exactly the same, or not at all.
+        seed: Decides what is held out where the set has no splits of its own.
+        workers: Images looked at side by side.
+        json_: Print JSON for a program instead of tables.
+    """
+    console = Console(stderr=json_)
+    with _warnings_as_notes() as notes:
+        opened, problems = _opened_anyway(source, seed)
+    if opened is None:
+        report = Report(source=source, splits={}, problems=problems, notes=notes)
+    else:
+        console.print(opened.describe(), highlight=False)
+        with _progress(console, "checking", sum(map(len, opened.splits.values()))) as advance:
+            report = check_source(opened, duplicates=duplicates, workers=workers, progress=advance)
+        report.problems[:0] = problems
+        report.notes[:0] = notes
+        if sheet is not None:
+            contact_sheet(opened, sheet)
+    if json_:
+        written = str(sheet) if sheet is not None and opened is not None else None
+        print(json.dumps({**report.to_dict(), "contact_sheet": written}, indent=2))  # noqa: T201
+    else:
+        _show(report, sheet if opened is not None else None, console)
+    return 1 if report.problems else 0
+
+
+def split(
+    source: str,
+    table: Path,
+    /,
+    *,
+    val: float = 0.1,
+    test: float = 0.0,
+    seed: int = 0,
+    json_: Json = False,
+) -> None:
+    """Divide a data set by class and write the division as a table, to be used as csv:TABLE.
+
+    Images already in a split `val` or `test` stay there; only the training images are divided.
+
+    Example: vitrail data split photos/ photos-split.csv --val 0.1 --test 0.1
+
+    Args:
+        source: A folder or table of image files.
+        table: The CSV to write: path,label,split.
+        val: Share of each class to hold out for validation.
+        test: Share of each class to hold out for the final test.
+        seed: Decides which images; the same seed gives the same division.
+        json_: Print JSON for a program instead of a sentence.
+    """
+    if table.exists():
+        raise VitrailError(f"{table} is already there. Delete it, or choose another name.")
+    if not (0 <= val < 1 and 0 <= test < 1 and val + test < 1 and val + test > 0):
+        raise VitrailError(f"val {val:g} and test {test:g}: shares from 0 to 1 that leave something to train on are expected.")
+    opened = open_source(f"{source}{'&' if '?' in source else '?'}val=0", seed=seed)
+    parts = dict(opened.splits)
+    for name, share in (("test", test), ("val", val)):
+        if share and name in parts:
+            raise VitrailError(f"{source} already has a split {name!r}. Pass --{name} 0 to keep it.")
+    train = opened.split("train")
+    rest = np.arange(len(train))
+    for name, share, scale in (("test", test, 1.0), ("val", val, 1 - test)):
+        if share:
+            part = train.subset(rest)
+            taken = stratified(part, share / scale, seed=seed)
+            parts[name] = renamed(part.subset(taken), name)
+            rest = np.delete(rest, taken)
+    parts["train"] = renamed(train.subset(rest), "train")
+    write_table((parts[name] for name in ("train", "val", "test") if name in parts), table)
+    counts = {name: len(part) for name, part in parts.items()}
+    if json_:
+        print(json.dumps({"table": str(table), "splits": counts, "seed": seed}))  # noqa: T201
+    else:
+        sizes = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        Console().print(f"{table}: {sizes} images. Use it as csv:{table}", highlight=False)
+
+
+def pack(
+    source: str,
+    destination: Path,
+    /,
+    *,
+    size: int | tuple[int, int] | None = None,
+    fit: Fit = "crop",
+    store: Store | None = None,
+    channels: int | None = None,
+    bits: Literal[8, 16] = 8,
+    quality: int = 95,
+    bad_images: Literal["error", "skip"] = "error",
+    seed: int = 0,
+    workers: int = _WORKERS,
+    json_: Json = False,
+) -> None:
+    """Decode and resize a data set once, into files that training reads without decoding. Run again to go on after a stop.
+
+    Example: vitrail data pack photos/ photos-256 --size 256
+
+    Example: vitrail data pack photos/ photos-small --size 256 --store encoded
+
+    Args:
+        source: A folder, a table, or any other source.
+        destination: The folder to write; use it as packed:DESTINATION.
+        size: Side of the packed images, or height and width. Images of one size need none.
+        fit: Keep the proportions and cut the middle out, or stretch everything in.
+        store: Pixels of one size, mapped into memory; or encoded files (with --size their short side is shrunk to it).
+        channels: 1 grey, 3 colour, 4 with alpha; what the images have where left out.
+        bits: Bits of each pixel value.
+        quality: Of JPEGs that are resized and stored encoded.
+        bad_images: Stop at an unreadable image, or leave it out and list it in packed.json.
+        seed: Decides what is held out where the set has no splits of its own.
+        workers: Images worked on side by side.
+        json_: Print JSON for a program instead of a sentence.
+    """
+    console = Console(stderr=json_)
+    opened = open_source(source, seed=seed, bad_images=bad_images)
+    console.print(opened.describe(), highlight=False)
+    packing = plan_packing(opened, size=size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
+    start = time.perf_counter()
+    with _progress(console, "packing", sum(map(len, opened.splits.values()))) as advance:
+        about = pack_source(opened, destination, packing, bad_images=bad_images, workers=workers, progress=advance)
+    counts = {name: part["count"] for name, part in about["splits"].items()}
+    total = sum(part["bytes"] for part in about["splits"].values())
+    result = {"packed": str(destination), "splits": counts, "bytes": total, "left_out": about["left_out"], **about["packing"]}
+    if json_:
+        print(json.dumps(result, indent=2))  # noqa: T201
+        return
+    sizes = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    skipped = f" {len(about['left_out'])} bad images were left out; packed.json lists them." if about["left_out"] else ""
+    console.print(
+        f"{destination}: {sizes} images, {total / 2**20:,.0f} MiB, checksums verified, "
+        f"{time.perf_counter() - start:.0f} s.{skipped} Use it as packed:{destination}",
+        highlight=False,
+    )
+
+
+def _opened_anyway(reference: str, seed: int) -> tuple[Source | None, list[Problem]]:
+    """The source with what is wrong left aside where that is possible, so that one mistake does not hide the next."""
+    try:
+        return open_source(reference, seed=seed, bad_images="skip"), []
+    except VitrailError as error:
+        problems = [Problem(kind="source", sentence=str(error))]
+    try:
+        return open_source(reference, seed=seed, bad_images="skip", ignore_unknown=True), problems
+    except VitrailError:
+        return None, problems
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[list[str]]:
+    """What opening a source would have said on the way becomes part of the report."""
+    notes: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if getattr(record, "kind", None) != "missing-class":  # the report counts classes itself
+                notes.append(record.getMessage())
+
+    logger, handler = logging.getLogger("vitrail.data"), Collect(logging.WARNING)
+    logger.addHandler(handler)
+    propagated, logger.propagate = logger.propagate, False
+    try:
+        yield notes
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+
+
+@contextmanager
+def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _show(report: Report, sheet: Path | None, console: Console) -> None:
+    if report.splits:
+        console.print(_overview(report))
+        classes = _classes(report)
+        if classes is not None:
+            console.print(classes)
+    for note in report.notes:
+        console.print(f"[yellow]note[/]  {_plain(note)}", highlight=False)
+    for problem in report.problems:
+        console.print(f"[red]wrong[/] {_plain(problem.sentence)}", highlight=False)
+        for item in problem.items[:_SHOWN]:
+            console.print(f"        {_plain(item)}", highlight=False)
+        if len(problem.items) > _SHOWN:
+            console.print(f"        … and {len(problem.items) - _SHOWN:,} more; --json lists all.", highlight=False)
+    if sheet is not None:
+        console.print(f"Contact sheet: {sheet}", highlight=False)
+    if not report.problems:
+        console.print("[green]Nothing is wrong.[/]")
+
+
+def _overview(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("split", "images", "sizes (height×width)", "kinds", "formats"):
+        table.add_column(heading, justify="right" if heading == "images" else "left")
+    for name, part in report.splits.items():
+        table.add_row(name, f"{part.images:,}", _sizes(part), _counts(part.modes), _counts(part.formats))
+    return table
+
+
+def _sizes(part: SplitReport) -> str:
+    if len(part.sizes) <= 4:
+        return _counts(Counter({f"{height}×{width}": count for (height, width), count in part.sizes.items()}))
+    shorts = np.sort(np.repeat([min(size) for size in part.sizes], list(part.sizes.values())))
+    edges = [16, 32, 64, 128, 256, 512, 1024, 2048]
+    bins = Counter(int(np.searchsorted(edges, value, side="right")) for value in shorts)
+    names = [
+        f"under {edges[0]}",
+        *(f"{low}–{high - 1}" for low, high in pairwise(edges)),
+        f"{edges[-1]} and more",
+    ]
+    rows = "\n".join(f"{names[k]}: {bins[k]:,}" for k in sorted(bins))
+    return f"short side {shorts[0]} to {shorts[-1]}, median {shorts[len(shorts) // 2]}\n{rows}"
+
+
+def _counts(counter: Counter[str]) -> str:
+    total = sum(counter.values())
+    rows = counter.most_common(6)
+    return "\n".join(name if count == total else f"{name}: {count:,}" for name, count in rows)
+
+
+def _classes(report: Report) -> Table | None:
+    names = list(next(iter(report.splits.values())).per_class)
+    if not names:
+        return None
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("class")
+    for split_name in report.splits:
+        table.add_column(split_name, justify="right")
+    shown = names if len(names) <= 30 else [*names[:12], "…", *names[-6:]]
+    for name in shown:
+        cells = (part.per_class.get(name) for part in report.splits.values())
+        table.add_row(_plain(name), *("" if count is None else f"{count:,}" if count else "[red]0[/]" for count in cells))
+    if len(names) > 30:
+        spans = ((part.per_class.values()) for part in report.splits.values())
+        table.add_section()
+        table.add_row(f"{len(names)} classes, least to most", *(f"{min(span):,} to {max(span):,}" for span in spans))
+    return table
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,131 @@
+"""The closed form against a solution written down independently in numpy, and the choice of shots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.errors import VitrailError
+from vitrail.evaluate.ridge import fit_ridge, ridge_scores
+from vitrail.evaluate.shots import choose_shots
+
+Array = npt.NDArray[Any]
+
+
+def by_least_squares(x: Array, y: Array, x_test: Array, classes: int, l2: float = 1024.0, bias: float = 100.0) -> Array:
+    """The same minimum by another road: ridge is plain least squares on rows √λ·I appended to the data."""
+    x, x_test = x.astype(np.float64), x_test.astype(np.float64)
+    mean, std = x.mean(0), x.std(0) + 1e-5
+    x = np.c_[(x - mean) / std, np.full(len(x), bias)]
+    x_test = np.c_[(x_test - mean) / std, np.full(len(x_test), bias)]
+    targets = np.where(np.arange(classes) == y[:, None], 1.0, -1.0)
+    rows = np.r_[x, np.sqrt(l2) * np.eye(x.shape[1])]
+    weights, *_ = np.linalg.lstsq(rows, np.r_[targets, np.zeros((x.shape[1], classes))], rcond=None)
+    return np.asarray(x_test @ weights)
+
+
+def problem(images: int, features: int, classes: int, seed: int = 0) -> tuple[Array, Array, Array]:
+    random = np.random.default_rng(seed)
+    y = np.arange(images) % classes
+    centres = random.normal(size=(classes, features))
+    scale, shift = random.uniform(0.01, 30, features), random.normal(size=features) * 5
+    x = (centres[y] + random.normal(size=(images, features))) * scale + shift
+    test = (centres[random.integers(classes, size=40)] + random.normal(size=(40, features))) * scale + shift
+    return x.astype(np.float32), y, test.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("images", "features"), [(300, 64), (65, 64), (64, 64), (63, 64), (20, 192), (5000, 48)], ids=lambda n: str(n)
+)
+def test_both_branches_equal_least_squares(images: int, features: int) -> None:
+    x, y, test = problem(images, features, 5)
+    expected = by_least_squares(x, y, test, 5)
+    assert np.abs(ridge_scores(x, y, test, 5).numpy() - expected).max() < 1e-9
+    assert np.abs(ridge_scores(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(test), 5).numpy() - expected).max() < 1e-9
+
+
+@given(
+    images=st.integers(2, 40),
+    features=st.integers(1, 40),
+    classes=st.integers(2, 6),
+    l2=st.sampled_from([1e-2, 1.0, 1024.0, 1e6]),
+    bias=st.sampled_from([0.0, 1.0, 100.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_shape_and_penalty(images: int, features: int, classes: int, l2: float, bias: float) -> None:
+    x, y, test = problem(images, features, classes, seed=images * 41 + features)
+    found = ridge_scores(x, y, test, classes, l2=l2, bias=bias).numpy()
+    assert np.abs(found - by_least_squares(x, y, test, classes, l2, bias)).max() < 1e-4
+
+
+def test_a_constant_feature_and_an_unseen_class_do_no_harm() -> None:
+    x, y, test = problem(50, 8, 4)
+    x[:, 3] = test[:, 3] = 7.0
+    found = ridge_scores(x, y, test, 6).numpy()  # classes 4 and 5 have no image
+    assert np.isfinite(found).all() and found[:, 4:].max() < found[:, :4].max(1).min()
+    assert np.abs(found - by_least_squares(x, y, test, 6)).max() < 1e-6
+
+
+def test_predictions_are_the_largest_scores() -> None:
+    x, y, test = problem(400, 16, 5)
+    fitted = fit_ridge(x, y, 5)
+    many = np.concatenate([test] * 250)  # more rows than one chunk
+    assert torch.equal(fitted.predict(many), fitted.scores(many).argmax(1))
+
+
+def test_bad_input_is_a_sentence() -> None:
+    x, y, test = problem(30, 8, 3)
+    spoiled = x.copy()
+    spoiled[[4, 9], 2] = np.nan
+    with pytest.raises(VitrailError, match=r"2 of 30 rows of the support features hold NaN.*row 4"):
+        ridge_scores(spoiled, y, test, 3)
+    with pytest.raises(VitrailError, match=r"test features hold NaN"):
+        ridge_scores(x, y, np.full_like(test, np.inf), 3)
+    with pytest.raises(VitrailError, match="Label 2 in row 2, but there are 2 classes"):
+        ridge_scores(x, y, test, 2)
+    with pytest.raises(VitrailError, match="7 numbers an image, the support features 8"):
+        ridge_scores(x, y, test[:, :7], 3)
+    with pytest.raises(VitrailError, match="l2 is 0"):
+        ridge_scores(x, y, test, 3, l2=0)
+    with pytest.raises(VitrailError, match="empty"):
+        ridge_scores(x[:0], y[:0], test, 3)
+
+
+CLASSES = ("ant", "bee", "cat", "dog")
+
+
+def test_exactly_k_of_each_class_nested_within_a_seed() -> None:
+    targets = np.random.default_rng(1).integers(4, size=400)
+    choices = {(one.shots, one.seed): one for one in choose_shots(targets, CLASSES, shots=(1, 5, 25), seeds=(0, 1, 2))}
+    for (shots, seed), one in choices.items():
+        assert np.bincount(targets[one.indices]).tolist() == [shots] * 4
+        assert len(set(one.indices.tolist())) == 4 * shots and not len(one.dropped)
+        assert set(one.indices.tolist()) <= set(choices[25, seed].indices.tolist())
+    assert set(choices[5, 0].indices.tolist()) != set(choices[5, 1].indices.tolist())
+    again = choose_shots(targets, CLASSES, shots=(5,), seeds=(1,))[0]
+    assert again.indices.tolist() == choices[5, 1].indices.tolist()  # other shots asked for change nothing
+
+
+def test_the_draw_is_the_references() -> None:
+    targets = np.array([0, 1, 0, 1, 0, 1, 0, 0])
+    generator = np.random.default_rng(7)
+    expected = [*generator.permutation([0, 2, 4, 6, 7])[:2], *generator.permutation([1, 3, 5])[:2]]
+    assert choose_shots(targets, ("a", "b"), shots=(2,), seeds=(7,))[0].indices.tolist() == expected
+
+
+def test_classes_with_too_few_images_fail_or_are_dropped() -> None:
+    targets = np.repeat([0, 1, 3], [10, 3, 8])  # class 2 has none at all: it is not part of the problem
+    with pytest.raises(VitrailError, match=r"class 'bee' has 3 < 5 images.*--short-class drop"):
+        choose_shots(targets, CLASSES, shots=(1, 5), seeds=(0,))
+    one, five = choose_shots(targets, CLASSES, shots=(1, 5), seeds=(0,), short_class="drop")
+    assert one.classes.tolist() == [0, 1, 3] and five.classes.tolist() == [0, 3] and five.dropped.tolist() == [1]
+    with pytest.raises(VitrailError, match="Only 1 of 3 classes have 9 images"):
+        choose_shots(targets, CLASSES, shots=(9,), seeds=(0,), short_class="drop")
+    with pytest.raises(VitrailError, match="1 or more"):
+        choose_shots(targets, CLASSES, shots=(0,), seeds=(0,))

@@ -123,9 +123,7 @@ def _with_constant(x: Tensor, bias: float) -> Tensor:
 def _features(x: Rows, which: str) -> Tensor:
     x = torch.as_tensor(x)
     if x.ndim != 2:
-        raise VitrailError(
-            f"The {which} features are {list(x.shape)}; one row an image is expected, [images, features]."
-        )
+        raise VitrailError(f"The {which} features are {list(x.shape)}; one row an image is expected, [images, features].")
     if which == "support" and len(x) == 0:
         raise VitrailError("The support set is empty: a few-shot classifier needs at least one image.")
     if x.device.type == "mps":  # it has no float64
@@ -146,9 +144,7 @@ def _parts(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _labels(y: Labels, images: int, classes: int) -> Tensor:
     y = torch.as_tensor(y)
     if y.shape != (images,) or y.is_floating_point():
-        raise VitrailError(
-            f"The labels are {list(y.shape)} of {y.dtype}; a class number for each of {images} images is expected."
-        )
+        raise VitrailError(f"The labels are {list(y.shape)} of {y.dtype}; a class number for each of {images} images is expected.")
     outside = torch.nonzero((y < 0) | (y >= classes))[:, 0]
     if len(outside):
         row = int(outside[0])

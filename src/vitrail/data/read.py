@@ -1,8 +1,9 @@
 """Reading images for training: decode no more than the crop needs, and put it where the batch will be.
 
 A random crop is scaled anyway, so a JPEG is decoded at the smallest scale (1/2, 1/4, 1/8) at which the crop still has
-at least the pixels asked for. At full scale torchvision's decoder is used, which is a fifth faster than Pillow's.
-Evaluation never comes here: it decodes fully.
+at least the pixels asked for. (libjpeg's scales in between, such as 5/8, take longer than the full one.) Plain JPEGs go
+to libjpeg-turbo directly through simplejpeg, a fifth faster than by way of Pillow; without that package, and for any
+other file, Pillow reads. Evaluation never comes here: it decodes fully.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import get_worker_info
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from vitrail.data.augment.apply import randaugment
 from vitrail.data.augment.crop import draw_boxes, draw_flips
@@ -29,6 +29,11 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import Slice
 from vitrail.data.types import Array, BadImage, Payload, Split
 from vitrail.errors import VitrailError
+
+try:
+    import simplejpeg
+except ImportError:
+    simplejpeg = None
 
 _SUBSTITUTES = 16
 
@@ -167,14 +172,13 @@ class TrainReader:
             return _tensor(pixels)
         size = self.preprocess.size
         # Scaled decoding is a filter of its own: fine before an antialiased resize, wrong where none is wanted.
-        shrinks = self.augment.antialias and box[2] >= 2 * size[0] and box[3] >= 2 * size[1]
-        if one.plain_jpeg and not shrinks:
-            assert isinstance(one.payload, bytes)
+        shrunk = jpeg_scale(box, size) if self.augment.antialias else 1
+        if one.plain_jpeg and simplejpeg is not None:
+            least = {"min_height": -(-one.height // shrunk), "min_width": -(-one.width // shrunk)} if shrunk > 1 else {}
             try:
-                encoded = torch.frombuffer(bytearray(one.payload), dtype=torch.uint8)
-                whole: Tensor = decode_jpeg(encoded, ImageReadMode.RGB).permute(1, 2, 0)
-                return whole[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
-            except RuntimeError:
+                whole = torch.from_numpy(simplejpeg.decode_jpeg(one.payload, **least))
+                return whole[_part(box[0], box[2], shrunk), _part(box[1], box[3], shrunk)]
+            except ValueError:
                 pass  # the general decoder says in words what is wrong with the file, or copes with it
         return _tensor(
             decode(
@@ -182,7 +186,7 @@ class TrainReader:
                 channels=self.preprocess.channels,
                 bits=self.preprocess.bits,
                 exif=self.preprocess.exif,
-                cover=size if shrinks else None,
+                cover=size if shrunk > 1 else None,
                 region=box,
                 name=one.name,
             )
@@ -222,6 +226,16 @@ def operations_of(augment: Augment, seed: int, where: Slice) -> Operations:
     parts = [draw_operations(augment, seed, where.epoch, first, count) for first, count in where.runs]
     codes, signs, spots = (np.concatenate([getattr(part, field) for part in parts]) for field in ("codes", "signs", "spots"))
     return Operations(parts[0].variant, parts[0].magnitude, codes, signs, spots)
+
+
+def jpeg_scale(box: tuple[int, int, int, int], size: tuple[int, int]) -> int:
+    """By how much (1, 2, 4 or 8) a JPEG may come out smaller so that the crop still covers the size it is resized to."""
+    return next((scale for scale in (8, 4, 2) if box[2] >= scale * size[0] and box[3] >= scale * size[1]), 1)
+
+
+def _part(start: int, length: int, shrunk: int) -> slice:
+    """Where a run of pixels lies in the image decoded smaller, outer edges kept."""
+    return slice(start // shrunk, -(-(start + length) // shrunk))
 
 
 def plain_jpeg_size(payload: bytes, *, exif: bool = True) -> tuple[int, int] | None:
@@ -267,7 +281,7 @@ def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if get_worker_info() is None:
         return torch.empty(shape, dtype=dtype)
     size = int(np.prod(shape)) * dtype.itemsize
-    return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage._new_shared(size)).view(shape)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage._new_shared(size)).view(shape)
 
 
 def _gather(arrays: Tensor, indices: Array) -> Tensor:
@@ -278,7 +292,8 @@ def _gather(arrays: Tensor, indices: Array) -> Tensor:
 def _tensor(pixels: Array) -> Tensor:
     if pixels.dtype == np.uint16:
         pixels = pixels.astype(np.float32)  # torch has few operations for uint16
-    return torch.from_numpy(np.ascontiguousarray(pixels))
+    # Pillow's arrays are for reading only, which torch does not know of.
+    return torch.from_numpy(np.ascontiguousarray(pixels) if pixels.flags.writeable else pixels.copy())
 
 
 def _place(where: Slice, row: int) -> int:

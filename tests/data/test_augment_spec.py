@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from vitrail.data.augment import LEVELS, Augment, augment_level
+from vitrail.errors import VitrailError
+
+
+def test_round_trip_through_json() -> None:
+    augment = Augment(crop="inception-reference", randaugment="big-vision", mixup=0.2, repeats=3, device="gpu")
+    assert Augment.from_dict(json.loads(json.dumps(augment.to_dict()))) == augment
+    assert Augment.from_dict({}) == Augment()
+
+
+def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(VitrailError, match=r"'mixupp'.*mixup"):
+        Augment.from_dict({"mixupp": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("crop", "center"), ("crop_area", (0.0, 1.0)), ("crop_area", (0.5, 0.2)), ("crop_area", (0.5, 1.2))),
+        *(("flip", 1.5), ("mixup", -1.0), ("repeats", 0), ("randaugment", "timm"), ("smoothing", -0.1)),
+        *(("device", "tpu"), ("mixup", float("nan")), ("mix_probability", float("nan"))),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(VitrailError, match=field):
+        Augment(**{field: value})  # type: ignore[arg-type]
+
+
+def test_torchvisions_magnitudes_are_whole_and_at_most_thirty() -> None:
+    with pytest.raises(VitrailError, match="0 to 30"):
+        Augment(randaugment="torchvision", randaugment_magnitude=31)
+    assert Augment(randaugment="big-vision", randaugment_magnitude=31).randaugment_magnitude == 31
+
+
+def test_levels_of_the_augreg_study() -> None:
+    table = {
+        name: (augment.randaugment_count, augment.randaugment_magnitude, augment.mixup)
+        for name in LEVELS
+        if (augment := augment_level(name)).randaugment == "big-vision"
+    }
+    assert table == {
+        "light1": (2, 0, 0),
+        "light2": (2, 10, 0.2),
+        "medium1": (2, 15, 0.2),
+        "medium2": (2, 15, 0.5),
+        "strong1": (2, 20, 0.5),
+        "strong2": (2, 20, 0.8),
+    }
+    assert augment_level("none") == Augment()
+    assert augment_level("medium1", flip=0.0).flip == 0
+    with pytest.raises(VitrailError, match="medium"):
+        augment_level("medium")
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Augment().flip = 0.0  # type: ignore[misc]

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitrail.checkpoints import load, save
     from vitrail.errors import VitrailError
     from vitrail.models import create_model
 
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 _ROOMS = {
     "VitrailError": "vitrail.errors",
     "create_model": "vitrail.models",
+    "load": "vitrail.checkpoints",
+    "save": "vitrail.checkpoints",
 }
 
-__all__ = ["VitrailError", "create_model"]
+__all__ = ["VitrailError", "create_model", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,106 @@
+"""A fixed input and what the model made of it when it was saved: proof that it is still the same function.
+
+Two measures are kept. The full one is the model's output for a whole image. The quick one sends only the first few tokens
+through every layer: it uses nearly every weight and every numeric choice at the cost of reading the weights once, so that it
+can be checked at each load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import VitrailError
+from vitrail.models import BiT, Model, ViT
+from vitrail.models.features import evaluating
+
+QUICK_PATCHES = 8
+KEPT = 32  # values of each output that are stored
+_TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+def golden_image(channels: int, size: tuple[int, int]) -> Tensor:
+    """A noisy image in [−1, 1) that needs no random generator, so that it is the same everywhere and for ever."""
+    index = torch.arange(channels * size[0] * size[1], dtype=torch.int64, device="cpu")
+    mixed = (index + 1) * 2654435761 % 2**32
+    mixed = (mixed ^ (mixed >> 15)) * 2246822519 % 2**32
+    return (mixed.double() / 2**31 - 1).float().reshape(1, channels, *size)
+
+
+def record(model: Model) -> dict[str, Any]:
+    """Both measures of a model on the CPU, as plain numbers for JSON."""
+    return {"quick": _sampled(_quick(model)), "full": _sampled(_full(model))}
+
+
+def check(model: Model, golden: Any, source: str, *, full: bool) -> None:
+    """Compare a loaded model with what was recorded; a deviation is an error."""
+    for level, measure in (("quick", _quick), ("full", _full)):
+        if level == "full" and not full:
+            continue
+        expected = golden.get(level) if isinstance(golden, Mapping) else None
+        if not isinstance(expected, Mapping):
+            raise VitrailError(f"{source}: config.json has no golden output to check the model against. It is damaged.")
+        _compare(_sampled(measure(model)), expected, model, source)
+
+
+def _compare(got: dict[str, list[float]], expected: Mapping[str, Any], model: Model, source: str) -> None:
+    allowed = _TOLERANCE.get(model.norm.weight.dtype, 1e-4)
+    for name, values in got.items():
+        stored = expected.get(name)
+        if not isinstance(stored, list) or len(stored) != len(values) or not all(isinstance(v, (int, float)) for v in stored):
+            raise VitrailError(f"{source}: the golden {name} in config.json do not fit this model. One of them is damaged.")
+        scale = max((abs(v) for v in stored), default=0.0)
+        worst = max((abs(a - b) for a, b in zip(values, stored, strict=True)), default=0.0)
+        if not worst <= allowed * max(scale, 1e-6):
+            raise VitrailError(
+                f"{source} does not compute what it computed when it was saved: its {name} are off by {worst:.2g} "
+                f"where {allowed * max(scale, 1e-6):.2g} is allowed. The weights or the model in config.json were changed, or "
+                f"this machine computes wrongly. verify='none' loads it all the same."
+            )
+
+
+@torch.no_grad()
+def _full(model: Model) -> tuple[Tensor, Tensor]:
+    with evaluating(model):
+        image = golden_image(model.config.channels, model.config.image_size).to(model.norm.weight.dtype)
+        return model.features(image).pre_logits[0], model(image)[0]
+
+
+@torch.no_grad()
+def _quick(model: Model) -> tuple[Tensor, Tensor]:
+    if isinstance(model, BiT):  # takes any size, so a small image will do
+        side = max(64, model.config.resnet.stride)
+        image = golden_image(model.config.channels, (side, side)).to(model.norm.weight.dtype)
+        with evaluating(model):
+            return model.features(image).pre_logits[0], model(image)[0]
+    config = model.config
+    if config.position_at != "input" or config.attention != "full":  # these need the whole grid
+        return _full(model)
+    with evaluating(model):
+        image = golden_image(config.channels, config.image_size).to(model.norm.weight.dtype)
+        return _first_tokens(model, image)
+
+
+def _first_tokens(model: ViT, image: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's own path, with all patches but the first few left out after the embedding."""
+    tokens = model.assemble(model.embed_patches(image))[:, : model.config.prefix + QUICK_PATCHES]
+    for block in model.blocks:
+        tokens = block(tokens)
+    tokens = model.norm(tokens) if model.config.final_norm == "before-pool" else tokens
+    represented = model._represent(model._pooled(tokens))
+    logits = model.head(represented)
+    if model.distill_head is not None:
+        logits = (logits + model.distill_head(model._pooled(tokens, token=1))) / 2
+    return represented[0], logits[0]
+
+
+def _sampled(outputs: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
+    """At most `KEPT` evenly spaced values of each output."""
+    kept = {}
+    for name, values in zip(("pre_logits", "logits"), outputs, strict=True):
+        picked = torch.linspace(0, len(values) - 1, min(len(values), KEPT)).round().long()
+        kept[name] = [float(f"{value:.8g}") for value in values[picked].double().tolist()]
+    return kept

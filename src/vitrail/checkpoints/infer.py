@@ -1,0 +1,177 @@
+"""From the shapes in a file to the configuration of its model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitrail.checkpoints.archive import Archive
+from vitrail.errors import VitrailError
+from vitrail.models import BiTConfig, ModelConfig, ResNetConfig, ViTConfig
+from vitrail.models.variants import HYBRIDS, SIZES, STAGES
+
+Pair = tuple[int, int]
+DEFAULT_SIZE = 224
+
+
+@dataclass
+class Hints:
+    """What the shapes cannot say: fields given by the user, and the config.json beside the weights."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class Shapes:
+    """The shapes of a file by name, with a sentence for each that is missing or has the wrong number of axes."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.path: Path = archive.path
+        self._shapes = {name: entry.shape for name, entry in archive.entries.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __call__(self, name: str, axes: int) -> tuple[int, ...]:
+        if name not in self._shapes:
+            raise VitrailError(f"{self.path} has no tensor {name!r}, without which the model's shape is unknown. Is it complete?")
+        shape = self._shapes[name]
+        if len(shape) != axes or 0 in shape:
+            raise VitrailError(f"{self.path}: {name!r} has the shape {shape}; {axes} axes, none empty, were expected.")
+        return shape
+
+    def count(self, template: str, start: int = 0) -> int:
+        """How many tensors `template` names with consecutive numbers from `start`."""
+        number = start
+        while template.format(number) in self._shapes:
+            number += 1
+        return number - start
+
+
+def vit_config(
+    shapes: Shapes,
+    hints: Hints,
+    *,
+    numerics: Mapping[str, Any],
+    width: int,
+    depth: int,
+    mlp: int,
+    kernel: tuple[int, int, int],  # channels, height, width of the patch embedding
+    table: int | None,  # positions stored, prefix included; None: no table
+    heads: int | None = None,
+    channels: int = 3,
+    resnet: ResNetConfig | None = None,
+    **fields: Any,
+) -> ModelConfig:
+    """A ViT or hybrid from what its file shows; fields the user gave win over what was inferred."""
+    given = dict(hints.fields)
+    asked = given.pop("heads", None)
+    if heads is not None and asked is not None and asked != heads:
+        raise VitrailError(f"heads={asked} was given, but the shapes in {shapes.path} say {heads}.")
+    heads = asked or heads or _heads_of(shapes.path, width, mlp, depth)
+    patch = (kernel[1], kernel[2])
+    prefix = int(fields["class_token"]) + int(fields.get("distill_token", False)) + fields.get("registers", 0)
+    stride = resnet.stride if resnet else 1
+    grid, covered = _grid(shapes.path, table, prefix, given, (patch[0] * stride, patch[1] * stride), hints)
+    if table is None:
+        covered = False
+    numbers = {key: value for key, value in numerics.items() if key in ViTConfig.__dataclass_fields__}
+    config = ViTConfig(
+        name=_vit_name(width, mlp, heads, depth, patch, resnet),
+        width=width,
+        depth=depth,
+        mlp=mlp,
+        heads=heads,
+        patch=patch,
+        resnet=resnet,
+        channels=channels if resnet else kernel[0],
+        image_size=(grid[0] * patch[0] * stride, grid[1] * patch[1] * stride),
+        position_prefix=covered,
+        **{**numbers, **fields},
+    )
+    if resnet and kernel[0] != resnet.out_channels:
+        raise VitrailError(
+            f"{shapes.path}: the patch embedding takes {kernel[0]} channels, but the ResNet before it gives {resnet.out_channels}."
+        )
+    return config.replace(**given)
+
+
+def resnet_config(layers: tuple[int, ...], root: int, numerics: Mapping[str, Any], path: Path) -> ResNetConfig:
+    if root % 64:
+        raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; they are a multiple of 64 in this family.")
+    numbers = {key: value for key, value in numerics.items() if key in ResNetConfig.__dataclass_fields__}
+    return ResNetConfig(layers=layers, multiplier=root // 64, **numbers)
+
+
+def bit_config(hints: Hints, resnet: ResNetConfig, *, outputs: int, channels: int) -> ModelConfig:
+    depth = next((depth for depth, layers in STAGES.items() if layers == resnet.layers), 3 * sum(resnet.layers) + 2)
+    given = dict(hints.fields)
+    grid = given.pop("grid", None)
+    size = (grid[0] * resnet.stride, grid[1] * resnet.stride) if grid else (DEFAULT_SIZE, DEFAULT_SIZE)
+    if not grid:
+        hints.notes.append(
+            f"a ResNet's file does not say its image size: {DEFAULT_SIZE}×{DEFAULT_SIZE} assumed, image_size= changes it"
+        )
+    name = f"BiT-R{depth}x{resnet.multiplier}"
+    return BiTConfig(name=name, outputs=outputs, channels=channels, image_size=size, resnet=resnet).replace(**given)
+
+
+def _heads_of(path: Path, width: int, mlp: int, depth: int) -> int:
+    for size_width, size_mlp, heads, size_depth in SIZES.values():
+        if (size_width, size_mlp, size_depth) == (width, mlp, depth):
+            return heads
+    raise VitrailError(
+        f"{path} has width {width}, depth {depth} and MLP {mlp}, which is no published size, and its fused layout does not show "
+        f"the number of heads. Give it: heads=… (--heads on the command line); often it is {max(width // 64, 1)}."
+    )
+
+
+def _grid(path: Path, table: int | None, prefix: int, given: dict[str, Any], stride: Pair, hints: Hints) -> tuple[Pair, bool]:
+    """Rows and columns of the stored position table, and whether it covers the prefix tokens."""
+    asked = given.pop("grid", None)
+    covers = given.pop("position_prefix", None)
+    if table is None:
+        if asked:
+            return (int(asked[0]), int(asked[1])), False
+        hints.notes.append(
+            f"no position table shows the image size: {DEFAULT_SIZE}×{DEFAULT_SIZE} assumed, grid=(rows, columns) changes it"
+        )
+        return (max(DEFAULT_SIZE // stride[0], 1), max(DEFAULT_SIZE // stride[1], 1)), False
+    options = {bool(value): table - prefix * bool(value) for value in ((True, False) if covers is None else (covers,))}
+    if prefix == 0:
+        options = {True: table}
+    if asked:
+        fitting = [value for value, patches in options.items() if patches == asked[0] * asked[1]]
+        if fitting:
+            return (int(asked[0]), int(asked[1])), fitting[0]
+        raise VitrailError(
+            f"{path}: grid={tuple(asked)} does not fit a position table of {table} entries with {prefix} prefix tokens."
+        )
+    squares = {value: math.isqrt(n) for value, n in options.items() if n > 0 and math.isqrt(n) ** 2 == n}
+    if len(squares) == 1:
+        ((covered, side),) = squares.items()
+        return (side, side), covered
+    why = "could be read in two ways" if squares else "is no square grid"
+    raise VitrailError(
+        f"{path}: a position table of {table} entries with {prefix} prefix tokens {why}. "
+        f"Give its rows and columns: grid=(rows, columns) (--grid on the command line)."
+    )
+
+
+def _vit_name(width: int, mlp: int, heads: int, depth: int, patch: Pair, resnet: ResNetConfig | None) -> str:
+    size = next((name for name, dims in SIZES.items() if dims == (width, mlp, heads, depth)), None)
+    sides = "x".join(str(side) for side in dict.fromkeys(patch))
+    label = size or f"{width}x{depth}"
+    if resnet is None:
+        return f"ViT-{label}/{sides}"
+    for name, (hybrid, layers, side) in HYBRIDS.items():
+        if (hybrid, layers, (side, side)) == (size, resnet.layers, patch) and resnet.multiplier == 1:
+            return name
+    return f"R{3 * sum(resnet.layers) + 2}x{resnet.multiplier}+ViT-{label}/{patch[0] * resnet.stride}"

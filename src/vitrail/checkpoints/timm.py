@@ -1,0 +1,181 @@
+"""timm's state dicts: ViT, DeiT (distilled), registers, mean and attention pooling, hybrids and BiT."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from vitrail.checkpoints.archive import Archive
+from vitrail.checkpoints.format import PLAIN, Format
+from vitrail.checkpoints.infer import Hints, Shapes, bit_config, resnet_config, vit_config
+from vitrail.checkpoints.mapping import DENSE_AS_OIHW, Row, both, rename, repeated, row
+from vitrail.errors import VitrailError
+from vitrail.models import BiTConfig, ModelConfig, ViTConfig
+
+NUMERICS: dict[str, Any] = {"gelu": "erf", "norm_eps": 1e-6, "position_resize": "timm"}
+_STANDARDISED: dict[str, Any] = {"group_norm_eps": 1e-5, "standardise": "sqrt(var+eps)", "standardise_eps": 1e-8}
+_HYBRID: dict[str, Any] = {**_STANDARDISED, "padding": "same", "pool_fill": "-inf"}
+_BIT: dict[str, Any] = {**_STANDARDISED, "padding": "symmetric", "pool_fill": "zero"}
+
+_BLOCK = [
+    *both("blocks.{i}.norm1", "blocks.{i}.norm1"),
+    *both("blocks.{i}.attention.qkv", "blocks.{i}.attn.qkv"),
+    *both("blocks.{i}.attention.out", "blocks.{i}.attn.proj"),
+    row("blocks.{i}.scale1.weight", "blocks.{i}.ls1.gamma"),
+    *both("blocks.{i}.norm2", "blocks.{i}.norm2"),
+    *both("blocks.{i}.mlp.up", "blocks.{i}.mlp.fc1"),
+    *both("blocks.{i}.mlp.down", "blocks.{i}.mlp.fc2"),
+    row("blocks.{i}.scale2.weight", "blocks.{i}.ls2.gamma"),
+]
+_AROUND = [
+    row("class_token", "cls_token"),
+    row("distill_token", "dist_token"),
+    row("registers", "reg_token"),
+    row("positions.table", "pos_embed"),
+    *both("patches", "patch_embed.proj"),
+    row("pool.probe", "attn_pool.latent"),
+    *both("pool.q", "attn_pool.q"),
+    *both("pool.kv", "attn_pool.kv"),
+    *both("pool.out", "attn_pool.proj"),
+    *both("pool.norm", "attn_pool.norm"),
+    *both("pool.mlp.up", "attn_pool.mlp.fc1"),
+    *both("pool.mlp.down", "attn_pool.mlp.fc2"),
+    *both("pre_logits", "pre_logits.fc"),
+    *both("head", "head"),
+    *both("distill_head", "head_dist"),
+]
+
+
+def _unit(ours: str, theirs: str) -> list[Row]:
+    return [
+        *(row(f"{ours}.conv{k}.weight", f"{theirs}.conv{k}.weight") for k in (1, 2, 3)),
+        *(r for k in (1, 2, 3) for r in both(f"{ours}.norm{k}", f"{theirs}.norm{k}")),
+        row(f"{ours}.projection.weight", f"{theirs}.downsample.conv.weight"),
+        *both(f"{ours}.projection_norm", f"{theirs}.downsample.norm"),
+    ]
+
+
+def _units(layers: tuple[int, ...], ours: str, theirs: str) -> list[Row]:
+    unit = _unit(f"{ours}stages.{{s}}.{{u}}", f"{theirs}stages.{{s}}.blocks.{{u}}")
+    return [r for s, count in enumerate(layers) for u in range(count) for r in repeated(unit, s=s, u=u)]
+
+
+def _table(config: ModelConfig) -> list[Row]:
+    if isinstance(config, BiTConfig):
+        ends = [row("root.weight", "stem.conv.weight"), *both("norm", "norm"), row("head.bias", "head.fc.bias")]
+        return [*ends, row("head.weight", "head.fc.weight", DENSE_AS_OIHW), *_units(config.resnet.layers, "", "")]
+    assert isinstance(config, ViTConfig)
+    blocks = [r for i in range(config.depth) for r in repeated(_BLOCK, i=i)]
+    norm = both("norm", "fc_norm" if config.final_norm == "after-pool" else "norm")
+    if config.resnet is None:
+        return [*_AROUND, *blocks, *norm]
+    stem = _BACKBONE + ("stem." if config.resnet.layers else "")
+    root = [row("resnet.root.weight", f"{stem}conv.weight"), *both("resnet.norm", f"{stem}norm")]
+    return [*_AROUND, *blocks, *norm, *root, *_units(config.resnet.layers, "resnet.", _BACKBONE)]
+
+
+_BACKBONE = "patch_embed.backbone."
+
+
+def _recognise(names: Collection[str]) -> bool:
+    vit = "patch_embed.proj.weight" in names and "blocks.0.attn.qkv.weight" in names
+    return vit or ("stem.conv.weight" in names and "stages.0.blocks.0.conv1.weight" in names and "norm.weight" in names)
+
+
+def _respell(archive: Archive) -> None:
+    changes = [(r"\.gamma_1$", ".ls1.gamma"), (r"\.gamma_2$", ".ls2.gamma")]
+    rename(archive, changes, "layer scale found under its older name")
+
+
+def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
+    if "stem.conv.weight" in shapes:
+        return _infer_bit(shapes, hints)
+    width, *kernel = shapes("patch_embed.proj.weight", 4)
+    pooled = "attn_pool.latent" in shapes
+    after = "fc_norm.weight" in shapes
+    tokens = {
+        "class_token": "cls_token" in shapes,
+        "distill_token": "dist_token" in shapes,
+        "registers": shapes("reg_token", 3)[1] if "reg_token" in shapes else 0,
+    }
+    if pooled and any(tokens.values()):
+        raise VitrailError(
+            f"{shapes.path} pools by attention and has prefix tokens. timm leaves these out of the pooling, this model does not, "
+            f"so its logits would differ; such a file is refused."
+        )
+    pooling = "map" if pooled else _pooling(hints.config) or ("class" if tokens["class_token"] and not after else "mean")
+    resnet, channels = _infer_resnet(shapes)
+    return vit_config(
+        shapes,
+        hints,
+        numerics=NUMERICS,
+        width=width,
+        depth=shapes.count("blocks.{}.norm1.weight"),
+        mlp=shapes("blocks.0.mlp.fc1.weight", 2)[0],
+        kernel=(kernel[0], kernel[1], kernel[2]),
+        table=shapes("pos_embed", 3)[1] if "pos_embed" in shapes else None,
+        heads=_argument(hints.config, "num_heads"),
+        resnet=resnet,
+        channels=channels,
+        position="learned" if "pos_embed" in shapes else "none",
+        pooling=pooling,
+        final_norm="after-pool" if after else "before-pool",
+        qkv_bias="blocks.0.attn.qkv.bias" in shapes,
+        layer_scale=1e-5 if "blocks.0.ls1.gamma" in shapes else None,
+        pre_logits=shapes("pre_logits.fc.weight", 2)[0] if "pre_logits.fc.weight" in shapes else None,
+        outputs=shapes("head.weight", 2)[0] if "head.weight" in shapes else 0,
+        **({"gelu": "tanh"} if _argument(hints.config, "act_layer") == "gelu_tanh" else {}),
+        **tokens,
+    )
+
+
+def _infer_resnet(shapes: Shapes) -> tuple[Any, int]:
+    for stem in (f"{_BACKBONE}stem.", _BACKBONE):
+        if f"{stem}conv.weight" in shapes:
+            root, channels, _, _ = shapes(f"{stem}conv.weight", 4)
+            return resnet_config(_layers(shapes, _BACKBONE), root, _HYBRID, shapes.path), channels
+    return None, 3
+
+
+def _infer_bit(shapes: Shapes, hints: Hints) -> ModelConfig:
+    root, channels, _, _ = shapes("stem.conv.weight", 4)
+    outputs = shapes("head.fc.weight", 4)[0] if "head.fc.weight" in shapes else 0
+    return bit_config(hints, resnet_config(_layers(shapes, ""), root, _BIT, shapes.path), outputs=outputs, channels=channels)
+
+
+def _layers(shapes: Shapes, start: str) -> tuple[int, ...]:
+    stages = shapes.count(f"{start}stages.{{}}.blocks.0.conv1.weight")
+    return tuple(shapes.count(f"{start}stages.{s}.blocks.{{}}.conv1.weight") for s in range(stages))
+
+
+def _argument(config: Mapping[str, Any] | None, name: str) -> Any:
+    arguments = (config or {}).get("model_args") or {}
+    return arguments.get(name) if isinstance(arguments, Mapping) else None
+
+
+def _pooling(config: Mapping[str, Any] | None) -> str | None:
+    named = _argument(config, "global_pool") or (config or {}).get("global_pool")
+    return {"token": "class", "avg": "mean"}.get(named) if isinstance(named, str) else None
+
+
+def _numerics(config: ModelConfig) -> Mapping[str, Any]:
+    if isinstance(config, BiTConfig):
+        return _BIT
+    assert isinstance(config, ViTConfig)
+    shown = "map" if config.pooling == "map" else "class" if config.class_token and config.final_norm == "before-pool" else "mean"
+    return {**NUMERICS, "pooling": shown, **(_HYBRID if config.resnet else {})}
+
+
+TIMM = Format(
+    name="timm",
+    title="timm",
+    container="torch",
+    recognise=_recognise,
+    respell=_respell,
+    infer=_infer,
+    table=_table,
+    numerics=_numerics,
+    preset="timm",
+    families=("vit", "hybrid", "bit"),
+    needs={**PLAIN, "position": ("learned", "none"), "pre_logits": (None,)},
+)

@@ -1,0 +1,136 @@
+"""`vitrail convert`: weights from any known format into any other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitrail.checkpoints import Bundle, Report
+from vitrail.checkpoints import convert as convert_checkpoint
+from vitrail.checkpoints.report import Mapped, size_text
+from vitrail.errors import VitrailError
+
+
+def convert(
+    source: tyro.conf.Positional[str],
+    target: tyro.conf.Positional[str],
+    *,
+    to: Literal["vitrail", "google", "big-vision", "bit", "timm", "hf", "torchvision"] = "vitrail",
+    heads: int | None = None,
+    grid: tuple[int, int] | None = None,
+    outputs: int | None = None,
+    image_size: int | None = None,
+    channels: int | None = None,
+    stem: Literal["sum", "repeat", "random"] | None = None,
+    preprocess: str | None = None,
+    classes: Path | None = None,
+    drop: tuple[str, ...] = (),
+    all_rows: Annotated[bool, tyro.conf.arg(name="all")] = False,
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Read a checkpoint of any known format, write it in another, and show what became of each tensor.
+
+    The format of SOURCE is recognised by its content. What is written is read back and compared bit for bit before it gets
+    its name. The default is Vitrail's own folder, which also keeps preprocessing and class names.
+
+    Example: vitrail convert ViT-B_16.npz vit-b16
+
+    Example: vitrail convert hf:google/vit-base-patch16-224 vit.npz --to google
+
+    Args:
+        source: A folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        target: The folder or file to write: a folder for vitrail and hf, .npz for Google's formats, .safetensors or .pth for
+            timm (or a folder that timm loads by itself) and torchvision.
+        to: The format to write.
+        heads: Attention heads, where the file cannot show them and the sizes are in no table.
+        grid: Rows and columns of the position table, where it is no square.
+        outputs: Put on a new head of zeros with so many outputs; 0 leaves the head out.
+        image_size: Resample the positions for images of this size.
+        channels: Take images of so many channels; needs --stem.
+        stem: How the first layer is made for other channels.
+        preprocess: The preprocessing the weights expect, where the file does not say: google-vit, big-vision, timm, imagenet.
+        classes: A text file with one class name a line, in the order of the outputs.
+        drop: Patterns of tensor names that may be left out.
+        all_rows: Show every tensor instead of one line for each kind.
+        json_: Print JSON for a program instead of a table.
+    """
+    options = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size, "channels": channels, "stem": stem}
+    chosen = {key: value for key, value in {**options, "preprocess": preprocess}.items() if value is not None}
+    names = _class_names(classes) if classes else None
+    bundle, written = convert_checkpoint(source, target, to, classes=names, drop=drop, **chosen)
+    if json_:
+        print(json.dumps(_plain(bundle, written), indent=2))  # noqa: T201
+        return
+    console = Console()
+    console.print(_table(bundle.report, every=all_rows))
+    console.print(bundle.report.summary(), highlight=False)
+    for note in [*bundle.report.notes, *written.notes]:
+        console.print(f"· {note}", highlight=False)
+    if bundle.preprocess:
+        console.print(f"preprocessing {bundle.preprocess.describe()}", highlight=False)
+    console.print(f"written to {target} as {to}, read back and found equal", highlight=False)
+
+
+def _class_names(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise VitrailError(f"The class names cannot be read from {path}: {error}.") from error
+
+
+def _table(report: Report, *, every: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("in the file", "in the model", "shape there", "shape here", "how"):
+        table.add_column(column, overflow="fold")
+    for row, count in [(row, 1) for row in report.mapped] if every else _collapsed(report.mapped):
+        times = f" (×{count})" if count > 1 else ""
+        names = "\n".join(row.theirs), row.ours + times
+        table.add_row(*names, size_text(row.theirs_shape), size_text(row.ours_shape), row.rule)
+    for name, why in report.dropped if every else report.dropped[:12]:
+        table.add_row(name, "dropped", "", "", why)
+    if len(report.dropped) > 12 and not every:
+        table.add_row(f"… and {len(report.dropped) - 12} more", "dropped", "", "", report.dropped[-1][1])
+    return table
+
+
+def _collapsed(rows: list[Mapped]) -> list[tuple[Mapped, int]]:
+    """Rows that differ only in a layer's number as one, with the number left open."""
+    kinds: dict[tuple[Any, ...], tuple[Mapped, int]] = {}
+    for row in rows:
+        ours = re.sub(r"(?<=blocks\.)\d+|(?<=stages\.)\d+\.\d+", "*", row.ours)
+        theirs = tuple(re.sub(r"(?<=[._/a-z])\d+(?=[./])", "*", name, count=2 if "stage" in ours else 1) for name in row.theirs)
+        key = (ours, row.theirs_shape, row.ours_shape, row.rule)
+        first, count = kinds.get(key, (Mapped(ours, theirs, row.ours_shape, row.theirs_shape, row.rule), 0))
+        kinds[key] = (first, count + 1)
+    return list(kinds.values())
+
+
+def _plain(bundle: Bundle, written: Report) -> dict[str, Any]:
+    read = bundle.report
+    return {
+        "source": read.source,
+        "from": read.format,
+        "target": written.source,
+        "to": written.format,
+        "parameters": read.parameters,
+        "percent": read.percent,
+        "mapped": [
+            {
+                "ours": r.ours,
+                "theirs": list(r.theirs),
+                "ours_shape": list(r.ours_shape),
+                "theirs_shape": list(r.theirs_shape),
+                "rule": r.rule,
+            }
+            for r in read.mapped
+        ],
+        "dropped": [{"name": name, "why": why} for name, why in read.dropped],
+        "notes": [*read.notes, *written.notes],
+    }

@@ -1,0 +1,135 @@
+"""`vitrail info`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitrail.checkpoints import Bundle, load
+from vitrail.models import BiTConfig, ModelConfig, ViTConfig
+
+_HEADS = {
+    "set": "trained",
+    "zero": "all zeros: a backbone only. Predicting is refused; use finetune, fewshot or embed",
+    "none": "none: a backbone only",
+}
+_RESNET = ("group_norm_eps", "standardise", "standardise_eps", "padding", "pool_fill")
+
+
+def info(
+    ref: tyro.conf.Positional[str],
+    *,
+    verify: bool = False,
+    heads: int | None = None,
+    grid: tuple[int, int] | None = None,
+    drop: tuple[str, ...] = (),
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
+    """Say what a checkpoint holds: its variant, sizes, numerics, preprocessing, classes, origin and the state of its head.
+
+    Example: vitrail info ViT-B_16.npz
+
+    Example: vitrail info vit-b16 --verify --json
+
+    Args:
+        ref: A folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        verify: Of a Vitrail checkpoint, also compare SHA-256 and the golden output of a whole image.
+        heads: Attention heads, where the file cannot show them and the sizes are in no table.
+        grid: Rows and columns of the position table, where it is no square.
+        drop: Patterns of tensor names that may be left out.
+        json_: Print JSON for a program instead of a table.
+    """
+    fields: dict[str, Any] = {key: value for key, value in {"heads": heads, "grid": grid}.items() if value is not None}
+    bundle = load(ref, verify="full" if verify else "quick", drop=drop, **fields)
+    found = describe(bundle, verified="full" if verify else "quick")
+    if json_:
+        print(json.dumps(found, indent=2, ensure_ascii=False))  # noqa: T201
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for name, text in _lines(bundle, found):
+        table.add_row(name, text)
+    Console().print(table)
+
+
+def describe(bundle: Bundle, *, verified: str) -> dict[str, Any]:
+    """Everything `info` reports, as plain values."""
+    config = bundle.model.config
+    return {
+        "source": bundle.report.source,
+        "format": bundle.report.format,
+        "name": config.name,
+        "parameters": bundle.report.parameters,
+        "dtype": str(bundle.model.norm.weight.dtype).removeprefix("torch."),
+        "head": bundle.head,
+        "task": bundle.task,
+        "classes": list(bundle.classes) if bundle.classes else None,
+        "model": config.to_dict(),
+        "preprocess": bundle.preprocess.to_dict() if bundle.preprocess else None,
+        "provenance": bundle.provenance,
+        "dropped": [name for name, _ in bundle.report.dropped],
+        "verified": verified if bundle.report.format == "vitrail" else None,
+        "notes": bundle.report.notes,
+    }
+
+
+def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
+    config = bundle.model.config
+    lines = [
+        ("model", f"{config.name}, {found['parameters']:,} parameters, {found['dtype']}"),
+        ("format", found["format"]),
+        ("sizes", _sizes(config)),
+        ("numerics", _numerics(config)),
+        (
+            "preprocessing",
+            bundle.preprocess.describe() if bundle.preprocess else "not recorded: give --preprocess where it is needed",
+        ),
+        ("outputs", f"{config.outputs}, {_classes(bundle)}, task {bundle.task}"),
+        ("head", _HEADS[bundle.head]),
+    ]
+    lines += [("origin", f"{key}: {value}") for key, value in bundle.provenance.items()]
+    if found["verified"]:
+        full = (
+            "SHA-256, checksum and golden outputs agree"
+            if found["verified"] == "full"
+            else "checksum and quick golden output agree"
+        )
+        lines.append(("verified", full))
+    if bundle.report.dropped:
+        lines.append(("dropped", f"{len(bundle.report.dropped)} tensors, such as {' because '.join(bundle.report.dropped[0])}"))
+    return lines + [("note", note) for note in bundle.report.notes]
+
+
+def _sizes(config: ModelConfig) -> str:
+    image = f"image {config.image_size[0]}×{config.image_size[1]}×{config.channels}"
+    if isinstance(config, BiTConfig):
+        return f"{image}, blocks {config.resnet.layers}, width ×{config.resnet.multiplier}"
+    assert isinstance(config, ViTConfig)
+    prefix = {"class": config.class_token, "distillation": config.distill_token, "register": config.registers}
+    tokens = ", ".join(f"{int(count)} {name}" for name, count in prefix.items() if count) or "no"
+    return (
+        f"{image}, patch {config.patch[0]}×{config.patch[1]}, grid {config.grid[0]}×{config.grid[1]}, {tokens} prefix token, "
+        f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP {config.mlp}"
+    )
+
+
+def _numerics(config: ModelConfig) -> str:
+    parts = []
+    if isinstance(config, ViTConfig):
+        pool = f"pooling {config.pooling} (norm {config.final_norm})"
+        parts = [f"GELU {config.gelu}", f"norm eps {config.norm_eps:g}", f"positions {config.position}", pool]
+        parts.append(f"resize rule {config.position_resize}")
+        parts += [f"pre-logits {config.pre_logits}"] if config.pre_logits else []
+    resnet = getattr(config, "resnet", None)
+    return ", ".join(parts + [f"{name} {getattr(resnet, name)}" for name in _RESNET if resnet])
+
+
+def _classes(bundle: Bundle) -> str:
+    if not bundle.classes:
+        return "no class names"
+    shown = ", ".join(bundle.classes[:4])
+    return f"classes {shown}{' …' if len(bundle.classes) > 4 else ''}"

@@ -132,11 +132,19 @@ class AttentionPool(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        q = self.q(self.probe).unflatten(-1, (self.heads, -1)).transpose(1, 2).expand(tokens.shape[0], -1, -1, -1)
-        k, v = self.kv(tokens).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        x: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x: Tensor = self.out(F.scaled_dot_product_attention(*self._split(tokens)).transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm(x))
         return x[:, 0]
+
+    def weights(self, tokens: Tensor) -> Tensor:
+        """The probe's attention [batch, head, 1, token]."""
+        q, k, _ = self._split(tokens)
+        return _softmax_scores(q, k, None)
+
+    def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q(self.probe).unflatten(-1, (self.heads, -1)).transpose(1, 2).expand(tokens.shape[0], -1, -1, -1)
+        k, v = self.kv(tokens).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
 
 
 def attention_for(config: ViTConfig, block: int) -> Attention:

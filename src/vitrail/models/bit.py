@@ -61,7 +61,9 @@ class BiT(nn.Module):
         tokens, pooled = patches.flatten(1, 2), patches.mean(dim=(1, 2))
         return Features(tokens, tokens[:, :0], patches, pooled, pooled, kept)
 
-    def attention(self, images: Tensor, layers: Iterable[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def attention(
+        self, images: Tensor, layers: Iterable[int] | None = None, *, pooling: bool = False
+    ) -> Iterator[tuple[int, Tensor]]:
         raise VitrailError(f"{self.config.name} is a ResNet: it has no attention to look at. ViTs and hybrids have.")
 
     def resize(self, size: int | Pair, rule: str | None = None) -> BiT:

@@ -68,6 +68,11 @@ class Positions(nn.Module):
     def bias(self, layer: int) -> Tensor | None:
         return None
 
+    def of_patches(self, layer: int = 0) -> Tensor | None:
+        """The vector each patch gets, [row, column, width]; None for kinds that add none."""
+        table = self._table(layer)
+        return None if table is None else table[self.covered :].reshape(*self.grid, -1)
+
     def reset(self, std: float, generator: torch.Generator | None) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=std, generator=generator)

@@ -75,41 +75,40 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, outputs]; for a distilled model the mean of its two heads; without a head what it would see."""
-        if self.distill_head is not None:
-            one, two = self.distilled_logits(images)
-            return (one + two) / 2
-        return self.head(self._represent(self._pooled(self._encode(images))))  # type: ignore[no-any-return]
+        return self._logits(self._tokens(images))
 
     def distilled_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of the class token and of the distillation token, each from its own head."""
         if self.distill_head is None:
             raise VitrailError(f"{self.config.name} has no distillation token; build it with distill_token=True.")
-        tokens = self._encode(images)
-        return self.head(self._pooled(tokens)), self.distill_head(self._pooled(tokens, token=1))
+        return self._both_logits(self._tokens(images), self.distill_head)
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
         """Everything by name from one pass; `layers` also keeps the tokens after those blocks."""
         asked = list(layers)
         kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(asked, len(self.blocks)) if asked else (), images)
-        tokens, count = self._encode(images, kept), self.config.prefix
+        tokens, count = self._tokens(images, kept), self.config.prefix
         pooled = self._pooled(tokens)
         patches = tokens[:, count:].reshape(-1, *self.config.grid, self.config.width)
         return Features(tokens, tokens[:, :count], patches, pooled, self._represent(pooled), kept)
 
-    def attention(self, images: Tensor, layers: Iterable[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def attention(
+        self, images: Tensor, layers: Iterable[int] | None = None, *, pooling: bool = False
+    ) -> Iterator[tuple[int, Tensor]]:
         """Each layer's number and its softmax(qkᵀ/√d) [batch, head, query, key], one layer at a time.
 
         Computed from the block's own q and k, in eval mode and without gradients, whatever kernel `forward` uses. Layers that
-        were not asked for run on that kernel, and nothing runs past the last one asked for.
+        were not asked for run on that kernel, and nothing runs past the last one asked for. With `pooling` comes one more at
+        the end, numbered as if it were the next layer: how the pooled output weighs the last tokens, [batch, head, 1, key].
         """
         check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
-        return self._attention(images, chosen_layers(layers, len(self.blocks)))
+        return self._attention(images, chosen_layers(layers, len(self.blocks)), pooling)
 
     @torch.no_grad()
-    def _attention(self, images: Tensor, layers: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+    def _attention(self, images: Tensor, layers: tuple[int, ...], pooling: bool) -> Iterator[tuple[int, Tensor]]:
         with evaluating(self):
-            x = self._embed(images)
-        for number in range(layers[-1] + 1):
+            x = self.assemble(self.embed_patches(images))
+        for number in range(len(self.blocks) if pooling else layers[-1] + 1):
             with evaluating(self):  # only while computing: between layers the caller finds the model as it was
                 x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
                 if number not in layers:
@@ -117,6 +116,47 @@ class ViT(nn.Module):
                     continue
                 x, weights = self.blocks[number].with_attention(x, bias)  # type: ignore[operator]
             yield number, weights
+        if pooling:
+            yield len(self.blocks), self._pooling_weights(x)
+
+    def _pooling_weights(self, x: Tensor) -> Tensor:
+        if self.pool is not None:
+            return self.pool.weights(self._finished(x))
+        weights = torch.zeros(x.shape[0], 1, 1, x.shape[1], device=x.device)
+        heads = 2 if self.distill_head is not None else 1  # of the classifier: their logits are averaged
+        chosen = slice(self.config.prefix, None) if self.config.pooling == "mean" else slice(heads)
+        weights[..., chosen] = 1.0
+        return weights / weights.sum(dim=-1, keepdim=True)
+
+    def attention_gradients(self, images: Tensor, outputs: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """From the last layer to the first: its number, its attention, and by how much each entry of it raises an output.
+
+        `outputs` names one output for each image. The forward pass keeps only what enters each block; a block is run again for
+        its gradients, so that a single layer's attention is alive at a time. Parameters get no gradients.
+        """
+        check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
+        if not self.config.outputs:
+            raise VitrailError(f"{self.config.name} has no head, so it has no output to take gradients of.")
+        if outputs.shape != images.shape[:1] or not 0 <= int(outputs.min()) <= int(outputs.max()) < self.config.outputs:
+            raise VitrailError(f"`outputs` takes one number from 0 to {self.config.outputs - 1} for each of {len(images)} images.")
+        return self._attention_gradients(images, outputs)
+
+    def _attention_gradients(self, images: Tensor, outputs: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        entering: list[Tensor] = []
+        with evaluating(self), torch.no_grad():
+            x = self.assemble(self.embed_patches(images))
+            for number, block in enumerate(self.blocks):
+                entering.append(self.positions.before_layer(x, number))
+                x = block(entering[-1], self.positions.bias(number))
+        with evaluating(self), torch.enable_grad():
+            x.requires_grad_()
+            (slope,) = torch.autograd.grad(self._logits(self._finished(x)).gather(1, outputs[:, None]).sum(), x)
+        for number in reversed(range(len(self.blocks))):
+            with evaluating(self), torch.enable_grad():
+                x, bias = entering.pop().requires_grad_(), self.positions.bias(number)
+                x_after, weights = self.blocks[number].with_attention(x, bias)  # type: ignore[operator]
+                by_weights, slope = torch.autograd.grad(x_after, (weights, x), slope)
+            yield number, weights.detach(), by_weights
 
     def resize(self, size: int | Pair, rule: PositionRule | None = None) -> ViT:
         """Take images of another size (height, width) from now on; positions are resampled by the rule, or the model's own."""
@@ -149,17 +189,20 @@ class ViT(nn.Module):
         log.info("activation checkpointing: %d/%d blocks", self.checkpointed, total)
         return self.checkpointed
 
-    def _embed(self, images: Tensor) -> Tensor:
-        """z₀ of equation 1: prefix tokens and patches with their positions."""
-        x = self.patches(images if self.resnet is None else self.resnet(images))
+    def embed_patches(self, images: Tensor) -> Tensor:
+        """The patches' embeddings [batch, patch, width], before positions."""
+        check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
+        return self.patches(images if self.resnet is None else self.resnet(images))  # type: ignore[no-any-return]
+
+    def assemble(self, patches: Tensor) -> Tensor:
+        """z₀ of equation 1: prefix tokens, then patch embeddings, with their positions."""
         prefix = (self.class_token, self.distill_token, self.registers)
-        given = [token.expand(x.shape[0], -1, -1).to(x.dtype) for token in prefix if token is not None]
-        x = torch.cat([*given, x], dim=1) if given else x
+        given = [token.expand(patches.shape[0], -1, -1).to(patches.dtype) for token in prefix if token is not None]
+        x = torch.cat([*given, patches], dim=1) if given else patches
         return self.dropout(self.positions.at_input(x))  # type: ignore[no-any-return]
 
-    def _encode(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
-        check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
-        x = self._embed(images)
+    def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
+        """All blocks, and the final norm if the model has it before pooling; `kept` is filled with the layers it names."""
         for number, block in enumerate(self.blocks):
             x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
             if number < self.checkpointed and torch.is_grad_enabled():
@@ -168,7 +211,14 @@ class ViT(nn.Module):
                 x = block(x, bias)
             if kept and number in kept:
                 kept[number] = x
+        return self._finished(x)
+
+    def _finished(self, x: Tensor) -> Tensor:
+        """What pooling sees of the last block's tokens."""
         return self.norm(x) if self.config.final_norm == "before-pool" else x
+
+    def _tokens(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
+        return self.encode(self.assemble(self.embed_patches(images)), kept)
 
     def _pooled(self, tokens: Tensor, token: int = 0) -> Tensor:
         if self.pool is not None:
@@ -178,6 +228,15 @@ class ViT(nn.Module):
         else:
             x = tokens[:, token]
         return self.norm(x) if self.config.final_norm == "after-pool" else x
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        if self.distill_head is not None:
+            one, two = self._both_logits(tokens, self.distill_head)
+            return (one + two) / 2
+        return self.head(self._represent(self._pooled(tokens)))  # type: ignore[no-any-return]
+
+    def _both_logits(self, tokens: Tensor, distill_head: nn.Module) -> tuple[Tensor, Tensor]:
+        return self.head(self._pooled(tokens)), distill_head(self._pooled(tokens, token=1))
 
     def _represent(self, pooled: Tensor) -> Tensor:
         return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))

@@ -226,7 +226,7 @@ def _across(first: _Looked, second: _Looked, *, near: bool) -> list[Problem]:
     found = []
     exact = duplicates.same_content(first.digests, second.digests)
     if len(exact):
-        found.append(_leak("duplicates", "are in both", first, second, exact))
+        found.append(_leak("duplicates", "are also in", first, second, exact))
     if near and all(_fine_enough(one) for one in (first, second)):
         sides = [(duplicates.perceptual_hashes(one.thumbnails), one.thumbnails) for one in (first, second)]
         pairs = duplicates.same_picture(sides[0], sides[1])
@@ -246,13 +246,12 @@ def _leak(kind: str, relation: str, first: _Looked, second: _Looked, pairs: Arra
     names = tuple(
         f"{first.split.image_name(int(first.positions[a]))} ~ {second.split.image_name(int(second.positions[b]))}" for a, b in pairs
     )
-    places = f"{first.split.name} and {second.split.name}"
-    sentence = (
-        f"{images} images of {second.split.name} {relation} {first.split.name}."
-        if kind == "near-duplicates"
-        else f"{images} images {relation} {places}."
-    )
-    return Problem(kind=kind, sentence=sentence, items=names)
+    sentence = f"{images} images of {second.split.name} {relation} {first.split.name}"
+    if first.split.task == second.split.task == "classify":
+        labels = (one.split.targets[one.positions[rows]] for one, rows in ((first, pairs[:, 0]), (second, pairs[:, 1])))
+        others = int(np.not_equal(*labels).sum())
+        sentence += f", in {others} of {len(pairs)} pairs under another label" if others else ""
+    return Problem(kind=kind, sentence=f"{sentence}.", items=names)
 
 
 def _remarks(looked: list[_Looked]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -80,5 +82,12 @@ def _shortened(text: str, most: int, wrap: int | None = None) -> str:
     return "\n".join(text[k : k + wrap] for k in range(0, len(text), wrap)) if wrap else text
 
 
+@cache
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """DejaVu, which comes with matplotlib and knows most alphabets; Pillow's own font has little beyond ASCII."""
+    home = find_spec("matplotlib")
+    for folder in (home.submodule_search_locations or []) if home is not None else []:
+        file = Path(folder, "mpl-data", "fonts", "ttf", "DejaVuSans.ttf")
+        if file.exists():
+            return ImageFont.truetype(str(file), size - 1)
     return ImageFont.load_default(size)

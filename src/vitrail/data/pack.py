@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from PIL import Image
 
-from vitrail.data.decode import decode, image_header
+from vitrail.data.decode import ImageHeader, decode, image_header
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.packed import FORMAT, VERSION, damages, read_about
 from vitrail.data.types import Array, BadImage, Names, Payload, Source, Split
@@ -47,12 +47,21 @@ class Packing:
     bits: int = 8
     quality: int = 95
     """Of JPEGs, where encoded files are resized."""
+    exact: bool = False
+    """The size was found and not asked for: an image that differs is refused rather than resized unasked."""
 
     def image(self, payload: Payload, name: str) -> bytes:
         """One image as the bytes to be stored."""
         if self.store == "encoded":
             return _encoded(payload, self, name)
         assert self.size is not None
+        if self.exact:
+            header = image_header(payload, name=name)
+            if (header.height, header.width) != self.size:
+                raise VitrailError(
+                    f"{name} is {header.height}×{header.width} where the others are {self.size[0]}×{self.size[1]}. "
+                    "Say with --size to which size all shall be brought, or keep them as they are with --store encoded."
+                )
         whole = self.fit == "crop"
         shaped = Preprocess(
             size=self.size,
@@ -79,17 +88,17 @@ def plan(
 ) -> Packing:
     """Fill in what was left open: without a size, images of one size become arrays and others stay as they are."""
     box = (size, size) if isinstance(size, int) else size
-    if store is None:
-        common = _common_size(source) if box is None else None
-        store = "arrays" if box or common else "encoded"
-        box = box or common
-    elif store == "arrays" and box is None:
-        box = _common_size(source)
-        if box is None:
-            raise VitrailError(f"The images of {source.reference} differ in size. Pass --size, or --store encoded.")
+    headers = _some_headers(source)
+    sizes = {(header.height, header.width) for header in headers}
+    exact = box is None and store != "encoded" and len(sizes) == 1
+    if exact:
+        (box,) = sizes
+    if store == "arrays" and box is None:
+        raise VitrailError(f"The images of {source.reference} differ in size. Pass --size, or --store encoded.")
     if channels is None:
-        channels = 1 if all(header.mode in ("1", "L", "I;16") for header in _some_headers(source)) else 3
-    return Packing(store=store, size=box, fit=fit, channels=channels, bits=bits, quality=quality)
+        channels = 1 if all(header.mode in ("1", "L", "I;16") for header in headers) else 3
+    store = store or ("arrays" if box is not None else "encoded")
+    return Packing(store=store, size=box, fit=fit, channels=channels, bits=bits, quality=quality, exact=exact)
 
 
 def pack(
@@ -273,7 +282,7 @@ def _encoded(payload: Payload, packing: Packing, name: str) -> bytes:
         return _lossless(payload)
     small = min(packing.size) / min(header.height, header.width)
     size = (round(header.height * small), round(header.width * small))
-    pixels = replace(packing, store="arrays", size=size, fit="stretch").image(payload, name)
+    pixels = replace(packing, store="arrays", size=size, fit="stretch", exact=False).image(payload, name)
     dtype = np.uint16 if packing.bits == 16 else np.uint8
     image = np.frombuffer(pixels, dtype).reshape(*size, packing.channels)
     if header.format != "JPEG" or packing.channels == 4 or packing.bits == 16:
@@ -292,27 +301,15 @@ def _lossless(image: Array) -> bytes:
     return file.getvalue()
 
 
-def _common_size(source: Source) -> tuple[int, int] | None:
-    sizes = set()
+def _some_headers(source: Source) -> list[ImageHeader]:
+    """Of images spread over the whole source: enough to see what kind of set it is, without reading all of it."""
+    headers = []
     for split in source.splits.values():
-        if split.arrays is not None:
-            sizes.add(split.arrays.shape[1:3])
-            continue
-        for index in range(len(split)):
+        for index in range(0, len(split), max(1, len(split) // 64)):
             try:
-                header = image_header(split.payload(index), name=split.image_name(index))
+                headers.append(image_header(split.payload(index), name=split.image_name(index)))
             except BadImage:
                 continue
-            sizes.add((header.height, header.width))
-            if len(sizes) > 1:
-                return None
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _some_headers(source: Source) -> Iterator[Any]:
-    for split in source.splits.values():
-        for index in range(0, len(split), max(1, len(split) // 32)):
-            try:
-                yield image_header(split.payload(index), name=split.image_name(index))
-            except BadImage:
-                continue
+    if not headers:
+        raise VitrailError(f"No image of {source.reference} could be read. `vitrail data check` lists what is wrong.")
+    return headers

@@ -15,6 +15,7 @@ COMMANDS = {
     "models": ("vitrail.commands.models:models", "List every model with its size and cost."),
     "info": ("vitrail.commands.info:info", "Say what a checkpoint holds, and whether it is sound."),
     "convert": ("vitrail.commands.convert:convert", "Bring weights from any known format into any other."),
+    "eval": ("vitrail.commands.evaluate:evaluate", "Measure a checkpoint on labelled images."),
     "data check": ("vitrail.commands.data:check", "Look at every image of a data set and say what is wrong."),
     "data split": ("vitrail.commands.data:split", "Divide a data set by class, and write the division down."),
     "data pack": ("vitrail.commands.data:pack", "Decode and resize a data set once, for fast training."),

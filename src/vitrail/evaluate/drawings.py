@@ -1,0 +1,101 @@
+"""Drawings of an evaluation, each as the bytes of a PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from vitrail.evaluate.classification import Calibration
+
+Array = npt.NDArray[Any]
+_INK, _FAINT, _BLUE, _RED = "#24292f", "#d0d4d9", "#2f5d8a", "#c4493d"
+
+
+def reliability(found: Calibration) -> bytes:
+    """Accuracy against confidence, with the number of images in each bin below."""
+    figure = _figure(5.2, 5.6)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    centres, width = (found.edges[:-1] + found.edges[1:]) / 2, 1 / len(found.count)
+    filled = found.count > 0
+    upper.plot([0, 1], [0, 1], color=_INK, linewidth=1, linestyle=(0, (4, 3)), label="perfectly calibrated")
+    upper.bar(centres[filled], found.accuracy[filled], width=width * 0.92, color=_BLUE, label="accuracy")
+    low = np.minimum(found.accuracy, found.confidence)[filled]
+    gap = np.abs(found.accuracy - found.confidence)[filled]
+    upper.bar(centres[filled], gap, bottom=low, width=width * 0.92, color=_RED, alpha=0.35, label="gap to confidence")
+    upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"expected calibration error {found.error:.1%}")
+    upper.legend(frameon=False, fontsize=8, loc="upper left")
+    lower.bar(centres, found.count / max(found.count.sum(), 1), width=width * 0.92, color=_FAINT)
+    lower.set(xlabel="confidence", ylabel="share of images")
+    return _png(figure, (upper, lower))
+
+
+def confusion(matrix: Array, classes: Sequence[str]) -> bytes:
+    """Each row is a true class, in shares of its images; numbers are written in where there is room for them."""
+    count = len(classes)
+    side = min(max(4.0, 1.8 + 0.42 * count), 16.0)
+    figure = _figure(side + 0.6, side)
+    axes = figure.subplots()
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    figure.colorbar(picture, ax=axes, fraction=0.04, pad=0.02, label="share of the true class")
+    axes.set(xlabel="predicted", ylabel="true")
+    if count <= 60:
+        axes.set_xticks(
+            range(count), [_short(name) for name in classes], rotation=60, ha="right", rotation_mode="anchor", fontsize=8
+        )
+        axes.set_yticks(range(count), [_short(name) for name in classes], fontsize=8)
+    if count <= 20:
+        for row, column in np.ndindex(count, count):
+            if matrix[row, column]:
+                dark = shares[row, column] > 0.5
+                axes.text(
+                    column, row, f"{matrix[row, column]:.0f}", ha="center", va="center", fontsize=7, color="white" if dark else _INK
+                )
+    return _png(figure, ())
+
+
+def sizes(labels: Sequence[str], values: Sequence[float], intervals: Sequence[tuple[float, float]], name: str) -> bytes:
+    """One figure at several input sizes."""
+    figure = _figure(5.2, 3.2)
+    axes = figure.subplots()
+    middle = np.array(values)
+    spread = np.abs(np.array(intervals).T - middle)
+    axes.errorbar(range(len(labels)), middle, yerr=spread, color=_BLUE, marker="o", capsize=4, linewidth=1.5)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set(xlabel="input size", ylabel=name)
+    return _png(figure, (axes,))
+
+
+def scatter(predicted: Array, truth: Array, name: str) -> bytes:
+    """Predicted against true values of one target."""
+    figure = _figure(4.4, 4.2)
+    axes = figure.subplots()
+    ends = [float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max()))]
+    axes.plot(ends, ends, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.scatter(truth, predicted, s=8, alpha=min(1.0, 200 / len(truth) ** 0.75 + 0.05), color=_BLUE, linewidths=0)
+    axes.set(xlabel=f"true {name}", ylabel=f"predicted {name}")
+    return _png(figure, (axes,))
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _png(figure: Figure, plain: Sequence[Any]) -> bytes:
+    for axes in plain:
+        axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=144)
+    return buffer.getvalue()
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 22 else name[:21] + "…"

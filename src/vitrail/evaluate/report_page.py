@@ -1,0 +1,155 @@
+"""The HTML of a report. Everything is inside the one file: styles, pictures, and a few lines of script that sort tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from vitrail.data.types import Split
+from vitrail.evaluate.measuring import Measured
+from vitrail.evaluate.thumbnails import data_uri
+
+NAMES = {
+    "accuracy": "accuracy",
+    "top5_accuracy": "top-5 accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "macro_f1": "mean F1 over classes",
+    "real_accuracy": "ReaL accuracy",
+    "nll": "negative log-likelihood",
+    "ece": "expected calibration error",
+    "map": "mean average precision",
+    "f1_micro": "F1 over all decisions",
+    "f1_macro": "mean F1 over labels",
+    "exact_match": "images with every label right",
+    "mae": "mean absolute error",
+    "rmse": "root mean squared error",
+    "r2": "R²",
+}
+SHARES = {"accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "real_accuracy", "ece"}
+SHARES |= {"map", "f1_micro", "f1_macro", "exact_match"}
+
+
+def figure_text(name: str, value: float) -> str:
+    """A figure as people read it: shares in per cent, all else with four digits."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:.2%}" if name in SHARES else f"{value:.4g}"
+
+
+def page(result: Measured, split: Split, about: dict[str, str], sections: Sequence[str]) -> str:
+    headline = next(iter(result.figures))
+    title = f"{about['checkpoint']} on {about['data']}"
+    low, high = result.intervals[headline]
+    facts = {
+        **about,
+        "split": f"{split.name}: evaluated {result.images}/{result.total} unique images",
+        "preprocessing": result.preprocess.describe(),
+        "fingerprint": result.preprocess.fingerprint(),
+    }
+    rows = [
+        [NAMES[name], figure_text(name, value), " – ".join(figure_text(name, one) for one in result.intervals.get(name, ()))]
+        for name, value in result.figures.items()
+    ]
+    return _PAGE.format(
+        title=escape(title),
+        style=_STYLE,
+        script=_SCRIPT,
+        headline=escape(figure_text(headline, result.figures[headline])),
+        headline_name=escape(NAMES[headline]),
+        headline_range=escape(f"95 % interval {figure_text(headline, low)} to {figure_text(headline, high)}"),
+        facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()),
+        notes=_notes(result),
+        figures=table(["figure", "value", "95 % interval"], rows),
+        sections="".join(sections),
+    )
+
+
+def _notes(result: Measured) -> str:
+    notes = [escape(note) for note in result.notes]
+    if result.bad:
+        listed = "".join(f"<li>{escape(one.name)}: {escape(one.fault)}</li>" for one in result.bad[:100])
+        more = f"<li>and {len(result.bad) - 100} more</li>" if len(result.bad) > 100 else ""
+        notes.append(f"{len(result.bad)} images could not be read and are left out:<ul>{listed}{more}</ul>")
+    return f"<ul class='notes'>{''.join(f'<li>{note}</li>' for note in notes)}</ul>" if notes else ""
+
+
+def section(title: str, body: str, file: str | None = None) -> str:
+    beside = f"<p class='faint'>Also in {escape(file)} beside this page.</p>" if file else ""
+    return f"<section><h2>{escape(title)}</h2>{body}{beside}</section>"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in headings)
+    body = "".join(f"<tr>{''.join(_cell(value) for value in row)}</tr>" for row in rows)
+    kind = " class='sortable'" if sortable else ""
+    return f"<div class='wide'><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        shown = "–" if math.isnan(value) else f"{value:.3f}"
+        return f"<td data-value='{-1 if math.isnan(value) else value}'>{shown}</td>"
+    if isinstance(value, int):
+        return f"<td data-value='{value}'>{value:,}</td>"
+    return f"<td>{escape(str(value))}</td>"
+
+
+def picture(png: bytes, words: str) -> str:
+    return f"<img class='drawing' src='{data_uri(png)}' alt='{escape(words)}'>"
+
+
+def strip(words: str, examples: Sequence[tuple[str, str]]) -> str:
+    """A row of small pictures under a line of HTML; a picture without content is one that cannot be read."""
+    shown = "".join(
+        f"<img src='{uri}' title='{escape(caption, quote=True)}' alt='{escape(caption, quote=True)}'>"
+        if uri
+        else "<i>unreadable</i>"
+        for uri, caption in examples
+    )
+    return f"<div class='strip'><p>{words}</p>{shown}</div>"
+
+
+_STYLE = """
+:root { color-scheme: light; --ink: #24292f; --faint: #6a737d; --line: #e3e6ea; --blue: #2f5d8a; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: #fbfbf9; }
+body { margin: 0 auto; padding: 2rem 1.5rem; max-width: 60rem; }
+h1 { font-size: 1.35rem; margin: 0 0 1.2rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2.4rem 0 .8rem; }
+.top { display: flex; flex-wrap: wrap; gap: 2.5rem; align-items: flex-start; }
+.headline b { display: block; font-size: 3rem; line-height: 1.1; color: var(--blue); font-variant-numeric: tabular-nums; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; flex: 1 1 24rem; }
+dt, .faint { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; } .faint { font-size: .85rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .28rem .9rem .28rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } th { color: var(--faint); font-weight: 500; }
+.sortable th { cursor: pointer; } .sortable th:hover { color: var(--ink); }
+.sortable th[data-order]::after { content: " ↓"; } .sortable th[data-order="up"]::after { content: " ↑"; }
+.drawing { max-width: 100%; height: auto; max-height: 46rem; } .notes { color: var(--faint); padding-left: 1.1rem; }
+.strip { margin: 0 0 1rem; } .strip p { margin: 0 0 .3rem; }
+.strip img { width: 96px; height: 96px; object-fit: contain; margin-right: 4px; }
+.strip i { display: inline-block; width: 96px; color: var(--faint); }
+"""
+_SCRIPT = """
+document.querySelectorAll('table.sortable th').forEach(head => head.addEventListener('click', () => {
+  const table = head.closest('table'), place = [...head.parentNode.children].indexOf(head), up = head.dataset.order === 'down';
+  table.querySelectorAll('th').forEach(other => delete other.dataset.order);
+  head.dataset.order = up ? 'up' : 'down';
+  const content = cell => 'value' in cell.dataset ? Number(cell.dataset.value) : cell.textContent;
+  const value = row => content(row.children[place]);
+  const rows = [...table.tBodies[0].rows].sort((a, b) => { const x = value(a), y = value(b); return x < y ? -1 : x > y ? 1 : 0; });
+  (up ? rows : rows.reverse()).forEach(row => table.tBodies[0].append(row));
+}));
+"""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{style}</style></head><body>
+<h1>{title}</h1>
+<div class="top">
+<div class="headline"><b>{headline}</b>{headline_name}<br><span class="faint">{headline_range}</span></div>
+<dl>{facts}</dl></div>
+{notes}
+<section><h2>Figures</h2>{figures}</section>
+{sections}
+<script>{script}</script></body></html>
+"""

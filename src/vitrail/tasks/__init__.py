@@ -1,0 +1,11 @@
+"""What is learnt: for each kind of target a loss, its metrics, and how its outputs are read."""
+
+from __future__ import annotations
+
+from vitrail.tasks.base import Meter, Task
+from vitrail.tasks.classify import Classify
+from vitrail.tasks.distil import Distil
+from vitrail.tasks.multilabel import MultiLabel
+from vitrail.tasks.regress import Regress
+
+__all__ = ["Classify", "Distil", "Meter", "MultiLabel", "Regress", "Task"]

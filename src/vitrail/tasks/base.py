@@ -1,0 +1,88 @@
+"""What the training loop asks of a task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+Array = npt.NDArray[Any]
+
+
+class Meter(ABC):
+    """Sums over a split from which its metrics follow. Meters of several ranks add up, so no image counts twice."""
+
+    @abstractmethod
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take in a batch of the model's outputs."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What has been gathered, to be sent to another process."""
+
+    @abstractmethod
+    def add(self, state: dict[str, Any]) -> None:
+        """Take in what another meter has gathered."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """The figures, over everything taken in."""
+
+
+class Sums(Meter):
+    """A meter whose state is nothing but sums."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Any] = {}
+
+    def gather(self, **values: float | int | Array) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else np.asarray(value)
+
+    def state(self) -> dict[str, Any]:
+        return self.sums
+
+    def add(self, state: dict[str, Any]) -> None:
+        self.gather(**state)
+
+
+class Task(ABC):
+    """A loss over the model's outputs, and the meter that judges them.
+
+    Losses come image by image and are summed, never averaged: the loop divides by the size of the whole step, so that the
+    division into micro-batches and ranks cannot change the gradient.
+    """
+
+    kind: str
+    outputs: int
+    """Width of the head."""
+    headline: str
+    """The metric by which a run is judged, among those of the meter."""
+    higher_is_better: bool = True
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of every image [n], in float32."""
+
+    @abstractmethod
+    def meter(self) -> Meter: ...
+
+    def objective(self, run: Callable[..., Any], images: Tensor, targets: Tensor) -> Tensor:
+        """The loss of every image, from the images. `run(images)` is the model, whatever it is wrapped in."""
+        return self.loss(run(images), targets)
+
+    def to(self, device: Any) -> Task:
+        """Bring whatever the loss needs to a device."""
+        return self
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint must know to read the outputs."""
+        return {"kind": self.kind}
+
+    def helpers(self) -> list[nn.Module]:
+        """Networks besides the model, such as a teacher."""
+        return []

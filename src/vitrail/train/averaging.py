@@ -1,0 +1,40 @@
+"""Polyak averaging: a running mean of the weights beside the weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Average:
+    """mean ← decay·mean + (1 − decay)·weights after every step, in float32, where the weights are."""
+
+    def __init__(self, model: nn.Module, decay: float, *, warmup: bool = False) -> None:
+        self.decay, self.warmup = decay, warmup
+        # Only what is learnt is averaged; fixed tables stay the model's own.
+        learnt = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._weights: list[Tensor] = list(learnt.values())
+        self._mean = {name: one.detach().clone().float() for name, one in learnt.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after a step, counted from 0."""
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        torch._foreach_lerp_(list(self._mean.values()), self._weights, 1 - decay)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._mean
+
+    @contextmanager
+    @torch.no_grad()
+    def applied(self) -> Iterator[None]:
+        """The model with its averaged weights, for a while."""
+        kept = [weight.detach().clone() for weight in self._weights]
+        torch._foreach_copy_(self._weights, list(self._mean.values()))
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(self._weights, kept)

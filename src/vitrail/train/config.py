@@ -1,0 +1,300 @@
+"""`Recipe`: everything that decides a run, as one frozen value.
+
+A recipe is written down whole in the run folder, compared field by field when a run is resumed, and every field can be
+changed from the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from vitrail.data.augment.spec import Augment
+from vitrail.errors import VitrailError, nearest
+
+T = TypeVar("T")
+
+Size = int | tuple[int, int]
+Decay = Literal["times-lr", "times-schedule", "coupled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Which model, and what is changed in it. A field that is None stays as the variant or the checkpoint has it."""
+
+    name: str = "ViT-B/16"
+    """The paper's name: ViT-B/16, R50+ViT-B/16, BiT-R50x1. With `start`, the checkpoint decides."""
+    start: str | None = None
+    """A checkpoint to begin from: a run, a folder, an .npz, hf:owner/name. None: freshly initialised."""
+    image_size: Size | None = None
+    """Side in pixels, or height and width. None: the checkpoint's own, or 224."""
+    channels: int | None = None
+    patch: int | None = None
+    width: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    mlp: int | None = None
+    pooling: Literal["class", "mean", "map"] | None = None
+    position: Literal["learned", "learned-2d", "relative", "sincos2d", "none"] | None = None
+    pre_logits: int | None = None
+    """Width of the tanh layer before the head; 0 leaves a checkpoint's out, as the paper does to fine-tune."""
+    head_bias: float | None = None
+    """Initial bias of the head: −10 and −6.9 go with sigmoid losses over many classes."""
+    registers: int | None = None
+    distill_token: bool | None = None
+    layer_scale: float | None = None
+    dropout: float | None = None
+    attention_dropout: float | None = None
+    stochastic_depth: float | None = None
+    recompute: int = 0
+    """Blocks whose activations are computed again in the backward pass to save memory; −1: all."""
+    freeze: bool = False
+    """Learn the head alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """Which images, and how they are read."""
+
+    source: str = "digits"
+    """digits, folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10, hf:NAME, wds:PATTERN, or a bare path."""
+    train: str = "train"
+    """The split that is learnt from."""
+    validate: str = "auto"
+    """The split that is measured on: `auto` takes val, else test."""
+    holdout: float = 0.0
+    """Share of the training split kept out of training and measured on in place of `validate`; 0: none."""
+    preprocess: str = "auto"
+    """A preset (google-vit, big-vision, timm, imagenet, cifar). `auto`: the checkpoint's own, else google-vit."""
+    sampling: Literal["shuffle", "balanced", "in-order"] = "shuffle"
+    workers: int | None = None
+    """Processes that read images; None: as many as there are processors to spare."""
+    bad_images: Literal["error", "skip"] = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What is learnt from the targets."""
+
+    kind: Literal["auto", "classify", "multilabel", "regress"] = "auto"
+    """`auto` follows the data."""
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """For one label an image. The paper's ImageNet-21k and JFT models were trained with sigmoid."""
+    class_weights: str | None = None
+    """`auto` weighs classes inversely to their number, a JSON file gives weights by name."""
+    distil: Literal["none", "hard", "soft"] = "none"
+    teacher: str | None = None
+    """The checkpoint to distil from."""
+    distil_share: float = 0.5
+    """Weight of the teacher's part of the loss; the labels have the rest."""
+    temperature: float = 3.0
+    """Of the softmax, for soft distillation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSpec:
+    """How gradients become steps. `lr` is the real peak learning rate: nothing rescales it."""
+
+    name: Literal["sgd", "adam", "adamw"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    decay: Decay = "times-lr"
+    """Which convention `weight_decay` follows, with s the schedule from 0 to 1 and lr the peak learning rate.
+    times-lr: p −= s·lr·wd·p (the paper, torch's AdamW). times-schedule: p −= s·wd·p (big_vision's configurations).
+    coupled: wd·p is added to the gradient (torch's SGD and Adam)."""
+    decay_on: Literal["kernels", "all"] = "kernels"
+    """`kernels` spares biases, norms, tokens and position tables."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float | None = 1.0
+    """Gradients are shortened to this global norm; None: never."""
+    layer_decay: float = 1.0
+    """Learning rate of a block relative to the next one above; 1: all alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """The learning rate's way from warm-up to the end."""
+
+    kind: Literal["constant", "linear", "cosine", "rsqrt"] = "cosine"
+    warmup: int = 0
+    """Steps of linear rise from 0."""
+    end: float = 0.0
+    """Learning rate at the last step, for linear and cosine."""
+    timescale: int = 10_000
+    """For rsqrt: lr / √(1 + (step − warmup) / timescale)."""
+    cooldown: int = 0
+    """Steps of linear descent to 0 at the end, on top of any kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One experiment."""
+
+    name: str = "custom"
+    model: ModelSpec = field(default_factory=ModelSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    augment: Augment = field(default_factory=Augment)
+    task: TaskSpec = field(default_factory=TaskSpec)
+    optim: OptimSpec = field(default_factory=OptimSpec)
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    epochs: float | None = None
+    """How long to train; give this or `steps`."""
+    steps: int | None = None
+    batch: int = 256
+    """Images an optimiser step, over all devices."""
+    micro_batch: int | Literal["auto"] = "auto"
+    """Images at once on a device. It changes memory and speed, not the result; `auto` halves it until it fits."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """`auto`: bf16 on a GPU that has it, else fp32. Norms, softmax and losses are fp32 in all of them."""
+    compile: bool = False
+    """torch.compile, in place."""
+    ema: float = 0.0
+    """Polyak averaging: decay of the running mean of the weights, .9999 in the paper; 0: off."""
+    ema_warmup: bool = False
+    """Let the decay rise as (1 + t) / (10 + t), so that short runs forget their beginning."""
+    seed: int = 0
+    deterministic: bool = False
+    """Refuse operations whose result may differ from run to run. It costs speed on a GPU."""
+    device: str = "auto"
+    parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
+    """Under torchrun: copies (ddp), shards (fsdp), or shards within a machine and copies across (hybrid)."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do when a loss or gradient is infinite or not a number."""
+    eval_every: float = 1.0
+    """Epochs between measurements on the validation split; 0: only at the end."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: with every measurement."""
+    keep: int = 2
+    """Checkpoints kept."""
+    log_every: int = 10
+    """Steps between lines in metrics.jsonl."""
+    expected: str = ""
+    """The figure this recipe should reach, and whose it is."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def replace(self, **changes: Any) -> Recipe:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(to_plain(self))
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Recipe:
+        """The inverse of `to_dict`; an unknown key is refused."""
+        return from_plain(Recipe, values)
+
+
+# What may differ when a run goes on: it changes speed, place or talk, not what is computed.
+FREE = (
+    "expected", "micro_batch", "log_every", "keep", "checkpoint_every", "device", "parallel", "on_nonfinite", "data.workers",
+    "model.recompute",
+)  # fmt: skip
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, tuples and the like as JSON has them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [to_plain(one) for one in value]
+    return value
+
+
+def from_plain(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    hints = get_type_hints(kind)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise VitrailError(f"There is no setting {path}{unknown[0]}.{nearest(unknown[0], hints)}")
+    given = {name: _fitted(hints[name], value, f"{path}{name}.") for name, value in values.items()}
+    return kind(**given)
+
+
+def _fitted(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_plain(hint, value, path)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def flatten(values: Any, path: str = "") -> dict[str, Any]:
+    """Nested settings as `optim.lr` and the like."""
+    values = to_plain(values)
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found.update(flatten(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value})
+    return found
+
+
+def differences(one: Any, two: Any) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, each with both values."""
+    first, second = flatten(one), flatten(two)
+    return {key: (first.get(key), second.get(key)) for key in {**first, **second} if first.get(key) != second.get(key)}
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse what cannot work before anything is opened; the sentence says what to do instead."""
+    for part in (recipe, recipe.model, recipe.data, recipe.task, recipe.optim, recipe.schedule):
+        _check_choices(part)
+    if recipe.epochs is not None and recipe.steps is not None:
+        raise VitrailError(f"Both epochs={recipe.epochs:g} and steps={recipe.steps} are given; one of them decides. Leave one out.")
+    for name in ("batch", "keep", "log_every"):
+        if getattr(recipe, name) < 1:
+            raise VitrailError(f"{name} is {getattr(recipe, name)}; it must be at least 1.")
+    for name in ("epochs", "steps"):
+        if getattr(recipe, name) is not None and getattr(recipe, name) <= 0:
+            raise VitrailError(f"{name} is {getattr(recipe, name)}; there would be nothing to train.")
+    if not 0 <= recipe.ema < 1:
+        raise VitrailError(f"ema is {recipe.ema}; it is a decay from 0 (off) up to, but not including, 1, such as 0.9999.")
+    if recipe.schedule.warmup < 0 or recipe.schedule.cooldown < 0 or recipe.schedule.timescale < 1:
+        raise VitrailError("schedule.warmup and cooldown count steps from 0, schedule.timescale from 1.")
+    if not 0 <= recipe.data.holdout < 1:
+        raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a share of the training split, from 0 to below 1.")
+    _check_optimiser(recipe.optim)
+    _check_distillation(recipe.task)
+
+
+def _check_choices(part: Any) -> None:
+    for name, hint in get_type_hints(type(part)).items():
+        choices = _literals(hint)
+        value = getattr(part, name)
+        if choices and isinstance(value, str) and value not in choices:
+            raise VitrailError(f"{name} is {value!r}; it can be {', '.join(map(str, choices))}.{nearest(value, map(str, choices))}")
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        inner = get_args(hint)
+        return () if str in inner else tuple(choice for one in inner for choice in _literals(one))
+    return ()
+
+
+def _check_optimiser(optim: OptimSpec) -> None:
+    if optim.lr <= 0:
+        raise VitrailError(f"optim.lr is {optim.lr:g}; a learning rate is above 0.")
+    if optim.name == "adamw" and optim.decay == "coupled":
+        raise VitrailError("adamw decays weights apart from the gradient; for decay=coupled use optim.name=adam.")
+    if optim.clip is not None and optim.clip <= 0:
+        raise VitrailError(f"optim.clip is {optim.clip:g}; it is a norm above 0, or None for no clipping.")
+    if not 0 < optim.layer_decay <= 1:
+        raise VitrailError(f"optim.layer_decay is {optim.layer_decay:g}; it is above 0 and at most 1, such as 0.75.")
+    if optim.weight_decay < 0:
+        raise VitrailError(f"optim.weight_decay is {optim.weight_decay:g}; it is 0 or more.")
+
+
+def _check_distillation(task: TaskSpec) -> None:
+    if (task.distil == "none") != (task.teacher is None):
+        raise VitrailError("Distillation needs both: task.teacher, a checkpoint, and task.distil, hard or soft.")
+    if not 0 <= task.distil_share <= 1 or task.temperature <= 0:
+        raise VitrailError("task.distil_share lies between 0 and 1, task.temperature above 0.")

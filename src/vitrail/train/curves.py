@@ -1,0 +1,46 @@
+"""Curves of a run, drawn from metrics.jsonl alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vitrail.files import atomic_file
+from vitrail.train.run import RunFolder
+
+
+def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
+    """figures/curves.png: loss, validation and learning rate against the step; None where there is nothing to draw."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = run.records()
+    trained = [one for one in records if one["kind"] == "train"]
+    measured = [one for one in records if one["kind"] == "val"]
+    if not trained:
+        return None
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, quality, rate = figure.subplots(1, 3)
+    steps = [one["step"] for one in trained]
+    loss.plot(steps, [one["loss"] for one in trained], color="#2b6ca3", label="training")
+    if measured:
+        at = [one["step"] for one in measured]
+        loss.plot(at, [one["loss"] for one in measured], color="#c8553d", marker=".", label="validation")
+        quality.plot(at, [one[headline] for one in measured], color="#c8553d", marker=".")
+        best = max(measured, key=lambda one: one[headline]) if headline != "mae" else min(measured, key=lambda one: one[headline])
+        quality.set_title(f"{headline.replace('_', ' ')}, best {best[headline]:.4g} at step {best['step']}", fontsize=10)
+    else:
+        quality.text(0.5, 0.5, "no validation split", ha="center", va="center", transform=quality.transAxes)
+    rate.plot(steps, [one["lr"] for one in trained], color="#5b8c5a")
+    loss.set_title("loss", fontsize=10)
+    rate.set_title("learning rate", fontsize=10)
+    loss.legend(frameon=False, fontsize=9)
+    for axes in (loss, quality, rate):
+        axes.set_xlabel("step", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    path = run.figures / "curves.png"
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=130)
+    return path

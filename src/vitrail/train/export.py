@@ -1,0 +1,92 @@
+"""What a run leaves behind: the model as a checkpoint folder, and the settings it was really trained with."""
+
+from __future__ import annotations
+
+import math
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from vitrail.data.loader import TrainLoader
+from vitrail.models import Model, build_model
+from vitrail.tasks import Meter, Regress
+from vitrail.tasks.multilabel import LabelMeter
+from vitrail.train.config import Recipe
+from vitrail.train.optimizers import explain
+from vitrail.train.parallel import World, whole
+from vitrail.train.prepare import Prepared
+from vitrail.train.run import RunFolder
+
+
+def export_model(
+    run: RunFolder, recipe: Recipe, prepared: Prepared, world: World, metrics: dict[str, float], meter: Meter | None, step: int
+) -> None:
+    """Write `model/`. Every rank takes part, since each may hold a part of the weights; the main one writes."""
+    from vitrail.checkpoints import save
+
+    model, task = plain_copy(prepared.model), prepared.task
+    if not world.main:
+        return
+    if isinstance(task, Regress):
+        unstandardise(model, task)
+    described = task.describe()
+    if isinstance(meter, LabelMeter):
+        described["thresholds"] = [round(one, 6) for one in meter.thresholds()]
+    provenance = {
+        "recipe": recipe.name,
+        "start": recipe.model.start,
+        "data": prepared.source,
+        "steps": step,
+        "batch": recipe.batch,
+        "weights": f"mean with decay {recipe.ema:g}" if recipe.ema else "last step",
+        "validation": metrics,
+        "task": described,
+        "vitrail": version("vitrail"),
+    }
+    save(run.model, model, preprocess=prepared.preprocess, classes=prepared.classes, task=task.kind, provenance=provenance)
+
+
+def plain_copy(model: Model) -> Model:
+    """The model whole, on the processor, free of whatever training wrapped it in."""
+    copy = build_model(model.config, device="cpu", seed=0)
+    copy.load_state_dict({name: whole(value).detach().cpu() for name, value in model.state_dict().items()})
+    return copy.eval()
+
+
+@torch.no_grad()
+def unstandardise(model: Model, task: Regress) -> None:
+    """Let the head give the targets' own units: a linear layer can take the standardisation back by itself."""
+    mean, std = task.mean.cpu(), task.std.cpu()
+    for head in (model.head, getattr(model, "distill_head", None)):
+        if isinstance(head, torch.nn.Linear):
+            head.weight.mul_(std[:, None])
+            head.bias.mul_(std).add_(mean)
+
+
+def resolved(recipe: Recipe, prepared: Prepared, world: World, precision: str, total: int, loader: TrainLoader) -> dict[str, Any]:
+    """Everything that was decided in the recipe's place."""
+    micro = loader.micro_batch or recipe.batch
+    return {
+        "steps": total,
+        "steps_per_epoch": loader.steps,
+        "images": len(prepared.train),
+        "validation_images": len(prepared.validation) if prepared.validation is not None else 0,
+        "classes": list(prepared.classes),
+        "task": prepared.task.describe(),
+        "model": prepared.model.config.to_dict(),
+        "preprocess": prepared.preprocess.to_dict(),
+        "precision": precision,
+        "micro_batch": micro,
+        "accumulation": math.ceil(recipe.batch / world.ranks / micro),
+        "ranks": world.ranks,
+        "parallel": world.mode,
+        "device": device_name(world.device),
+        "update": explain(recipe.optim),
+        "versions": {"vitrail": version("vitrail"), "torch": str(torch.__version__), "python": platform.python_version()},
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({torch.get_num_threads()} threads)"

@@ -1,0 +1,106 @@
+"""Who hears of a run: the metrics file, TensorBoard, Weights & Biases, a display."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import VitrailError
+from vitrail.train.run import RunFolder
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is settled before the first step."""
+
+    name: str
+    out: Path
+    steps: int
+    steps_per_epoch: int
+    first: int
+    """The step to begin with; above 0 when a run is resumed."""
+    headline: str
+    config: dict[str, Any]
+
+
+class Listener:
+    """Hears what happens; every method may be left out."""
+
+    def note(self, text: str) -> None:
+        """A sentence for a person."""
+
+    def started(self, facts: Facts) -> None: ...
+
+    def trained(self, record: Record) -> None:
+        """Some steps were taken."""
+
+    def validated(self, record: Record) -> None: ...
+
+    def closed(self) -> None:
+        """The run is over, whether well or not."""
+
+
+class MetricsFile(Listener):
+    """metrics.jsonl"""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def trained(self, record: Record) -> None:
+        self.run.add(record)
+
+    def validated(self, record: Record) -> None:
+        self.run.add(record)
+
+
+class TensorBoard(Listener):
+    """Scalars for `tensorboard --logdir`. When a run is resumed, what came after the checkpoint is hidden."""
+
+    def started(self, facts: Facts) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(facts.out / "tensorboard"), purge_step=facts.first or None)
+
+    def trained(self, record: Record) -> None:
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    validated = trained
+
+    def closed(self) -> None:
+        if hasattr(self, "_writer"):
+            self._writer.close()
+
+
+class WeightsAndBiases(Listener):
+    """The same for wandb, an extra."""
+
+    def __init__(self, project: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise VitrailError("Logging to Weights & Biases needs `pip install vitrail[wandb]`.") from error
+        self._wandb, self._project = wandb, project
+
+    def started(self, facts: Facts) -> None:
+        # The name of the folder is the run's identity, so a resumed run goes on in the same place there too.
+        self._wandb.init(project=self._project, id=facts.out.resolve().name, resume="allow", config=facts.config)
+
+    def trained(self, record: Record) -> None:
+        named = {f"{record['kind']}/{name}": value for name, value in scalars(record).items()}
+        self._wandb.log(named, step=record["step"])
+
+    validated = trained
+
+    def closed(self) -> None:
+        if self._wandb.run is not None:
+            self._wandb.finish()
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record, those of its speed included."""
+    flat = {**record, **record.get("speed", {})}
+    return {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}

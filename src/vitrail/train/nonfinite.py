@@ -1,0 +1,65 @@
+"""Finding where numbers stopped being numbers: the first layer, the batch, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LARGEST = {torch.float16: 65504.0}
+
+
+def first_fault(model: nn.Module, compute: Callable[[], Tensor]) -> str:
+    """The first place where `compute`, which runs the model to a loss, meets a number that is not finite."""
+    for name, parameter in model.named_parameters():
+        if not _finite(parameter):
+            return f"the weight {name} itself is not finite"
+    found: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
+    hooks = [module.register_forward_hook(_watch(found, names[module])) for module in names if module is not model]
+    try:
+        with torch.enable_grad():
+            loss = compute()
+            if not found and _finite(loss):
+                loss.sum().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        return f"first in {found[0]}"
+    if not _finite(loss):
+        return "first in the loss; every layer's output is finite"
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None and not _finite(parameter.grad):
+            return f"forward is finite; first in the gradient of {name}"
+    return "it did not come back when the step was repeated, so it depends on the order of additions or on the memory"
+
+
+def _watch(found: list[str], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if found or not isinstance(output, Tensor) or _finite(output):
+            return
+        given = [one for one in inputs if isinstance(one, Tensor)]
+        if not all(_finite(one) for one in given):
+            # An outer module sees its own input; what came in broken here broke outside any module before it.
+            found.append(f"the input of {name}")
+            return
+        largest = max((float(one.detach().abs().max()) for one in given), default=0.0)
+        limit = _LARGEST.get(output.dtype)
+        beyond = f", and {str(output.dtype).removeprefix('torch.')} ends at {limit:g}" if limit else ""
+        found.append(f"{name} (its input reaches {largest:.3g}{beyond})")
+
+    return hook
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.detach().isfinite().all())
+
+
+def advice(precision: str, lr: float) -> str:
+    """What to try, the most likely cure first."""
+    cures = ["--precision bf16 (or fp32)"] if precision == "fp16" else []
+    cures += [f"a lower --optim.lr than {lr:g}", "a longer --schedule.warmup"]
+    return f"Try {', '.join(cures)}, or pass over such batches with --on-nonfinite skip or rollback."

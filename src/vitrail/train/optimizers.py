@@ -1,0 +1,183 @@
+"""Optimisers, and which parameters they treat how.
+
+Papers and code bases mean different things by "weight decay 0.1". With s(t) the schedule from 0 to 1, lr the peak learning
+rate and u the optimiser's own direction, a parameter p moves by
+
+    times-lr         −s·lr·(u + wd·p)        the paper's tables, torch's AdamW
+    times-schedule   −s·(lr·u + wd·p)        big_vision's configurations: its 1e-4 at lr 1e-3 is 0.1 above
+    coupled          wd·p joins the gradient before the optimiser sees it: torch's SGD and Adam
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.train.config import Decay, OptimSpec
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.|stages\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a learning rate and a weight decay."""
+
+    scale: float
+    """Learning rate relative to the run's."""
+    decays: bool
+    names: tuple[str, ...]
+    values: int
+
+
+def is_kernel(name: str, parameter: Tensor) -> bool:
+    """Whether the reference would call it a kernel: a matrix or convolution, not a bias, norm, token or position table."""
+    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight" and not name.startswith("positions.")
+
+
+def convert_decay(weight_decay: float, lr: float, source: Decay, target: Decay) -> float:
+    """The same decay in another convention; `coupled` has no equivalent under Adam."""
+    if source == target:
+        return weight_decay
+    if "coupled" in (source, target):
+        raise ValueError("coupled decay goes through the optimiser's own scaling and has no equivalent")
+    return weight_decay * lr if target == "times-schedule" else weight_decay / lr
+
+
+def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """Learning rate of each parameter relative to the head's: the head 1, the last block `layer_decay`, and so on down."""
+    depth = 1 + max((_block(name) for name, _ in model.named_parameters()), default=-1)
+
+    def height(name: str) -> int:
+        if name.startswith(("head.", "distill_head.", "pre_logits.", "pool.", "norm.")):
+            return depth + 1
+        return _block(name) + 1  # what stands before the first block has none, and comes out as 0
+
+    return {name: layer_decay ** (depth + 1 - height(name)) for name, _ in model.named_parameters()}
+
+
+def _block(name: str) -> int:
+    match = _BLOCK.match(name)
+    return int(next(number for number in match.groups() if number)) if match else -1
+
+
+def parameter_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
+    """The learnable parameters, grouped; the order is that of their first member."""
+    scales = layer_scales(model, spec.layer_decay)
+    found: dict[tuple[float, bool], list[str]] = {}
+    sizes: dict[tuple[float, bool], int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = scales[name], spec.weight_decay > 0 and (spec.decay_on == "all" or is_kernel(name, parameter))
+            found.setdefault(key, []).append(name)
+            sizes[key] = sizes.get(key, 0) + parameter.numel()
+    return [Group(scale, decays, tuple(names), sizes[scale, decays]) for (scale, decays), names in found.items()]
+
+
+class Optimizer:
+    """One of torch's optimisers under a schedule, with the weight decay's convention made explicit.
+
+    Its state exists from the start, so that a checkpoint has the same shape at every step.
+    """
+
+    def __init__(self, model: nn.Module, spec: OptimSpec) -> None:
+        self.spec = spec
+        self.groups = parameter_groups(model, spec)
+        parameters = dict(model.named_parameters())
+        self.names = [name for group in self.groups for name in group.names]
+        self.parameters = [parameters[name] for name in self.names]
+        self._inner = _build(spec, [self._settings(group, parameters) for group in self.groups])
+        self._fill_state()
+
+    def _settings(self, group: Group, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
+        spec = self.spec
+        decay = spec.weight_decay if group.decays else 0.0
+        if spec.decay == "times-schedule":
+            decay /= spec.lr * group.scale  # torch multiplies it by this group's own learning rate again
+        return {"params": [parameters[name] for name in group.names], "scale": group.scale, "weight_decay": decay}
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self._inner
+
+    def set_rate(self, factor: float) -> None:
+        """Where the schedule stands, from 0 to 1."""
+        for group in self._inner.param_groups:
+            group["lr"] = self.spec.lr * group["scale"] * factor
+
+    def step(self, skip: Tensor | None = None) -> None:
+        """Move the parameters. Where `skip` (a number on their device) is 1 nothing moves, and nobody waits to find out."""
+        self._inner.grad_scale, self._inner.found_inf = None, skip  # type: ignore[attr-defined]
+        if self.spec.name == "sgd" and self.spec.decay != "coupled":
+            self._decay(skip)
+        self._inner.step()
+        self._inner.found_inf = None  # type: ignore[attr-defined]
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def _decay(self, skip: Tensor | None) -> None:
+        """Decoupled decay for SGD, which torch does not have."""
+        for group in self._inner.param_groups:
+            amount = group["lr"] * group["decoupled"]
+            if amount:
+                kept = 1 - amount if skip is None else 1 - amount * (1 - skip)
+                torch._foreach_mul_(group["params"], kept)
+
+    def _fill_state(self) -> None:
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                if self.spec.name == "sgd":
+                    state = {"momentum_buffer": torch.zeros_like(parameter)} if self.spec.momentum else {}
+                else:
+                    state = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+                self._inner.state[parameter] = state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by parameter name, to be saved or written into."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        return {f"{name}.{key}": value for name, one in pairs for key, value in self._inner.state[one].items()}
+
+
+def _build(spec: OptimSpec, settings: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    # The fused kernels can be told on the device to skip a step, and are the fastest.
+    if spec.name == "sgd":
+        for group in settings:
+            group["decoupled"] = group["weight_decay"]
+            if spec.decay != "coupled":
+                group["weight_decay"] = 0.0
+        return torch.optim.SGD(settings, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=True)
+    kind = torch.optim.Adam if spec.decay == "coupled" else torch.optim.AdamW
+    return kind(settings, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+
+
+def explain(spec: OptimSpec) -> str:
+    """The update in one line, with this recipe's numbers."""
+    direction = {
+        "sgd": f"momentum {spec.momentum:g} of the gradient",
+        "adam": f"Adam's direction (β {spec.beta1:g}, {spec.beta2:g})",
+        "adamw": f"Adam's direction (β {spec.beta1:g}, {spec.beta2:g})",
+    }[spec.name]
+    if not spec.weight_decay:
+        return f"p −= s·{spec.lr:g}·u, u = {direction}; no weight decay"
+    if spec.decay == "coupled":
+        return f"p −= s·{spec.lr:g}·u, u = {direction}, to which {spec.weight_decay:g}·p was added (coupled decay)"
+    if spec.decay == "times-lr":
+        same = convert_decay(spec.weight_decay, spec.lr, "times-lr", "times-schedule")
+        return (
+            f"p −= s·{spec.lr:g}·(u + {spec.weight_decay:g}·p), u = {direction}; "
+            f"decay times lr, as torch's AdamW (in big_vision's convention {same:g})"
+        )
+    same = convert_decay(spec.weight_decay, spec.lr, "times-schedule", "times-lr")
+    return (
+        f"p −= s·({spec.lr:g}·u + {spec.weight_decay:g}·p), u = {direction}; "
+        f"decay times the schedule, as big_vision (in torch's AdamW {same:g})"
+    )

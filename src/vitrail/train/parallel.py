@@ -1,0 +1,182 @@
+"""One process or many: torch's own data-parallel engines, kept outside the model.
+
+Under `torchrun` every process is a rank with a device of its own; without it there is one rank and none of this is active.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vitrail.errors import VitrailError
+
+Mode = Literal["single", "ddp", "fsdp", "hybrid"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+    ranks_here: int = 1
+    mode: Mode = "single"
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank is the one that writes and talks."""
+        return self.rank == 0
+
+    @property
+    def sharded(self) -> bool:
+        return self.mode in ("fsdp", "hybrid")
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks."""
+        if self.ranks > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so on any rank; all of them learn it, so all can act alike."""
+        if self.ranks == 1:
+            return value
+        return bool(self.sum(torch.tensor(float(value), device=self.device)).item() > 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small object from every rank."""
+        if self.ranks == 1:
+            return [value]
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value)
+        return found
+
+    def share(self, value: Any) -> Any:
+        """The main rank's value, on every rank."""
+        if self.ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.ranks > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined(device: str = "auto", parallel: str = "auto") -> Iterator[World]:
+    """The world this process belongs to; a process group lives as long as the block."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    here = int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = choose_device(device, here)
+    if ranks == 1 and "RANK" not in os.environ:
+        yield World(chosen)
+        return
+    started = not dist.is_initialized()
+    if started:
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        # Small objects and checkpoints go over the processor even when gradients go over the GPU's links.
+        dist.init_process_group("cuda:nccl,cpu:gloo" if chosen.type == "cuda" else "gloo")
+    mode: Mode = "ddp" if parallel == "auto" else parallel  # type: ignore[assignment]
+    try:
+        yield World(chosen, dist.get_rank(), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))), mode)
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is this rank's GPU where there is one, then Apple's, then the processor."""
+    if name != "auto":
+        device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise VitrailError("--device cuda was asked for, but torch finds no GPU. `vitrail doctor` says more; try --device cpu.")
+        return torch.device("cuda", local_rank) if name == "cuda" else device
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+class Forward(nn.Module):
+    """The calls training makes on a model, behind one `forward`, because that is where wrappers listen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, heads: int = 1) -> Any:
+        return self.model.distilled_logits(images) if heads == 2 else self.model(images)  # type: ignore[operator]
+
+
+class Runner:
+    """A model as training runs it: `runner(images)`; the model itself stays as it is, with its own names."""
+
+    def __init__(self, model: nn.Module, world: World, *, low_precision: torch.dtype | None = None) -> None:
+        self.model, self.world = model, world
+        self._forward: nn.Module = Forward(model)
+        if world.sharded:
+            _shard(model, world, low_precision)
+        elif world.mode == "ddp":
+            ids = [world.device.index] if world.device.type == "cuda" else None
+            self._forward = nn.parallel.DistributedDataParallel(self._forward, device_ids=ids, gradient_as_bucket_view=True)
+
+    def __call__(self, images: Tensor, heads: int = 1) -> Any:
+        return self._forward(images, heads)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around each micro-batch: gradients meet those of other ranks only with the last one of a step."""
+        if self.world.sharded:
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        elif isinstance(self._forward, nn.parallel.DistributedDataParallel) and not last:
+            return self._forward.no_sync()
+        return nullcontext()
+
+
+def _shard(model: nn.Module, world: World, low_precision: torch.dtype | None) -> None:
+    """FSDP2: every block is a unit, the rest the root. `hybrid` shards within a machine and copies across machines."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    kind = world.device.type
+    if world.mode == "hybrid":
+        if world.ranks % world.ranks_here:
+            raise VitrailError(
+                f"Hybrid sharding needs equally many ranks a machine; {world.ranks} do not divide by {world.ranks_here}."
+            )
+        shape = (world.ranks // world.ranks_here, world.ranks_here)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = init_device_mesh(kind, (world.ranks,), mesh_dim_names=("shards",))
+    # Blocks travel and compute in low precision, gradients are summed in float32. The root stays in float32: through the
+    # position table it decides the precision of the residual stream, which is so the same as without sharding.
+    inner = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=inner if low_precision is not None else MixedPrecisionPolicy())
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    if hasattr(model, "distilled_logits"):
+        register_fsdp_forward_method(model, "distilled_logits")
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: encoder blocks, or a ResNet's units."""
+    found = list(getattr(model, "blocks", ()))
+    for stage in getattr(model, "stages", ()):
+        found += list(stage)
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its shards; for one that has none, the tensor itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

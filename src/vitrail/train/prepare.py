@@ -1,0 +1,196 @@
+"""From a recipe to the things a run needs: data, preprocessing, task and model, each saying what was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vitrail.data import Preprocess, Source, Split, open_source, preset
+from vitrail.data.sampler import class_weights
+from vitrail.data.split import stratified
+from vitrail.errors import VitrailError
+from vitrail.models import Model, ViT, ViTConfig, create_model
+from vitrail.tasks import Classify, Distil, MultiLabel, Regress, Task
+from vitrail.train.config import ModelSpec, Recipe
+
+log = logging.getLogger("vitrail.train")
+
+_OWN = ("name", "start", "image_size", "recompute", "freeze")
+
+
+@dataclass
+class Prepared:
+    """Everything a run is made of, before it is put on devices."""
+
+    model: Model
+    task: Task
+    preprocess: Preprocess
+    train: Split
+    validation: Split | None
+    classes: tuple[str, ...]
+    source: str
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Open the data and build the model; what was decided on the way is in `notes`."""
+    notes: list[str] = []
+    source = open_source(recipe.data.source, seed=recipe.seed, bad_images=recipe.data.bad_images)
+    notes.append(f"data: {source.describe()}")
+    train, validation = chosen_splits(recipe, source)
+    task = make_task(recipe, train)
+    model, preprocess = make_model(recipe, task, train.classes, notes)
+    if recipe.task.distil != "none":
+        task = make_distillation(recipe, task, model, preprocess, train.classes, notes)
+    notes += warnings_for(recipe, model, len(train))
+    return Prepared(model, task, preprocess, train, validation, train.classes, source.describe(), notes)
+
+
+def chosen_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
+    """The split to learn from and the one to measure on."""
+    spec = recipe.data
+    train = source.split(spec.train)
+    if spec.holdout:
+        kept_out = stratified(train, spec.holdout, seed=recipe.seed)
+        rest = np.setdiff1d(np.arange(len(train)), kept_out)
+        return train.subset(rest), train.subset(kept_out)
+    if spec.validate != "auto":
+        return train, source.split(spec.validate)
+    return train, next((source.splits[name] for name in ("val", "test") if name in source.splits), None)
+
+
+def make_task(recipe: Recipe, split: Split) -> Task:
+    spec = recipe.task
+    if split.task == "unlabelled":
+        raise VitrailError(f"{recipe.data.source} has no labels to learn from. Put the images of each class in a folder.")
+    if spec.kind not in ("auto", split.task):
+        hint = " To ask each class yes or no, use --task.loss sigmoid." if split.task == "classify" else ""
+        raise VitrailError(f"task.kind is {spec.kind}, but the targets of {recipe.data.source} are for {split.task}.{hint}")
+    if split.task == "regress":
+        return Regress(split.targets, split.classes)
+    if split.task == "multilabel":
+        return MultiLabel(len(split.classes))
+    weights = class_weights(split, spec.class_weights, sampling=recipe.data.sampling)
+    return Classify(len(split.classes), loss=spec.loss, weights=weights)
+
+
+def make_model(recipe: Recipe, task: Task, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
+    spec = recipe.model
+    if spec.start is None:
+        changes = {name: _meant(name, value) for name, value in _changes(spec).items()}
+        model = create_model(spec.name, outputs=task.outputs, image_size=spec.image_size or 224, seed=recipe.seed, **changes)
+        size, channels = model.config.image_size, model.config.channels
+        named = "google-vit" if recipe.data.preprocess == "auto" else recipe.data.preprocess
+        preprocess = preset(named, size=size, channels=channels)
+    else:
+        model, preprocess = _continued(recipe, task, classes, notes)
+    if spec.freeze:
+        model.requires_grad_(False)
+        for head in (model.head, getattr(model, "distill_head", None)):
+            if head is not None:
+                head.requires_grad_(True)
+        notes.append("frozen: everything but the head")
+    if spec.recompute:
+        covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute)
+        notes.append(f"activations recomputed in {covered} blocks")
+    return model, preprocess
+
+
+def _continued(recipe: Recipe, task: Task, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
+    """A checkpoint made ready for these targets: a new head of zeros unless its classes are the same (§3.2)."""
+    from vitrail.checkpoints import load
+
+    spec = recipe.model
+    assert spec.start is not None
+    changes = _changes(spec)
+    fixed = sorted(set(changes) - {*_INERT, "channels", "pre_logits"})
+    if fixed:
+        raise VitrailError(f"model.{fixed[0]} cannot be changed in a trained checkpoint; leave it out, or train from scratch.")
+    fields = {name: value for name, value in changes.items() if name in _INERT}
+    channels = changes.get("channels")
+    bundle = load(spec.start, image_size=spec.image_size, channels=channels, stem="sum" if channels else None, **fields)
+    notes.append(f"start: {spec.start}, {bundle.model.config.name}")
+    model = bundle.model
+    if bundle.classes == classes and model.config.outputs == task.outputs:
+        notes.append(f"head: kept, the checkpoint has the same {task.outputs} classes")
+    else:
+        without = ""
+        if changes.get("pre_logits") == 0 and isinstance(model, ViT) and model.pre_logits is not None:
+            model.pre_logits, model.config = None, model.config.replace(pre_logits=None)
+            without = "; the tanh layer before it is left out"
+        notes.append(f"head: new, of zeros, {task.outputs} outputs (the checkpoint had {model.config.outputs or 'none'}){without}")
+        model.replace_head(task.outputs)
+    notes += [note for note in bundle.report.notes if note.startswith(("image size", "input channels"))]
+    if recipe.data.preprocess != "auto":
+        return model, preset(recipe.data.preprocess, size=model.config.image_size, channels=model.config.channels)
+    if bundle.preprocess is None:
+        raise VitrailError(f"No preprocessing is recorded in {spec.start}; say which with --data.preprocess, such as google-vit.")
+    return model, bundle.preprocess
+
+
+_INERT = ("dropout", "attention_dropout", "stochastic_depth")
+
+
+def make_distillation(
+    recipe: Recipe, labels: Task, model: Model, preprocess: Preprocess, classes: tuple[str, ...], notes: list[str]
+) -> Task:
+    from vitrail.checkpoints import load
+
+    spec = recipe.task
+    if not isinstance(labels, Classify):
+        raise VitrailError(f"Distillation is for one label an image; this task is {labels.kind}.")
+    assert spec.teacher is not None
+    bundle = load(spec.teacher)
+    if bundle.preprocess is None:
+        raise VitrailError(f"No preprocessing is recorded in the teacher {spec.teacher}; convert it with one first.")
+    two_heads = isinstance(model.config, ViTConfig) and model.config.distill_token
+    token = "the distillation token" if two_heads else "the only head"
+    notes.append(f"teacher: {bundle.model.config.name} with its own preprocessing, {spec.distil} distillation into {token}")
+    assert spec.distil != "none"
+    return Distil(
+        labels,
+        bundle.model,
+        classes=classes,
+        teacher_classes=tuple(bundle.classes or ()),
+        preprocess=preprocess,
+        teacher_preprocess=bundle.preprocess,
+        mode=spec.distil,
+        share=spec.distil_share,
+        temperature=spec.temperature,
+        two_heads=two_heads,
+    )
+
+
+def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
+    """What will probably disappoint, said before it does."""
+    found = []
+    optim, config = recipe.optim, model.config
+    if optim.name != "sgd" and optim.lr >= 1e-2:
+        found.append(
+            f"warning: learning rate {optim.lr:g} with {optim.name}: from 1e-2 on Vision Transformers diverge or predict one "
+            "class. Use 1e-3 or less, or sgd, for which such rates are usual."
+        )
+    if isinstance(config, ViTConfig) and config.width // config.heads < 32:
+        found.append(
+            f"warning: heads of {config.width // config.heads} channels ({config.width} / {config.heads}) are small; "
+            "below 32 attention learns poorly. Use fewer heads or a larger width."
+        )
+    if recipe.model.start is None and isinstance(config, ViTConfig) and 2_000 <= images < 100_000:
+        found.append(
+            f"warning: {images:,} images are few for a Vision Transformer from scratch (the paper's Fig. 3 and 4); "
+            "`vitrail finetune` starts from a trained one."
+        )
+    return found
+
+
+def _changes(spec: ModelSpec) -> dict[str, Any]:
+    values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    return {name: value for name, value in values.items() if name not in _OWN and value is not None}
+
+
+def _meant(name: str, value: Any) -> Any:
+    return None if name == "pre_logits" and value == 0 else value

@@ -1,0 +1,123 @@
+"""The run folder: what a run was, what it did, and where it stands.
+
+config.json     the recipe, and everything resolved from it
+metrics.jsonl   a record a line: `train`, `val`, and `end` when the run is finished
+checkpoints/    to go on from
+model/          the result, to be used by every other command
+figures/        curves
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import VitrailError, nearest
+from vitrail.files import atomic_file, write_text
+from vitrail.train.config import FREE, Recipe, differences, flatten
+
+
+class RunFolder:
+    """One run's folder, held by one process group at a time."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock: Any = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def figures(self) -> Path:
+        return self.path / "figures"
+
+    def hold(self) -> None:
+        """Take the folder, so that no second process writes into it. The system lets go when this one ends, however."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise VitrailError(
+                f"Cannot write into {self.path}: {error.strerror}. Choose another place with --out, or change its permissions."
+            ) from error
+        try:
+            import fcntl
+        except ImportError:
+            return  # Windows has no such lock; there the folder is simply trusted
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise VitrailError(f"Another process is training in {self.path}. Wait for it, or choose another --out.") from error
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def saved_recipe(self) -> Recipe | None:
+        """The recipe this folder was begun with, or None in a new one."""
+        file = self.path / "config.json"
+        if not file.exists():
+            return None
+        try:
+            return Recipe.from_dict(json.loads(file.read_text(encoding="utf-8"))["recipe"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise VitrailError(f"{file} is not a run's configuration ({error}). Choose another --out.") from error
+
+    def check_unchanged(self, recipe: Recipe, allowed: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+        """Refuse to go on with other settings than the run began with, unless those are named; returns what changed."""
+        allowed = tuple(name.replace("-", "_") for name in allowed)
+        for name in allowed:
+            if name not in flatten(recipe):
+                raise VitrailError(f"--allow-change names {name!r}, which is no setting.{nearest(name, flatten(recipe))}")
+        saved = self.saved_recipe()
+        if saved is None:
+            return {}
+        changed = {key: both for key, both in differences(saved, recipe).items() if key not in FREE}
+        refused = {key: both for key, both in changed.items() if key not in allowed}
+        if refused:
+            rows = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in sorted(refused.items()))
+            raise VitrailError(
+                f"{self.path} holds a run with other settings:\n{rows}\n"
+                f"Repeat its settings to go on with it, choose another --out for a new run, "
+                f"or go on with the new ones by --allow-change {' '.join(sorted(refused))}."
+            )
+        return changed
+
+    def write_config(self, recipe: Recipe, resolved: dict[str, Any]) -> None:
+        write_text(self.path / "config.json", json.dumps({"recipe": recipe.to_dict(), "resolved": resolved}, indent=2) + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a last one cut off by a crash is left out."""
+        file = self.path / "metrics.jsonl"
+        found = []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def add(self, record: dict[str, Any]) -> None:
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Drop records of steps that will be taken again."""
+        kept = [one for one in self.records() if one["step"] <= step and one["kind"] != "end"]
+        # What was measured at the very step of a checkpoint is written before it, and so is not measured twice.
+        with atomic_file(self.path / "metrics.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
+
+    def end(self) -> dict[str, Any] | None:
+        """The final record of a finished run."""
+        records = self.records()
+        return records[-1] if records and records[-1]["kind"] == "end" and self.model.exists() else None

@@ -1,0 +1,181 @@
+"""Checkpoints of a run in progress: everything needed to go on as if nothing had happened.
+
+Each is a folder in torch's distributed-checkpoint format, so a run may go on with another number of ranks or shards, beside
+a `state.json` with the place in the run and a checksum of every file. It is written under a temporary name and renamed when
+whole. The format uses pickle: resume only runs you trust. The finished model is saved apart, in the safe format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from vitrail.errors import VitrailError
+from vitrail.files import atomic_folder
+from vitrail.train.parallel import World
+
+log = logging.getLogger("vitrail.train")
+
+_FORMAT = 1
+
+
+class Snapshots:
+    """The checkpoints of one run. Saving goes on in the background; the next call waits for the last."""
+
+    def __init__(self, folder: Path, world: World, *, keep: int = 2) -> None:
+        self.folder, self.world, self.keep = folder, world, keep
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Any] | None = None
+        # Its own group: a checkpoint in the background must not mix its messages with the gradients'.
+        self._group: Any = dist.new_group(backend="gloo") if world.ranks > 1 else None
+        if world.main and folder.exists():
+            for left in folder.glob(".step-*"):  # half-written when a run was killed
+                shutil.rmtree(left, ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """Steps at which there are checkpoints, newest first."""
+        return sorted((int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*")), reverse=True)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Begin to write a checkpoint. What is saved is copied before this returns, so training may go on."""
+        self.finish()
+        copies = {name: _copy(value) for name, value in tensors.items()}
+        state = {**state, "tensors": shapes(tensors)}
+        self._pending = self._writer.submit(self._write, step, copies, state)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is whole."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except OSError as error:
+            raise VitrailError(
+                f"A checkpoint could not be written to {self.folder}: {error.strerror or error}. The one before it is whole"
+                f"{f' (step {self.steps()[0]})' if self.steps() else ''}. Make room, then run the same command to go on from there."
+            ) from error
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=True)
+
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        if self._group is None:
+            with atomic_folder(self.path(step)) as temporary:
+                _save(tensors, temporary, None)
+                _seal(temporary, step, state)
+        else:
+            self._write_together(step, tensors, state)
+        if self.world.main:
+            for old in self.steps()[self.keep :]:
+                shutil.rmtree(self.path(old), ignore_errors=True)
+
+    def _write_together(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """All ranks write into one folder, which the main rank seals and names."""
+        if not self.world.main:
+            place = [None]
+            dist.broadcast_object_list(place, src=0, group=self._group)
+            _save(tensors, Path(str(place[0])), self._group)
+            dist.barrier(self._group)
+            return
+        with atomic_folder(self.path(step)) as temporary:
+            dist.broadcast_object_list([str(temporary)], src=0, group=self._group)
+            _save(tensors, temporary, self._group)
+            _seal(temporary, step, state)
+        dist.barrier(self._group)
+
+    def load(self, tensors: dict[str, Tensor], step: int | None = None) -> dict[str, Any] | None:
+        """Read the newest whole checkpoint (or that of a step) into `tensors`; its state, or None where there is none."""
+        candidates = self.steps() if step is None else [step]
+        chosen = self.world.share(next((one for one in candidates if self._is_whole(one)), None) if self.world.main else None)
+        if chosen is None:
+            return None
+        path = self.path(chosen)
+        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if state["tensors"] != shapes(tensors):
+            raise VitrailError(_mismatch(path, state["tensors"], shapes(tensors)))
+        _quiet()
+        with torch.no_grad():
+            load_shards(dict(tensors), checkpoint_id=str(path), no_dist=self._group is None, process_group=self._group)
+        return state
+
+    def _is_whole(self, step: int) -> bool:
+        fault = damage(self.path(step))
+        if fault:
+            log.warning("The checkpoint of step %d is damaged (%s); going on from the one before it.", step, fault)
+        return not fault
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint; empty where it is whole."""
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if state["format"] != _FORMAT:
+            return f"its format is {state['format']}, not {_FORMAT}"
+        for name, digest in state["files"].items():
+            if _digest(path / name) != digest:
+                return f"{name} does not have its checksum"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _quiet() -> None:
+    """One process without a process group is what we mean, not an oversight."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _save(tensors: dict[str, Tensor], folder: Path, group: Any) -> None:
+    _quiet()
+    try:
+        save_shards(dict(tensors), checkpoint_id=str(folder), no_dist=group is None, process_group=group)
+    except Exception as error:  # torch wraps what went wrong; a full disk should read as one
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            failures = getattr(cause, "failures", None)
+            cause = next(iter(failures.values()))[0] if failures else cause.__cause__ or cause.__context__
+        raise (cause or error) from error
+
+
+def _seal(folder: Path, step: int, state: dict[str, Any]) -> None:
+    files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
+    record = {"format": _FORMAT, "step": step, "files": files, **state}
+    (folder / "state.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True) if tensor.device.type != "cpu" else tensor.clone()
+
+
+def shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in tensors.items()}
+
+
+def _mismatch(path: Path, saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> str:
+    lines = [f"- {name} {saved[name]}" for name in saved if wanted.get(name) != saved[name]]
+    lines += [f"+ {name} {wanted[name]}" for name in wanted if saved.get(name) != wanted[name]]
+    shown = "\n".join(lines[:8]) + (f"\n… {len(lines) - 8} more" if len(lines) > 8 else "")
+    return (
+        f"{path} belongs to another model or optimiser (− saved, + this run):\n{shown}\n"
+        "Use the settings of that run, or another --out."
+    )

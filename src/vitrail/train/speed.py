@@ -1,0 +1,71 @@
+"""How fast a run is: images a second, and the share of the device's peak that its arithmetic uses (MFU)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vitrail.models import ModelConfig, flops
+
+# Dense peak of the tensor cores in bf16 or fp16, in teraflops, from the vendors' data sheets. The first match counts.
+_PEAKS = {
+    "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "GH200": 989.0, "B200": 2250.0, "B100": 1750.0,
+    "A100": 312.0, "A10G": 70.0, "A10": 125.0, "A30": 165.0, "A40": 149.7, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "V100": 125.0,
+    "T4": 65.0, "RTX 6000 Ada": 364.0, "RTX 4090": 165.2, "RTX 3090": 71.0,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Floating-point operations a second the device can do at most; None where nobody knows.
+
+    fp32 counts against the same peak: that it leaves the tensor cores idle is what the figure should show.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for key, peak in _PEAKS.items() if key in name), None)
+
+
+def training_flops(config: ModelConfig) -> int:
+    """Operations to learn from one image: forward, and twice that backward. What is recomputed does not count."""
+    return 3 * flops(config)
+
+
+class Clock:
+    """Time spent training, without what is measured or written in between."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self._paused = 0.0
+
+    def restart(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began - self._paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
+
+
+def memory(device: torch.device) -> int | None:
+    """The most bytes the device held since the start; for a processor, the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

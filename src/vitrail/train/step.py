@@ -1,0 +1,186 @@
+"""One optimiser step: micro-batches forward and backward, clipping, the update.
+
+The host never waits for the device here. Loss and norm are kept there until somebody reads them, and a step with a
+non-finite gradient is left out by the update kernel itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.errors import VitrailError
+from vitrail.tasks import Task
+from vitrail.train.averaging import Average
+from vitrail.train.config import Recipe
+from vitrail.train.optimizers import Optimizer
+from vitrail.train.parallel import Runner, whole
+from vitrail.train.schedules import factor
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def chosen_precision(wanted: str, device: torch.device) -> str:
+    """`auto` resolved: bf16 where the GPU computes in it, else fp32."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def low_precision(precision: str) -> torch.dtype | None:
+    return _DTYPES.get(precision)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Matrix products in low precision; norms, softmax and losses stay in float32."""
+    dtype = low_precision(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def seed_part(seed: int, step: int, part: int, rank: int) -> None:
+    """Set torch's generators for one micro-batch, from where it stands: so dropout needs no saved state to resume."""
+    digest = hashlib.blake2b(f"{seed} {step} {part} {rank}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What happened in the steps since the last reading."""
+
+    steps: int
+    loss: float
+    grad_norm: float
+    skipped: int
+    """Steps left out because their gradient was not finite."""
+
+
+class Step:
+    """Takes optimiser steps, numbered from 0 over the whole run."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        task: Task,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        *,
+        total: int,
+        precision: str,
+        average: Average | None,
+    ) -> None:
+        self.runner, self.task, self.optimizer, self.recipe = runner, task, optimizer, recipe
+        self.total, self.precision, self.average = total, precision, average
+        self.world, device = runner.world, runner.world.device
+        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        if self.scaler is not None and self.world.sharded:
+            raise VitrailError("fp16 with loss scaling cannot be combined with sharding; use --precision bf16.")
+        # Once a gradient was bad, `stop` and `rollback` leave the weights as they are until somebody looks.
+        self.freezes = recipe.on_nonfinite != "skip" and self.scaler is None
+        self._loss, self._norm, self._skipped, self._frozen = (torch.zeros((), device=device) for _ in range(4))
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
+        self._steps = 0
+
+    def take(self, batches: Iterable[Batch], number: int) -> int:
+        """Step `number`, over this rank's micro-batches; returns how many images this rank saw."""
+        self.optimizer.set_rate(self.rate(number))
+        images, loss = 0, torch.zeros((), device=self.world.device)
+        for batch in batches:
+            seed_part(self.recipe.seed, number, batch.part, self.world.rank)
+            loss += self.backward(batch)
+            images += len(batch)
+        self._update(loss, number)
+        if self.average is not None:
+            self.average.update(number)
+        return images
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Add a micro-batch's gradient; returns its part of the step's mean loss."""
+        with self.runner.accumulating(batch.last):
+            with autocast(self.precision, self.world.device):
+                losses = self.task.objective(self.runner, batch.images, batch.targets)
+            # Engines average over ranks; the step is a mean over its images, wherever they were computed.
+            loss = losses.sum() * (self.world.ranks / batch.total)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def rate(self, number: int) -> float:
+        return factor(self.recipe.schedule, number, self.total, self.recipe.optim.lr)
+
+    @torch.no_grad()
+    def _update(self, loss: Tensor, number: int) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer.torch_optimizer)
+        parameters = [one for one in self.optimizer.parameters if one.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None]))
+        if self.recipe.optim.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.optim.clip, norm)
+        bad = (~norm.isfinite()).float()
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer.torch_optimizer)
+            self.scaler.update()
+            # Overflow is how the scale finds its level; only a loss that is bad by itself is a fault.
+            scale = torch.as_tensor(self.scaler._scale)
+            fault = torch.maximum((~loss.isfinite()).float(), (scale < 1).float() * bad)
+        else:
+            fault = bad
+            self._frozen = torch.maximum(self._frozen, bad) if self.freezes else bad
+            self.optimizer.step(skip=self._frozen)
+        self.optimizer.zero_grad()
+        self._first_bad = torch.where((self._first_bad < 0) & (fault > 0), number, self._first_bad)
+        self._skipped += bad
+        self._loss += torch.where(bad > 0, 0.0, loss)
+        self._norm += torch.where(bad > 0, 0.0, norm)
+        self._steps += 1
+
+    def read(self) -> Reading:
+        """Fetch what was kept on the device, and begin anew. Here the host waits."""
+        total = self.world.sum(torch.stack([self._loss, self._norm, self._skipped]))
+        loss, norm, skipped = (total / self.world.ranks).tolist()
+        counted = max(self._steps - round(skipped), 1)
+        reading = Reading(self._steps, loss / counted, norm / counted, round(skipped))
+        self.forget()
+        return reading
+
+    def forget(self) -> None:
+        for kept in (self._loss, self._norm, self._skipped):
+            kept.zero_()
+        self._frozen = torch.zeros_like(self._frozen)
+        self._first_bad = torch.full_like(self._first_bad, -1)
+        self._steps = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint must hold, by name."""
+        found = {f"model.{name}": value for name, value in self.runner.model.state_dict(keep_vars=True).items()}
+        found |= {f"optim.{name}": value for name, value in self.optimizer.tensors().items()}
+        if self.average is not None:
+            found |= {f"ema.{name}": value for name, value in self.average.tensors().items()}
+        return {name: value.detach() for name, value in found.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides tensors: the loss scale, and the sums of the steps not read yet."""
+        window = self.world.sum(torch.stack([self._loss, self._norm, self._skipped])) / self.world.ranks
+        scaler = self.scaler.state_dict() if self.scaler is not None else None
+        return {"scaler": scaler, "window": window.tolist(), "window_steps": self._steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        self.forget()
+        for kept, value in zip((self._loss, self._norm, self._skipped), state["window"], strict=True):
+            kept.fill_(value)
+        self._steps = state["window_steps"]
+
+    def clear_bad(self) -> None:
+        self._first_bad = torch.full_like(self._first_bad, -1)
+
+    def first_bad(self) -> int | None:
+        """The first step since the last reading whose gradient was not finite. Here the host waits."""
+        number = int(self._first_bad.item())
+        return number if number >= 0 else None

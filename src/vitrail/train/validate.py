@@ -1,0 +1,61 @@
+"""Measuring a model on a split: every image once, over all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from vitrail.data.loader import EvalLoader
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.types import Split
+from vitrail.models.features import evaluating
+from vitrail.tasks import Meter, Task
+from vitrail.train.parallel import Runner
+from vitrail.train.step import autocast
+
+
+@torch.no_grad()
+def validate(
+    runner: Runner,
+    task: Task,
+    split: Split,
+    preprocess: Preprocess,
+    *,
+    batch: int,
+    precision: str,
+    workers: int | None = None,
+    bad_images: str = "error",
+) -> Meter:
+    """A meter that has taken in the whole split, on every rank."""
+    world = runner.world
+    loader = EvalLoader(
+        split,
+        preprocess=preprocess,
+        batch=batch,
+        rank=world.rank,
+        ranks=world.ranks,
+        ranks_here=world.ranks_here,
+        workers=workers,
+        bad_images=bad_images,  # type: ignore[arg-type]
+        device=world.device,
+    )
+    meter, taken = task.meter(), 0
+    with evaluating(runner.model):
+        for part in loader:
+            with autocast(precision, world.device):
+                outputs = runner(part.images)
+            meter.update(outputs.float(), part.targets)
+            taken += 1
+        if world.sharded:
+            _keep_step(runner, preprocess, max(world.gather(taken)) - taken)
+    states = world.gather(meter.state())
+    for rank, state in enumerate(states):
+        if rank != world.rank:
+            meter.add(state)
+    return meter
+
+
+def _keep_step(runner: Runner, preprocess: Preprocess, missing: int) -> None:
+    """Shards are gathered by all ranks together, so one that has no batch left still has to take part."""
+    nothing = torch.zeros(1, preprocess.channels, *preprocess.size, device=runner.world.device)
+    for _ in range(missing):
+        runner(nothing)

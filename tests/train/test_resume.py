@@ -1,0 +1,189 @@
+"""A run that is interrupted, killed, damaged or moved ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.small import Heard, losses, same, small, weights
+from vitrail.errors import VitrailError
+from vitrail.train.config import DataSpec
+from vitrail.train.loop import Loop, train
+from vitrail.train.snapshots import Snapshots, damage
+
+
+class Enough(Exception):
+    """Stands for a crash."""
+
+
+def interrupted(recipe, out, monkeypatch, at):
+    """Let the run die before step `at`."""
+    original = Loop._next_step
+
+    def crash(self):
+        if self.done == at:
+            self.snapshots.finish()
+            raise Enough
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_next_step", crash)
+        with pytest.raises(Enough):
+            train(recipe, out)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    train(small(), out)
+    return out
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkeypatch):
+    interrupted(small(), tmp_path / "run", monkeypatch, at)
+    heard = Heard()
+    train(small(), tmp_path / "run", listeners=[heard])
+    assert any(f"resumed at step {at - at % 2}" in note for note in heard.notes)
+    assert same(weights(tmp_path / "run"), weights(undisturbed))
+    assert losses(tmp_path / "run") == losses(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optim__name": "sgd", "optim__lr": 0.05}, {"precision": "bf16"}, {"data__sampling": "balanced"}]
+)
+def test_so_it_is_for_other_settings(changes, tmp_path, monkeypatch):
+    recipe = small(**changes)
+    train(recipe, tmp_path / "whole")
+    interrupted(recipe, tmp_path / "run", monkeypatch, 4)
+    train(recipe, tmp_path / "run")
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_two_runs_have_the_same_log(undisturbed, tmp_path):
+    train(small(deterministic=True), tmp_path / "one")
+    assert losses(tmp_path / "one") == losses(undisturbed)
+    train(small(deterministic=True, seed=1), tmp_path / "other")
+    assert losses(tmp_path / "other") != losses(undisturbed)
+
+
+def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, monkeypatch, caplog):
+    interrupted(small(), tmp_path / "run", monkeypatch, 5)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    file = next(newest.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert "checksum" in damage(newest)
+    heard = Heard()
+    train(small(), tmp_path / "run", listeners=[heard])
+    assert "step 4 is damaged" in caplog.text
+    assert any("resumed at step 2" in note for note in heard.notes)
+    assert same(weights(tmp_path / "run"), weights(undisturbed))
+
+
+def test_a_finished_run_says_so_and_old_checkpoints_are_gone(undisturbed):
+    before = (undisturbed / "metrics.jsonl").read_text()
+    result = train(small(), undisturbed)
+    assert result.before
+    assert result.steps == 6
+    assert 0 <= result.metrics["accuracy"] <= 1
+    assert (undisturbed / "metrics.jsonl").read_text() == before
+    assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_changed_settings_are_shown_and_refused_unless_allowed(tmp_path, monkeypatch):
+    interrupted(small(), tmp_path / "run", monkeypatch, 3)
+    with pytest.raises(VitrailError, match=r"optim.lr: 0.002 → 0.001[\s\S]*--allow-change optim.lr"):
+        train(small(optim__lr=1e-3), tmp_path / "run")
+    with pytest.raises(VitrailError, match=r"no setting.* Did you mean optim\.lr"):
+        train(small(), tmp_path / "run", allow_change=["optim.lrr"])
+    train(small(optim__lr=1e-3), tmp_path / "run", allow_change=["optim.lr"])
+    assert losses(tmp_path / "run")[-1][0] == 6
+
+
+def test_what_only_changes_speed_may_change(undisturbed, tmp_path, monkeypatch):
+    interrupted(small(), tmp_path / "run", monkeypatch, 3)
+    recipe = small(log_every=2, keep=5, data=DataSpec(source="digits", workers=1, holdout=0.02))
+    train(recipe, tmp_path / "run")
+    assert same(weights(tmp_path / "run"), weights(undisturbed))
+
+
+def test_another_model_does_not_fit_an_old_checkpoint(tmp_path, monkeypatch):
+    interrupted(small(), tmp_path / "run", monkeypatch, 3)
+    with pytest.raises(VitrailError, match=r"another model or optimiser[\s\S]*\+ model.blocks.2"):
+        train(small(model__depth=3), tmp_path / "run", allow_change=["model.depth"])
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
+    real = Snapshots._write
+
+    def full(self, step, tensors, state):
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        real(self, step, tensors, state)
+
+    monkeypatch.setattr(Snapshots, "_write", full)
+    with pytest.raises(VitrailError, match=r"No space left on device\. The one before it is whole \(step 2\)"):
+        train(small(), tmp_path / "run")
+    assert damage(tmp_path / "run" / "checkpoints" / "step-00000002") == ""
+
+
+def test_an_unwritable_folder_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(VitrailError, match="Choose another place with --out"):
+        train(small(), tmp_path / "file" / "run")
+
+
+def test_a_folder_belongs_to_one_process(tmp_path):
+    from vitrail.train.run import RunFolder
+
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    with pytest.raises(VitrailError, match="Another process is training"):
+        train(small(), tmp_path / "run")
+    folder.release()
+
+
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {here!r})
+    from tests.train.small import small
+    from vitrail.train.loop import train
+    result = train(small(steps=40, checkpoint_every=1, log_every=1), sys.argv[1])
+    sys.exit(0 if result.ended_by is None else 10)
+"""
+
+
+def started(out: Path) -> subprocess.Popen:
+    script = textwrap.dedent(SCRIPT).format(here=str(Path(__file__).parents[2]))
+    return subprocess.Popen([sys.executable, "-c", script, str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+    process = started(tmp_path / "run")
+    until(lambda: (tmp_path / "run" / "checkpoints" / "step-00000003").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 10
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    step = json.loads((newest / "state.json").read_text())["step"]
+    assert damage(newest) == ""
+    assert 3 <= step < 40
+    assert started(tmp_path / "run").wait(240) == 0
+    train(small(steps=40, checkpoint_every=1, log_every=1), tmp_path / "whole")
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def until(condition, process):
+    while not condition():
+        assert process.poll() is None, "the run ended too early"
+        time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -51,8 +52,9 @@ def decode(
     JPEG may be decoded at the smallest of its scales (1, 1/2, 1/4, 1/8) at which that region, or else the whole image,
     is still at least so large: for training, where a random crop is shrunk anyway.
 
-    Grey becomes colour by repetition, colour grey by the luma of ITU-R 601, alpha is dropped (as Pillow, torchvision
-    and TensorFlow do) or added as opaque, 8 bits become 16 by a factor of 257, 16 become 8 by their upper byte.
+    `exif` turns an image upright as its camera recorded (a TIFF always is, by Pillow). Grey becomes colour by
+    repetition, colour grey by the luma of ITU-R 601, alpha is dropped (as Pillow, torchvision and TensorFlow do) or
+    added as opaque, 8 bits become 16 by a factor of 257, 16 become 8 by their upper byte.
     """
     if isinstance(payload, np.ndarray):
         return _cut(_with_channels(_checked(payload, name), channels, bits, name), region, 1.0)
@@ -63,7 +65,7 @@ def decode(
         orientation = _orientation(image) if exif else 1
         shrunk = 1.0 if cover is None else _draft(image, cover, region, orientation)
         if bits == 16 and isinstance(payload, bytes) and _is_deep_colour_png(payload):
-            pixels = _deep_colour_png(payload)
+            pixels = _deep_colour_png(payload, name)
         else:
             pixels = _pillow_pixels(image, channels, bits, name)
     except BadImage:
@@ -141,6 +143,9 @@ def _what_it_is_instead(payload: bytes) -> str:
 
 
 def _orientation(image: Image.Image) -> int:
+    """By how the image must still be turned: Pillow turns a TIFF itself, and no other format."""
+    if image.format == "TIFF":
+        return 1
     value = image.getexif().get(0x0112, 1)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
@@ -153,8 +158,8 @@ def _draft(image: Image.Image, cover: tuple[int, int], region: tuple[int, int, i
     part = region[2:] if region is not None else (height, width)
     wanted = [-(-side * least // max(1, length)) for side, least, length in zip((height, width), cover, part, strict=True)]
     full = image.size[0]
-    image.draft(None, (wanted[1], wanted[0]) if orientation < 5 else (wanted[0], wanted[1]))
-    return float(2 ** round(np.log2(full / image.size[0])))
+    drafted = image.draft(image.mode, (wanted[1], wanted[0]) if orientation < 5 else (wanted[0], wanted[1]))
+    return 1.0 if drafted is None else full / drafted[1][2]
 
 
 def _pillow_pixels(image: Image.Image, channels: int, bits: int, name: str) -> Array:
@@ -182,13 +187,22 @@ def _is_deep_colour_png(payload: Payload) -> bool:
     return isinstance(payload, bytes) and payload[:4] == b"\x89PNG" and payload[24:26] in (b"\x10\2", b"\x10\4", b"\x10\6")
 
 
-def _deep_colour_png(payload: bytes) -> Array:
-    """Pillow keeps only 8 bits of a 16-bit colour PNG; torchvision keeps them all."""
-    import torch
-    from torchvision.io import decode_png
+def _deep_colour_png(payload: bytes, name: str) -> Array:
+    """All 16 bits of a colour PNG, of which Pillow keeps the upper 8.
 
-    pixels: Array = decode_png(torch.frombuffer(bytearray(payload), dtype=torch.uint8)).numpy().transpose(1, 2, 0)
-    return pixels
+    Told that the bytes are in little-endian order, it keeps the lower 8 instead; the two halves make the whole.
+    """
+    if payload[25:26] == b"\4":  # grey and alpha: two values of two bytes, read as four channels of one
+        halves = _raw_png(payload, "RGBA", name)
+        return halves[:, :, 0::2] << 8 | halves[:, :, 1::2]
+    rawmode = {b"\2": "RGB;16", b"\6": "RGBA;16"}[payload[25:26]]
+    return _raw_png(payload, f"{rawmode}B", name) << 8 | _raw_png(payload, f"{rawmode}L", name)
+
+
+def _raw_png(payload: bytes, rawmode: str, name: str) -> Array:
+    image: Any = _open(payload, name)
+    image.tile = [tile._replace(args=rawmode) if hasattr(tile, "_replace") else (*tile[:3], rawmode) for tile in image.tile]
+    return np.asarray(image).astype(np.uint16)
 
 
 def _numpy_file(payload: bytes, name: str) -> Array:

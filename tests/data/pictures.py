@@ -1,0 +1,39 @@
+"""Small images and folders of them for the tests of sources, checking and packing."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vitrail.data.types import Array
+
+
+def picture(seed: int | str, height: int = 40, width: int = 48, channels: int = 3) -> Array:
+    """Soft blobs of colour, unlike those of any other seed, that survive a JPEG."""
+    number = seed if isinstance(seed, int) else zlib.crc32(seed.encode())
+    coarse = np.random.default_rng(number).integers(0, 256, (7, 7, channels), dtype=np.uint8)
+    planes = [Image.fromarray(coarse[:, :, c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(channels)]
+    return np.stack([np.asarray(plane) for plane in planes], axis=2)
+
+
+def encoded(image: Array | Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image)
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def folder_of(root: Path, counts: Mapping[str, int]) -> Path:
+    """`counts` says how many images each folder gets, as in {"train/cat": 3}; no two images are alike."""
+    for folder, count in counts.items():
+        place = root / folder
+        place.mkdir(parents=True, exist_ok=True)
+        for k in range(count):
+            (place / f"{k}.png").write_bytes(encoded(picture(f"{folder}/{k}")))
+    return root

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.data
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision import transforms
+
+from tests.data.pictures import encoded, picture
+from vitrail.data.preprocess import PRESETS, Preprocess, preset
+from vitrail.data.resize import resize
+from vitrail.errors import VitrailError
+
+SIZES = [(375, 500), (500, 333), (64, 64), (231, 230), (100, 999)]
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_imagenet_is_torchvisions_own_transform_bit_for_bit(shape: tuple[int, int]) -> None:
+    image = picture(1, *shape)
+    theirs = transforms.Compose(
+        [
+            transforms.Resize(256),
+            transforms.CenterCrop(224),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    assert torch.equal(preset("imagenet")(image), theirs(Image.fromarray(image)))
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("size", [224, 384])
+def test_timm_is_timms_own_transform_bit_for_bit(shape: tuple[int, int], size: int) -> None:
+    image = picture(2, *shape)
+    theirs = timm.data.create_transform(
+        input_size=(3, size, size), interpolation="bicubic", crop_pct=0.9, mean=(0.5,) * 3, std=(0.5,) * 3, is_training=False
+    )
+    assert torch.equal(preset("timm", size=size)(image), theirs(Image.fromarray(image)))
+
+
+def brute_bilinear(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """tf.image.resize written from its definition: half-pixel centres, two taps a side, edges repeated."""
+    result = np.empty((height, width, image.shape[2]))
+    for y in range(height):
+        for x in range(width):
+            v, u = (y + 0.5) * image.shape[0] / height - 0.5, (x + 0.5) * image.shape[1] / width - 0.5
+            total = np.zeros(image.shape[2])
+            for row in (int(np.floor(v)), int(np.floor(v)) + 1):
+                for column in (int(np.floor(u)), int(np.floor(u)) + 1):
+                    pixel = image[min(max(row, 0), image.shape[0] - 1), min(max(column, 0), image.shape[1] - 1)]
+                    total += (1 - abs(v - row)) * (1 - abs(u - column)) * pixel
+            result[y, x] = total
+    return result
+
+
+def brute_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """TensorFlow's area method from its definition: every input pixel weighted by the share of it that is covered."""
+
+    def shares(old: int, new: int) -> np.ndarray:
+        table = np.zeros((new, old))
+        for k in range(new):
+            low, high = k * old / new, (k + 1) * old / new
+            for j in range(old):
+                table[k, j] = max(0.0, min(high, j + 1) - max(low, j))
+        return table / table.sum(1, keepdims=True)
+
+    return np.einsum("yh,hwc,xw->yxc", shares(image.shape[0], height), image.astype(np.float64), shares(image.shape[1], width))
+
+
+@pytest.mark.parametrize("shape", [(37, 51), (16, 16), (9, 70)])
+def test_google_vit_stretches_with_tensorflows_bilinear(shape: tuple[int, int]) -> None:
+    image = picture(3, *shape)
+    expected = (brute_bilinear(image, 24, 24) - 127.5) / 127.5
+    result = preset("google-vit", size=24)(image).permute(1, 2, 0).numpy()
+    np.testing.assert_allclose(result, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(37, 51), (60, 33), (20, 20)])
+def test_big_vision_shrinks_by_area_cuts_fractions_and_takes_the_middle(shape: tuple[int, int]) -> None:
+    image = picture(4, *shape)
+    short, cut = 32, 28
+    factor = short / min(shape)
+    height, width = (round(side * factor) for side in shape)
+    resized = np.floor(brute_area(image, height, width) + 1e-6)
+    top, left = (height - cut) // 2, (width - cut) // 2
+    expected = resized[top : top + cut, left : left + cut] / 127.5 - 1
+    result = preset("big-vision", size=28)(image).permute(1, 2, 0).numpy()
+    # A value within 1e-4 of a whole number may fall on either side of the cut.
+    assert (np.abs(result - expected) > 1e-5).mean() < 0.002
+    assert np.abs(result - expected).max() < 1.01 / 127.5
+
+
+def test_presets_have_the_published_numbers() -> None:
+    assert preset("big-vision").resize_to == 256
+    assert preset("big-vision", size=384).resize_to == 448
+    assert preset("timm").resize_to == 248
+    assert preset("imagenet").resize_to == 256
+    assert preset("cifar").size == (32, 32)
+    image = picture(5, 32, 32)
+    moments = torch.tensor(image).permute(2, 0, 1) / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
+    torch.testing.assert_close(preset("cifar")(image), (moments - mean) / std)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos", "area", "nearest"])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+def test_antialiased_resizing_is_pillows_channel_by_channel(interpolation: Any, channels: int) -> None:
+    image = picture(6, 33, 47, channels)
+    filters = {"area": "BOX"}.get(interpolation, interpolation.upper())
+    planes = [Image.fromarray(image[:, :, c]).resize((20, 25), Image.Resampling[filters]) for c in range(channels)]
+    ours = resize(image, (25, 20), interpolation=interpolation, antialias=True, rounding="nearest")
+    assert np.array_equal(ours, np.stack([np.asarray(plane) for plane in planes], axis=2))
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "lanczos"])
+def test_enlarging_needs_no_antialias_so_both_ways_agree(interpolation: Any) -> None:
+    image = picture(7, 21, 30)
+    with_, without = (
+        resize(image, (64, 50), interpolation=interpolation, antialias=antialias, rounding="none") for antialias in (True, False)
+    )
+    np.testing.assert_allclose(with_, without, atol=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    height=st.integers(1, 90),
+    width=st.integers(1, 90),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    interpolation=st.sampled_from(["nearest", "bilinear", "bicubic", "area", "lanczos"]),
+    antialias=st.booleans(),
+    rounding=st.sampled_from(["none", "truncate", "nearest"]),
+    grey=st.integers(0, 255),
+)
+def test_an_even_grey_stays_that_grey(
+    height: int, width: int, rows: int, columns: int, interpolation: Any, antialias: bool, rounding: Any, grey: int
+) -> None:
+    image = np.full((height, width, 3), grey, np.uint8)
+    result = resize(image, (rows, columns), interpolation=interpolation, antialias=antialias, rounding=rounding)
+    assert result.shape == (rows, columns, 3)
+    np.testing.assert_allclose(result, grey, atol=0 if rounding != "none" else 1e-3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    height=st.integers(1, 120),
+    width=st.integers(1, 120),
+    name=st.sampled_from(PRESETS),
+    size=st.tuples(st.integers(1, 48), st.integers(1, 48)),
+    channels=st.sampled_from([1, 3, 4]),
+)
+def test_every_image_comes_out_at_the_size_asked_for(
+    height: int, width: int, name: str, size: tuple[int, int], channels: int
+) -> None:
+    result = preset(name, size=size, channels=channels)(picture(8, height, width))
+    assert result.shape == (channels, *size)
+    assert result.dtype == torch.float32
+    assert result.is_contiguous()
+    assert bool(torch.isfinite(result).all())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_json_brings_back_the_same_value_and_fingerprint(name: str, channels: int) -> None:
+    spec = preset(name, size=(96, 128), channels=channels, bits=16)
+    again = Preprocess.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert again == spec
+    assert again.fingerprint() == spec.fingerprint()
+    assert hash(again) == hash(spec)
+
+
+def test_every_field_but_the_name_changes_the_fingerprint() -> None:
+    spec = Preprocess()
+    others: dict[str, Any] = {
+        "size": (32, 32),
+        "resize": "none",
+        "interpolation": "area",
+        "antialias": False,
+        "rounding": "none",
+        "geometry": "tensorflow",
+        "pad": True,
+        "mean": (0.1, 0.5, 0.5),
+        "std": (0.1, 0.5, 0.5),
+        "bits": 16,
+        "exif": False,
+    }
+    prints = {dataclasses.replace(spec, **{key: value}).fingerprint() for key, value in others.items()}
+    assert len(prints | {spec.fingerprint()}) == len(others) + 1
+    assert dataclasses.replace(spec, name="other").fingerprint() == spec.fingerprint()
+    covered = {*others, "name", "resize_to", "channels"}  # those two must agree with other fields, so cannot change alone
+    assert covered == {field.name for field in dataclasses.fields(Preprocess)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"resize": "sqare"}, "it must be one of square, short-side, none"),
+        ({"resize": "short-side"}, "resize_to goes with"),
+        ({"resize_to": 256}, "resize_to goes with"),
+        ({"resize": "short-side", "resize_to": 100}, "smaller than the 224×224"),
+        ({"resize": "short-side", "resize_to": 256, "pad": True}, "nothing to fill"),
+        ({"mean": (0.5,)}, "1 values for 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, "above 0"),
+        ({"bits": 12}, "one of 8, 16"),
+        ({"size": (0, 4)}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(VitrailError, match=words):
+        Preprocess(**changes)
+
+
+def test_unknown_keys_and_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(VitrailError, match=r"'interpolatoin'.*interpolation"):
+        Preprocess.from_dict({**Preprocess().to_dict(), "interpolatoin": "area"})
+    with pytest.raises(VitrailError, match="google-vit"):
+        preset("google_vit")
+
+
+def test_a_new_size_keeps_the_margin_in_proportion() -> None:
+    assert preset("imagenet").with_size(112).resize_to == 128
+    assert preset("imagenet").with_size((112, 224)).size == (112, 224)
+    assert preset("google-vit").with_size(384) == preset("google-vit", size=384)
+
+
+def test_padding_keeps_the_proportions_and_fills_with_the_mean() -> None:
+    spec = Preprocess(size=(32, 32), resize="square", pad=True, interpolation="nearest", mean=(0.3, 0.4, 0.5))
+    result = spec(np.full((10, 40, 3), 255, np.uint8))
+    bright = (1 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
+    torch.testing.assert_close(result[:, 12:20], bright[:, None, None].expand(3, 8, 32))
+    torch.testing.assert_close(result[:, :12], torch.zeros(3, 12, 32), atol=1e-6, rtol=0)
+
+
+def test_without_resizing_a_small_image_is_refused_and_a_large_one_cut() -> None:
+    spec = Preprocess(size=(8, 8), resize="none")
+    image = picture(9, 12, 14)
+    assert np.array_equal(spec.pixels(image), image[2:10, 3:11])
+    with pytest.raises(VitrailError, match=r"6×20.*takes 8×8.*resize is 'none'"):
+        spec(picture(9, 6, 20))
+
+
+def test_bytes_files_arrays_and_pillow_images_give_the_same(tmp_path: Any) -> None:
+    image = picture(10, 50, 60)
+    file = tmp_path / "a.png"
+    file.write_bytes(encoded(image))
+    spec = preset("timm", size=32)
+    results = [spec(each) for each in (image, file.read_bytes(), file, str(file), Image.open(file))]
+    assert all(torch.equal(results[0], other) for other in results)
+    with pytest.raises(VitrailError, match="No such file"):
+        spec(tmp_path / "b.png")
+
+
+def test_sixteen_bits_keep_what_eight_would_lose() -> None:
+    deep = np.arange(0, 64, dtype=np.uint16).reshape(8, 8, 1) * 3 + 30_000
+    spec = Preprocess(size=(8, 8), channels=1, bits=16, mean=(0.5,), std=(0.5,))
+    expected = (deep[:, :, 0] / 65535 - 0.5) / 0.5
+    np.testing.assert_allclose(spec(deep)[0].numpy(), expected, atol=1e-6)
+    assert len(np.unique(dataclasses.replace(spec, bits=8)(deep).numpy())) <= 2
+
+
+def test_normalise_takes_batches_and_names_a_wrong_order() -> None:
+    spec = preset("cifar", size=8)
+    batch = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    one_by_one = torch.stack([spec(image.permute(1, 2, 0).numpy()) for image in batch])
+    assert torch.equal(spec.normalise(batch), one_by_one)
+    with pytest.raises(VitrailError, match="channels, height, width"):
+        spec.normalise(batch.permute(0, 2, 3, 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vitrail.data.classes import in_natural_order
 from vitrail.data.decode import SUFFIXES
+from vitrail.errors import VitrailError
 
 ACCEPTED = """\
   1. split folders            2. one folder, split for you    3. a table, as csv:FILE
@@ -23,14 +24,12 @@ def is_image(name: str) -> bool:
 
 def subfolders(folder: Path) -> list[str]:
     """Names of the folders (or links to folders) in a folder, in natural order, hidden ones left out."""
-    with os.scandir(folder) as entries:
-        return list(in_natural_order(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()))
+    return list(in_natural_order(entry.name for entry in _entries(folder) if entry.name[0] != "." and _is_folder(entry)))
 
 
 def images_in(folder: Path) -> list[str]:
     """Names of the image files (or links) lying directly in a folder."""
-    with os.scandir(folder) as entries:
-        return [entry.name for entry in entries if is_image(entry.name) and not entry.is_dir()]
+    return [entry.name for entry in _entries(folder) if is_image(entry.name) and not _is_folder(entry)]
 
 
 def images_under(folder: Path, prefix: str = "", above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
@@ -39,14 +38,27 @@ def images_under(folder: Path, prefix: str = "", above: frozenset[tuple[int, int
     here = (status.st_dev, status.st_ino)
     if here in above:
         return
-    with os.scandir(folder) as entries:
-        content = sorted(entries, key=lambda entry: entry.name)
-    for entry in content:
-        if entry.is_dir():
+    for entry in _entries(folder):
+        if _is_folder(entry):
             if entry.name[0] != ".":
                 yield from images_under(Path(entry.path), f"{prefix}{entry.name}/", above | {here})
         elif is_image(entry.name):
             yield prefix + entry.name
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise VitrailError(f"Cannot look into {folder}: {error.strerror}. Check its permissions.") from error
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle; it is named when it is read
+        return False
 
 
 def tree(folder: Path, *, depth: int = 3, most: int = 6, indent: str = "  ") -> str:
@@ -58,10 +70,9 @@ def tree(folder: Path, *, depth: int = 3, most: int = 6, indent: str = "  ") -> 
 def _branches(folder: Path, depth: int, most: int, indent: str) -> list[str]:
     try:
         inner, loose = subfolders(folder), images_in(folder)
-        with os.scandir(folder) as entries:
-            others = [entry.name for entry in entries if not entry.is_dir() and not is_image(entry.name)]
-    except OSError as error:
-        return [f"{indent}({error.strerror})"]
+        others = [entry.name for entry in _entries(folder) if not _is_folder(entry) and not is_image(entry.name)]
+    except VitrailError:
+        return [f"{indent}(cannot be looked into)"]
     lines = []
     for name in inner[:most]:
         lines.append(f"{indent}{name}/")

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.pictures import folder_of
+from vitrail.data import open_source
+from vitrail.data.types import Source
+from vitrail.errors import VitrailError
+
+
+def table(tmp_path: Path, text: str | bytes, images: int = 6) -> Path:
+    folder_of(tmp_path, {"a": images})
+    (tmp_path / "a/x, y.png").write_bytes((tmp_path / "a/0.png").read_bytes())
+    file = tmp_path / "labels.csv"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return file
+
+
+def opened(tmp_path: Path, text: str | bytes, options: str = "", **wishes: object) -> Source:
+    return open_source(f"csv:{table(tmp_path, text)}{options}", **wishes)  # type: ignore[arg-type]
+
+
+def labels(source: Source, split: str) -> dict[str, str]:
+    part = source.splits[split]
+    return {part.image_name(k): part.classes[part.targets[k]] for k in range(len(part))}
+
+
+def test_path_label_split(tmp_path: Path) -> None:
+    source = opened(tmp_path, "path,label,split\na/0.png,10,train\na/1.png,2,train\na/2.png,2,valid\na/3.png,10,TEST\n")
+    assert source.classes == ("2", "10")
+    assert list(source.splits) == ["train", "val", "test"]
+    assert labels(source, "train") == {"a/0.png": "10", "a/1.png": "2"}
+    assert labels(source, "test") == {"a/3.png": "10"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xef\xbb\xbfpath,label\na/0.png,cat\na/1.png,dog\n",  # a byte order mark, as spreadsheets write it
+        b"path,label\r\na/0.png,cat\r\na/1.png,dog\r\n",
+        b"path;label\na/0.png;cat\na/1.png;dog\n",
+        b"path\tlabel\na/0.png\tcat\na/1.png\tdog\n",
+        b"a/0.png,cat\na/1.png,dog\n",  # no header
+        b"Label,Filename,comment\ncat,a/0.png,x\ndog,a/1.png,y\n",
+        b"path,label\n\na/0.png , cat\n,\na/1.png,dog\n\n",
+        b"path,label\na\\0.png,cat\na\\1.png,dog\n",  # written on Windows
+        b"path,label\n./a/0.png,cat\na/../a/1.png,dog\n",
+    ],
+)
+def test_tables_as_people_really_write_them(tmp_path: Path, text: bytes) -> None:
+    source = opened(tmp_path, text, "?val=0")
+    assert sorted(labels(source, "train").values()) == ["cat", "dog"]
+    assert source.splits["train"].payload(0) == (tmp_path / "a/0.png").read_bytes()
+
+
+def test_commas_in_quotes(tmp_path: Path) -> None:
+    source = opened(tmp_path, 'path,label\n"a/x, y.png","cat, tabby"\na/1.png,dog\n', "?val=0")
+    assert labels(source, "train") == {"a/x, y.png": "cat, tabby", "a/1.png": "dog"}
+
+
+def test_without_a_split_column_the_division_is_kept_beside_the_table(tmp_path: Path) -> None:
+    rows = "".join(f"a/{k}.png,{'cat' if k % 2 else 'dog'}\n" for k in range(20))
+    folder_of(tmp_path, {"a": 20})
+    source = opened(tmp_path, "path,label\n" + rows)
+    assert {name: len(split) for name, split in source.splits.items()} == {"train": 18, "val": 2}
+    assert (tmp_path / "labels-vitrail-split-seed0-val0.1.csv").exists()
+    assert labels(opened(tmp_path, "path,label\n" + rows), "val") == labels(source, "val")
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    text = "path,labels,split\na/0.png,cat|dog,train\na/1.png,,train\na/2.png,fox,train\na/3.png,dog | cat,val\n"
+    source = opened(tmp_path, text)
+    assert (source.task, source.classes) == ("multilabel", ("cat", "dog", "fox"))
+    assert source.splits["train"].targets.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    assert source.splits["val"].targets.tolist() == [[1, 1, 0]]
+
+
+def test_numbers(tmp_path: Path) -> None:
+    source = opened(tmp_path, "path,label\na/0.png,1.5\na/1.png,-2\na/2.png,1e3\n", "?val=0")
+    assert (source.task, source.classes) == ("regress", ("label",))
+    assert source.splits["train"].targets.tolist() == [[1.5], [-2], [1000]]
+    whole = opened(tmp_path, "path,label\na/0.png,1\na/1.png,2\n", "?val=0")
+    assert whole.task == "classify"
+    assert opened(tmp_path, "path,label\na/0.png,1\na/1.png,2\n", "?val=0&task=regress").task == "regress"
+
+
+def test_several_numbers(tmp_path: Path) -> None:
+    source = opened(tmp_path, "path,x,y\na/0.png,1,2\na/1.png,3,4\n", "?val=0&targets=y,x")
+    assert source.classes == ("y", "x")
+    assert source.splits["train"].targets.tolist() == [[2, 1], [4, 3]]
+
+
+def test_no_labels(tmp_path: Path) -> None:
+    source = opened(tmp_path, "path\na/0.png\na/1.png\n", "?val=0&task=unlabelled")
+    assert source.splits["train"].targets.shape == (2, 0)
+
+
+def test_only_the_training_split_makes_classes(tmp_path: Path) -> None:
+    text = "path,label,split\na/0.png,a,train\na/1.png,b,train\na/2.png,z,val\n"
+    with pytest.raises(VitrailError, match=r"val has class 'z' unknown to the training split \(a, b\)"):
+        opened(tmp_path, text)
+    assert len(opened(tmp_path, text, ignore_unknown=True).splits["val"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "is empty; the first line should be"),
+        (b"path,label\n", "has a header and no rows"),
+        (b"path,label\na/0.png,cat\na/1.png,dog,x\n", "line 3: 3 cells where the first line has 2.*quoted"),
+        (b"path,label\na/0.png,\n", "line 2: the label is empty"),
+        (b"path,label\n,cat\n", "line 2: the path is empty"),
+        (b"path,label,split\na/0.png,cat,train\na/1.png,cat,holdout\n", "line 3: the split is 'holdout'"),
+        (b"path,label\na/0.png,cat\na/1.png,dog\na/0.png,dog\n", "lines 2 and 4 both name a/0.png"),
+        (b"one,two\nx,y\n", "has no column for the image"),
+        (b"path,colour\na/0.png,red\n", "has no column 'label'"),
+        (b"path,label\na/0.png,caf\xe9\n", "line 2 is not UTF-8"),
+        (b"path,label\na/0.png,c\0t\n", "zero bytes"),
+    ],
+)
+def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: bytes, words: str) -> None:
+    with pytest.raises(VitrailError, match=words):
+        opened(tmp_path, text)
+
+
+def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
+    for cell in ("tall", "nan", "inf", ""):
+        with pytest.raises(VitrailError, match=rf"line 3: '{cell}' is not a finite number"):
+            opened(tmp_path, f"path,label\na/0.png,1.5\na/1.png,{cell}\n", "?task=regress")
+    with pytest.raises(VitrailError, match="has no column 'z'"):
+        opened(tmp_path, "path,x\na/0.png,1\n", "?targets=z")
+    with pytest.raises(VitrailError, match="task=classes"):
+        opened(tmp_path, "path,label\na/0.png,1\n", "?task=classes")
+
+
+def test_missing_files_are_named_or_left_out(tmp_path: Path) -> None:
+    text = "path,label\na/0.png,cat\na/1.png,dog\n" + "".join(f"gone/{k}.png,cat\n" for k in range(7))
+    with pytest.raises(
+        VitrailError, match=r"(?s)names 7 of 9 images that are not there:\n  line 4: gone/0.png.*and 2 more.*root=DIR"
+    ):
+        opened(tmp_path, text)
+    source = opened(tmp_path, text, "?val=0", bad_images="skip")
+    assert len(source.splits["train"]) == 2
+    assert [fault.name for fault in source.left_out] == [f"gone/{k}.png" for k in range(7)]
+    assert "7 images left out" in source.describe()
+    with pytest.raises(VitrailError, match="none of its 1 images is there"):
+        opened(tmp_path, "path,label\ngone.png,cat\n", bad_images="skip")
+
+
+def test_paths_may_start_elsewhere(tmp_path: Path) -> None:
+    folder_of(tmp_path / "images", {"b": 2})
+    text = f"path,label\nb/0.png,x\n{tmp_path}/images/b/1.png,y\n"
+    source = opened(tmp_path, text, f"?root={tmp_path}/images&val=0")
+    assert [len(source.splits["train"].payload(k)) > 0 for k in range(2)] == [True, True]
+    assert np.array_equal(source.splits["train"].targets, [0, 1])

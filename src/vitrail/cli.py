@@ -15,7 +15,12 @@ COMMANDS = {
     "models": ("vitrail.commands.models:models", "List every model with its size and cost."),
     "info": ("vitrail.commands.info:info", "Say what a checkpoint holds, and whether it is sound."),
     "convert": ("vitrail.commands.convert:convert", "Bring weights from any known format into any other."),
+    "train": ("vitrail.commands.train:train", "Train a model as a recipe says."),
     "eval": ("vitrail.commands.evaluate:evaluate", "Measure a checkpoint on labelled images."),
+    "fewshot": ("vitrail.commands.fewshot:fewshot", "Learn from a few images a class, in closed form, and measure."),
+    "predict": ("vitrail.commands.predict:predict", "Say what is in images."),
+    "embed": ("vitrail.commands.embed:embed", "Write features of images to a file."),
+    "neighbours": ("vitrail.commands.neighbours:neighbours", "Find the images nearest to an image."),
     "data check": ("vitrail.commands.data:check", "Look at every image of a data set and say what is wrong."),
     "data split": ("vitrail.commands.data:split", "Divide a data set by class, and write the division down."),
     "data pack": ("vitrail.commands.data:pack", "Decode and resize a data set once, for fast training."),
@@ -57,6 +62,8 @@ def _run(words: list[str]) -> int:
 
     module, function = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(module), function)
+    if getattr(command, "reads_words", False):  # it makes its own parser from them
+        return command(words[len(name.split()) :]) or 0
     options = (tyro.conf.FlagCreatePairsOff,)  # --json, without a --no-json beside it
     return tyro.cli(command, prog=f"vitrail {name}", args=words[len(name.split()) :], config=options) or 0
 

@@ -47,6 +47,17 @@ class Bundle:
             return "none"
         return "set" if any(bool(head.weight.detach().any()) for head in heads) else "zero"
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """What training said on how outputs are to be read: their activation, thresholds of labels."""
+        said = self.provenance.get("task")
+        return said if isinstance(said, dict) else {}
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether each output is a probability of its own, as the model was trained, or all together sum to 1."""
+        return self.task == "multilabel" or self.reading.get("activation") == "sigmoid"
+
     def predict(self, images: Any, top: int = 5) -> list[list[Prediction]]:
         """The `top` answers for each image, best first.
 
@@ -97,7 +108,7 @@ class Bundle:
             logits = self.model(batch.to(weight.device, weight.dtype)).float().cpu()
         if self.task == "regress":
             return [[Prediction(self.label(i), i, value) for i, value in enumerate(row)] for row in logits.tolist()]
-        scores = logits.sigmoid() if self.task == "multilabel" else logits.softmax(dim=1)
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=1)
         values, indices = scores.topk(min(top, scores.shape[1]), dim=1)
         rows = zip(values.tolist(), indices.tolist(), strict=True)
         return [[Prediction(self.label(i), i, value) for value, i in zip(*row, strict=True)] for row in rows]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Json, Options, progress_bar
+from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, progress_bar
 from vitrail.data.types import Split
 from vitrail.evaluate.classification import per_class
 from vitrail.evaluate.measuring import Match, Measured, measure, open_split
@@ -23,7 +21,7 @@ from vitrail.train.parallel import joined
 
 
 def evaluate(
-    checkpoint: Annotated[str, tyro.conf.Positional],
+    checkpoint: Checkpoint,
     /,
     *,
     data: str,

@@ -12,10 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitrail.checkpoints import Bundle, load
+from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.running import BadImages, Precision, Running, no_progress
 from vitrail.train.parallel import World
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
+Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+Images = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE|DIR|LIST.txt …")]
+Features = Annotated[FeatureSpec, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +59,11 @@ DEFAULT = RunOptions()
 
 
 @contextmanager
-def progress_bar(console: Console, words: str, total: int | None, world: World | None = None) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    console: Console, words: str, total: int, world: World | None = None, *, hidden: bool = False
+) -> Iterator[Callable[[int], None]]:
     """A bar that moves as images are done; nothing where the output is not a terminal, or another rank draws it."""
-    if not console.is_terminal or (world is not None and not world.main):
+    if hidden or not console.is_terminal or (world is not None and not world.main):
         yield no_progress
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

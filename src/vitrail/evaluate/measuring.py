@@ -163,11 +163,10 @@ def bundle_preprocess(bundle: Bundle) -> Preprocess:
 
 
 def _keep_answers(bundle: Bundle, split: Split, passed: Any, running: Running) -> Answers:
-    sigmoid = bundle.provenance.get("task", {}).get("activation") == "sigmoid"
     parts = []
     for outputs, batch in passed:
         check_finite(outputs, batch, split)
-        parts.append(Answers.of(outputs, batch.targets, batch.indices, sigmoid=sigmoid))
+        parts.append(Answers.of(outputs, batch.targets, batch.indices, sigmoid=bundle.sigmoid))
     everyone = [part for rank in running.world.gather(parts) for part in rank]
     return Answers.joined(_some(everyone))
 
@@ -206,7 +205,7 @@ def _predicted(bundle: Bundle, kept: tuple[Array, Array, Array], common: dict[st
     indices, values, truth = kept
     thresholds = None
     if bundle.task == "multilabel":
-        saved = bundle.provenance.get("task", {}).get("thresholds")
+        saved = bundle.reading.get("thresholds")
         thresholds = np.asarray(saved if saved is not None else [0.5] * values.shape[1], np.float64)
         figures, intervals = labels.figures(values, truth, thresholds)
         common["notes"].append(f"thresholds: {'those saved with the checkpoint' if saved is not None else '0.5 for every label'}")

@@ -11,24 +11,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitrail import inspect
     from vitrail.checkpoints import load, save
     from vitrail.errors import VitrailError
     from vitrail.models import create_model
 
-# Each public name and the room it comes from.
+# Each public name and the room it comes from; `inspect` is a room itself.
 _ROOMS = {
     "VitrailError": "vitrail.errors",
     "create_model": "vitrail.models",
+    "inspect": "vitrail.inspect",
     "load": "vitrail.checkpoints",
     "save": "vitrail.checkpoints",
 }
 
-__all__ = ["VitrailError", "create_model", "load", "save"]
+__all__ = ["VitrailError", "create_model", "inspect", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        return getattr(importlib.import_module(_ROOMS[name]), name)
+        room = importlib.import_module(_ROOMS[name])
+        return room if room.__name__ == f"{__name__}.{name}" else getattr(room, name)
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
 
 

@@ -120,6 +120,7 @@ class ViT(nn.Module):
             yield len(self.blocks), self._pooling_weights(x)
 
     def _pooling_weights(self, x: Tensor) -> Tensor:
+        """How the pooled output weighs the last block's tokens [batch, token, width]: [batch, head, 1, token]."""
         if self.pool is not None:
             return self.pool.weights(self._finished(x))
         weights = torch.zeros(x.shape[0], 1, 1, x.shape[1], device=x.device)
@@ -128,11 +129,12 @@ class ViT(nn.Module):
         weights[..., chosen] = 1.0
         return weights / weights.sum(dim=-1, keepdim=True)
 
-    def attention_gradients(self, images: Tensor, outputs: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def attention_gradients(self, images: Tensor, outputs: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """From the last layer to the first: its number, its attention, and by how much each entry of it raises an output.
 
-        `outputs` names one output for each image. The forward pass keeps only what enters each block; a block is run again for
-        its gradients, so that a single layer's attention is alive at a time. Parameters get no gradients.
+        `outputs` names one output for each image. First comes the pooling, as `attention` gives it, without gradients. The
+        forward pass keeps only what enters each block; a block is run again for its gradients, so that a single layer's
+        attention is alive at a time. Parameters get no gradients.
         """
         check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
         if not self.config.outputs:
@@ -141,13 +143,15 @@ class ViT(nn.Module):
             raise VitrailError(f"`outputs` takes one number from 0 to {self.config.outputs - 1} for each of {len(images)} images.")
         return self._attention_gradients(images, outputs)
 
-    def _attention_gradients(self, images: Tensor, outputs: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _attention_gradients(self, images: Tensor, outputs: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         entering: list[Tensor] = []
         with evaluating(self), torch.no_grad():
             x = self.assemble(self.embed_patches(images))
             for number, block in enumerate(self.blocks):
                 entering.append(self.positions.before_layer(x, number))
                 x = block(entering[-1], self.positions.bias(number))
+            pooling = self._pooling_weights(x)
+        yield len(self.blocks), pooling, None
         with evaluating(self), torch.enable_grad():
             x.requires_grad_()
             (slope,) = torch.autograd.grad(self._logits(self._finished(x)).gather(1, outputs[:, None]).sum(), x)

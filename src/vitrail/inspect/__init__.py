@@ -1,0 +1,19 @@
+"""Looking inside: the paper's figures for any model, as arrays first and as drawings second.
+
+    maps = vitrail.inspect.rollout(model, images)            # [image, row, column]
+    pixels = vitrail.inspect.attention_distance(model, images)  # [layer, head]
+
+Everything computes in eval mode, one layer and a few images at a time, and gives numpy arrays.
+"""
+
+from __future__ import annotations
+
+from vitrail.inspect.distance import attention_distance, attention_distances, head_attention, uniform_distance
+from vitrail.inspect.rollout import gradient_rollout, rollout, token_similarity
+from vitrail.inspect.subject import UntrainedWarning, untrained
+from vitrail.inspect.weights import Filters, filters, position_similarity
+
+__all__ = [
+    "Filters", "UntrainedWarning", "attention_distance", "attention_distances", "filters", "gradient_rollout", "head_attention",
+    "position_similarity", "rollout", "token_similarity", "uniform_distance", "untrained",
+]  # fmt: skip

@@ -1,0 +1,152 @@
+"""Figures of what the weights show and of how far heads look: filters, positions, distances (Fig. 7, Fig. 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from vitrail.errors import VitrailError
+from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, mosaic, styled
+from vitrail.inspect.subject import Array
+from vitrail.inspect.weights import Filters
+
+_TILES = 16  # at most so many small maps along an axis of the position figure
+_RAW_COLUMNS = 32
+
+
+@styled
+def draw_filters(found: Filters, title: str = "") -> Figure:
+    """The principal components, strongest first, with the share of variance under each."""
+    count, channels = found.components.shape[:2]
+    columns = min(7, count)
+    rows = -(-count // columns)
+    height, width = found.components.shape[2:]
+    side = WIDTH * 0.72 / columns
+    figure = Figure(figsize=(side * columns, (side * height / width + 0.2) * rows + 0.5), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for number, one in enumerate(axes.flat):
+        bare(one)
+        if number < count:
+            one.imshow(filter_picture(found.components[number]), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            one.set_xlabel(f"{found.explained[number]:.1%}", fontsize=6.5, labelpad=2, color="#444444")
+    shown = "" if channels in (1, 3) else f", mean over {channels} channels"
+    figure.suptitle(f"{title}First-layer filters: {count} principal components, share of variance{shown}", fontsize=9)
+    return figure
+
+
+@styled
+def draw_raw_filters(found: Filters, title: str = "") -> Figure:
+    """All filters as they are, in the model's order, each stretched to the full range of brightness."""
+    pictures = np.stack([filter_picture(one) for one in found.raw])
+    columns = min(_RAW_COLUMNS, len(pictures))
+    sheet = np.nan_to_num(mosaic(filled_grid(pictures, columns)), nan=1.0)
+    shown = "" if found.raw.shape[1] in (1, 3) else f", mean over {found.raw.shape[1]} channels"
+    figure = Figure(figsize=(WIDTH, WIDTH * sheet.shape[0] / sheet.shape[1] + 0.3), layout="constrained")
+    axes = figure.subplots()
+    bare(axes)
+    axes.imshow(sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_title(f"{title}All {len(pictures)} first-layer filters{shown}")
+    return figure
+
+
+def filter_picture(values: Array) -> Array:
+    """[channel, height, width] as a picture from 0 to 1: colours for three channels, else grey; zero is mid-grey."""
+    picture = values.transpose(1, 2, 0) if len(values) == 3 else values.mean(axis=0)
+    return np.asarray(picture / max(2 * float(np.abs(picture).max()), 1e-30) + 0.5)
+
+
+@styled
+def draw_positions(similarity: Array, title: str = "") -> Figure:
+    """A grid of grids: the small map in row r and column c shows how like the position of that patch all others are."""
+    rows, columns = similarity.shape[:2]
+    shown_rows, shown_columns = even_steps(rows, _TILES), even_steps(columns, _TILES)
+    gap = max(1, round(0.12 * min(rows, columns)))
+    sheet = mosaic(similarity[np.ix_(shown_rows, shown_columns)], gap)
+    width = WIDTH * 0.72
+    figure = Figure(figsize=(width + 0.9, width * sheet.shape[0] / sheet.shape[1] + 0.6), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(sheet, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest")
+    axes.set_xticks([number * (columns + gap) + (columns - 1) / 2 for number in range(len(shown_columns))], map(str, shown_columns))
+    axes.set_yticks([number * (rows + gap) + (rows - 1) / 2 for number in range(len(shown_rows))], map(str, shown_rows))
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_xlabel("column of the patch")
+    axes.set_ylabel("row of the patch")
+    every = "" if len(shown_rows) * len(shown_columns) == rows * columns else f", {len(shown_rows)}×{len(shown_columns)} of them"
+    axes.set_title(f"{title}Position embeddings of {rows}×{columns} patches{every}: each map shows one against all")
+    figure.colorbar(image, ax=axes, shrink=0.8, aspect=28, label="cosine similarity").outline.set_visible(False)
+    return figure
+
+
+@styled
+def draw_distance(
+    distances: Array,
+    *,
+    uniform: float,
+    images: int,
+    layers: Sequence[int] | None = None,
+    other: Array | None = None,
+    title: str = "",
+) -> Figure:
+    """Mean attention distance of every head by depth (Fig. 7 right, Fig. 11), with the level of a head that looks everywhere.
+
+    `distances` [layer, head] are among patches; `other`, the second convention, is drawn faintly behind. `layers` are the
+    numbers of the layers where some were left out.
+    """
+    figure = Figure(figsize=(WIDTH * 0.78, 3.1), layout="constrained")
+    axes = figure.subplots()
+    depth = np.arange(len(distances)) if layers is None else np.array(layers)
+    if other is not None:
+        _heads(axes, depth, other, "#bbbbbb", "x", "each head, prefix tokens' share as 0 px")
+    _heads(axes, depth, distances, COLOURS[0], "o", "each head, among patches")
+    axes.plot(depth, distances.mean(axis=1), color=COLOURS[1], linewidth=1.2, label="mean of the heads", zorder=3)
+    axes.axhline(uniform, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)), label="looking everywhere alike", zorder=1)
+    _distance_axes(axes, depth, images)
+    axes.set_title(f"{title}How far heads look")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+@styled
+def draw_distance_comparison(
+    models: Mapping[str, Array], *, layers: Mapping[str, Array], uniform: Sequence[float], images: int
+) -> Figure:
+    """Several checkpoints depth by depth: points are heads, lines their mean, dashes the level of looking everywhere."""
+    if len(models) > len(COLOURS):
+        raise VitrailError(f"{len(models)} checkpoints are too many for one figure; up to {len(COLOURS)} can be told apart.")
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, distances) in enumerate(models.items()):
+        colour, marker = COLOURS[number], MARKERS[number]
+        depth = layers[name]
+        aside = (number - (len(models) - 1) / 2) * 0.6 / len(models)
+        _heads(axes, depth + aside, distances, colour, marker, None)
+        axes.plot(depth, distances.mean(axis=1), color=colour, marker=marker, markersize=4, linewidth=1.3, label=name, zorder=3)
+    for level in sorted(set(uniform)):
+        colour = COLOURS[list(uniform).index(level)] if len(set(uniform)) > 1 else "#444444"
+        axes.axhline(level, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+    _distance_axes(axes, np.concatenate(list(layers.values())), images)
+    axes.set_title("How far heads look: points are heads, lines their mean, dashes looking everywhere alike")
+    figure.legend(loc="outside lower center", ncols=min(len(models), 3))
+    return figure
+
+
+def _heads(axes: Axes, depth: Array, distances: Array, colour: str, marker: str, label: str | None) -> None:
+    x = np.repeat(depth, distances.shape[1])
+    edge = {} if marker == "x" else {"edgecolors": "none"}
+    axes.scatter(x, distances.ravel(), s=11, c=colour, marker=marker, alpha=0.6, linewidths=0.7, label=label, zorder=2, **edge)  # type: ignore[arg-type]
+
+
+def _distance_axes(axes: Axes, layers: Array, images: int) -> None:
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(layers.min() - 0.6, layers.max() + 0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.set_xlabel("layer, counted from 0")
+    axes.set_ylabel(f"mean distance in pixels, {images} images" if images != 1 else "mean distance in pixels, 1 image")

@@ -1,0 +1,123 @@
+"""Figures that lie over images: rollout contact sheets (Fig. 6, Fig. 14), comparisons, and what each head attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, mosaic, styled
+from vitrail.inspect.subject import Array
+
+
+@dataclass(frozen=True)
+class Column:
+    """Maps of one kind to draw beside each other's: a heading, [image, row, column], and whose pictures lie beneath."""
+
+    heading: str
+    maps: Array
+    pictures: Sequence[Array]
+    signed: bool = False
+    """Similarities have a scale of their own, −1 to 1; shares are drawn from 0 to their maximum."""
+
+
+@styled
+def draw_rollout(pictures: Sequence[Array], maps: Array, *, labels: Sequence[str] = (), title: str = "") -> Figure:
+    """A contact sheet of pairs: the input, and the input lit by its attention, as in the paper."""
+    pairs = min(len(pictures), 4)
+    rows = -(-len(pictures) // pairs)
+    height, width = pictures[0].shape[:2]
+    side = min(WIDTH / (2 * pairs), 1.7)
+    line = 0.16 if labels else 0.02
+    figure = Figure(figsize=(2 * pairs * side, rows * (side * height / width + line) + 0.3), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.012, h_pad=0.012, wspace=0.0, hspace=0.0)  # type: ignore[union-attr, call-arg]
+    axes = figure.subplots(rows, pairs, squeeze=False).flat
+    for number, one in enumerate(axes):
+        bare(one)
+        if number < len(pictures):
+            picture = pictures[number]
+            line_between = np.ones((height, max(1, width // 60), 3))
+            one.imshow(np.concatenate([picture, line_between, lit(picture, maps[number])], axis=1))
+            if labels:
+                one.set_title(labels[number], fontsize=6.5, loc="left", pad=2, color="#444444")
+    figure.suptitle(f"{title}Input, and attention rolled out from the output to the patches", fontsize=9)
+    return figure
+
+
+def lit(picture: Array, values: Array) -> Array:
+    """The picture as bright as a map lets through, smoothed over one patch."""
+    size = (picture.shape[0], picture.shape[1])
+    return dimmed(picture, attention_mask(values, size, blur=size[0] / values.shape[0]))
+
+
+@styled
+def draw_columns(pictures: Sequence[Array], columns: Sequence[Column], *, labels: Sequence[str] = (), title: str = "") -> Figure:
+    """A row an image, a column a kind of map or a checkpoint: rollouts beside what else is drawn elsewhere."""
+    height, width = pictures[0].shape[:2]
+    side = min(WIDTH / (len(columns) + 1), 1.7)
+    figure = Figure(figsize=(side * (len(columns) + 1), len(pictures) * side * height / width + 0.75), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0.01, hspace=0.01)  # type: ignore[union-attr, call-arg]
+    axes = figure.subplots(len(pictures), len(columns) + 1, squeeze=False)
+    for row, picture in enumerate(pictures):
+        axes[row, 0].imshow(picture)
+        for number, column in enumerate(columns):
+            _draw_map(axes[row, number + 1], column, row)
+        if labels:
+            axes[row, 0].set_ylabel(labels[row], fontsize=6.5, color="#444444")
+    for one in axes.flat:
+        bare(one)
+    for one, heading in zip(axes[0], ["input", *(column.heading for column in columns)], strict=True):
+        one.set_title(heading, fontsize=7.5)
+    if title:
+        figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def _draw_map(axes: Axes, column: Column, number: int) -> None:
+    picture, values = column.pictures[number], column.maps[number]
+    if not column.signed:
+        axes.imshow(lit(picture, values))
+        return
+    height, width = picture.shape[:2]
+    axes.imshow(values, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
+
+
+@styled
+def draw_heads(picture: Array, attention: Array, query: tuple[int, int], *, layers: Sequence[int], title: str = "") -> Figure:
+    """What each head (column) of each layer (row) attends to from one patch: attention [layer, head, row, column].
+
+    Each small map is drawn from 0 to its own maximum. The patch, at (row, column), is framed in the picture.
+    """
+    count, heads, rows, columns = attention.shape
+    highest = attention.max(axis=(2, 3), keepdims=True)
+    sheet = mosaic(attention / np.where(highest > 0, highest, 1), gap=max(1, round(0.12 * min(rows, columns))))
+    wide = WIDTH * 0.76
+    figure = Figure(figsize=(WIDTH, max(wide * sheet.shape[0] / sheet.shape[1], 1.6) + 0.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(WIDTH - wide, wide))
+    height, width = picture.shape[:2]
+    left.imshow(picture)
+    bare(left)
+    tall, broad = height / rows, width / columns
+    corner = (query[1] * broad - 0.5, query[0] * tall - 0.5)
+    for colour, line in (("black", 2.4), ("white", 1.2)):
+        left.add_patch(Rectangle(corner, broad, tall, fill=False, edgecolor=colour, linewidth=line))
+    left.set_title(f"row {query[0]}, column {query[1]}", fontsize=7.5)
+    right.imshow(sheet, cmap=MAP, vmin=0, vmax=1, interpolation="nearest")
+    _number_tiles(right, sheet, count, heads, layers)
+    figure.suptitle(f"{title}What each head attends to from the framed patch, each map from 0 to its maximum", fontsize=9)
+    return figure
+
+
+def _number_tiles(axes: Axes, sheet: Array, count: int, heads: int, layers: Sequence[int]) -> None:
+    height, width = sheet.shape[0] / count, sheet.shape[1] / heads
+    axes.set_xticks([(head + 0.5) * width - 0.5 for head in range(heads)], map(str, range(heads)))
+    axes.set_yticks([(row + 0.5) * height - 0.5 for row in range(count)], map(str, layers))
+    axes.tick_params(length=0)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")

@@ -41,7 +41,7 @@ KINDS: dict[str, ModelConfig] = {
 }
 
 HOLDS: dict[str, tuple[str, ...]] = {
-    "google": ("plain", "no-head", "pre-logits", "gap", "no-qkv-bias", "rectangle", "grey", "free-class", "hybrid", "hybrid-stem"),
+    "google": ("plain", "no-head", "pre-logits", "gap", "no-qkv-bias", "rectangle", "grey", "hybrid", "hybrid-stem"),
     "big-vision": ("plain", "no-head", "pre-logits", "gap", "rectangle", "free-class", "map", "sincos"),
     "bit": ("bit",),
     "timm": (

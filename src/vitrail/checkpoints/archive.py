@@ -196,9 +196,12 @@ def _open_safetensors(path: Path) -> Archive:
 
 def _open_pth(path: Path, part: str | None, *, mapped: bool) -> Archive:
     import pickle
+    import warnings
 
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the protocol of a foreign pickle: the outcome says enough
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise VitrailError(_pickle_sentence(path, str(error))) from error
     taken, others = _state_dict(path, content, part)

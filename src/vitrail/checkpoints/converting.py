@@ -51,7 +51,7 @@ def write(bundle: Bundle, target: str | os.PathLike[str], to: str = "vitrail") -
     report = Report(str(path), to)
     if known is None:
         details = {"classes": bundle.classes, "task": bundle.task, "provenance": bundle.provenance}
-        native.save(path, bundle.model, preprocess=bundle.preprocess, **details)  # type: ignore[arg-type]
+        native.save(path, bundle.model, preprocess=bundle.preprocess, read_back=True, **details)  # type: ignore[arg-type]
         report.parameters = sum(tensor.numel() for tensor in bundle.model.state_dict().values())
         return report
     tensors = _tensors(bundle, known, report)

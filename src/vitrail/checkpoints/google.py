@@ -50,12 +50,12 @@ def flatten_group_norms(archive: Archive) -> None:
 
 def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
     if "conv_root/kernel" not in shapes:
-        return infer_vit(shapes, hints, linen=False, positions=_POSITIONS)
+        return infer_vit(shapes, hints, linen=False, positions=_POSITIONS, covers=True)
     _, _, channels, root = shapes("conv_root/kernel", 4)
     blocks = shapes.count("block{}/unit1/conv1/kernel", start=1)
     layers = tuple(shapes.count(f"block{b}/unit{{}}/conv1/kernel", start=1) for b in range(1, blocks + 1))
     resnet = resnet_config(layers, root, _RESNET, shapes.path)
-    return infer_vit(shapes, hints, linen=False, positions=_POSITIONS, resnet=resnet, channels=channels)
+    return infer_vit(shapes, hints, linen=False, positions=_POSITIONS, covers=True, resnet=resnet, channels=channels)
 
 
 def _table(config: ModelConfig) -> list[Row]:
@@ -84,6 +84,7 @@ GOOGLE = Format(
     needs={
         **PLAIN,
         "position": ("learned",),
+        "position_prefix": (True,),
         "pooling": ("class", "mean"),
         "final_norm": ("before-pool",),
         "distill_token": (False,),

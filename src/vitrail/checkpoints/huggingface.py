@@ -7,7 +7,7 @@ from typing import Any
 
 from vitrail.checkpoints.archive import Archive
 from vitrail.checkpoints.format import PLAIN, Format
-from vitrail.checkpoints.infer import Hints, Shapes, vit_config
+from vitrail.checkpoints.infer import Hints, Shapes, hint_rectangle, vit_config
 from vitrail.checkpoints.mapping import Row, both, rename, repeated, row
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ViTConfig
@@ -63,6 +63,7 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
     if not said:
         hints.notes.append(f"no config.json beside the weights: GELU 'erf' and eps {_EPS:g} assumed, as transformers does")
     width, channels, height, across = shapes("embeddings.patch_embeddings.projection.weight", 4)
+    hint_rectangle(hints, said.get("image_size"), (height, across))
     first = _LAYER.format(i=0)
     headed = "classifier.weight" in shapes
     config = vit_config(
@@ -75,6 +76,7 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
         kernel=(channels, height, across),
         table=shapes("embeddings.position_embeddings", 3)[1],
         heads=said.get("num_attention_heads"),
+        covers=True,
         class_token=True,
         qkv_bias=f"{first}.attention.attention.query.bias" in shapes,
         pre_logits=shapes("pooler.dense.weight", 2)[0] if "pooler.dense.weight" in shapes and not headed else None,

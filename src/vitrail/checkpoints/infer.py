@@ -66,6 +66,7 @@ def vit_config(
     kernel: tuple[int, int, int],  # channels, height, width of the patch embedding
     table: int | None,  # positions stored, prefix included; None: no table
     heads: int | None = None,
+    covers: bool | None = None,  # whether the table covers the prefix tokens, where the format always or never does
     channels: int = 3,
     resnet: ResNetConfig | None = None,
     **fields: Any,
@@ -79,6 +80,8 @@ def vit_config(
     patch = (kernel[1], kernel[2])
     prefix = int(fields["class_token"]) + int(fields.get("distill_token", False)) + fields.get("registers", 0)
     stride = resnet.stride if resnet else 1
+    if covers is not None:
+        given.setdefault("position_prefix", covers)
     grid, covered = _grid(shapes.path, table, prefix, given, (patch[0] * stride, patch[1] * stride), hints)
     if table is None:
         covered = False
@@ -101,6 +104,12 @@ def vit_config(
             f"{shapes.path}: the patch embedding takes {kernel[0]} channels, but the ResNet before it gives {resnet.out_channels}."
         )
     return config.replace(**given)
+
+
+def hint_rectangle(hints: Hints, size: Any, patch: Pair) -> None:
+    """Take the grid from an image size that a config.json gives as two sides, unless the user gave one."""
+    if isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(side, int) for side in size):
+        hints.fields.setdefault("grid", (size[0] // patch[0], size[1] // patch[1]))
 
 
 def resnet_config(layers: tuple[int, ...], root: int, numerics: Mapping[str, Any], path: Path) -> ResNetConfig:
@@ -157,6 +166,8 @@ def _grid(path: Path, table: int | None, prefix: int, given: dict[str, Any], str
     squares = {value: math.isqrt(n) for value, n in options.items() if n > 0 and math.isqrt(n) ** 2 == n}
     if len(squares) == 1:
         ((covered, side),) = squares.items()
+        if not covered:
+            hints.notes.append(f"position table of {table} read as {side}×{side} patches, prefix tokens not covered")
         return (side, side), covered
     why = "could be read in two ways" if squares else "is no square grid"
     raise VitrailError(

@@ -67,17 +67,17 @@ def load(
     found = locate(ref)
     with damage_named(found.name):
         bundle = _native(found, fields, drop, verify) if found.kind == "vitrail" else read_foreign(found, fields, drop)
-        if channels is not None:
-            adapt.change_channels(bundle, channels, stem)
-        if image_size is not None:
-            adapt.change_size(bundle, image_size)
-        if outputs is not None:
-            adapt.change_outputs(bundle, outputs)
-        if preprocess is not None:
-            bundle.preprocess = _given(preprocess, bundle.model.config)
-        if classes is not None:
-            native.check_task(bundle.task, classes, bundle.model.config.outputs)
-            bundle.classes = tuple(classes)
+    if channels is not None:
+        adapt.change_channels(bundle, channels, stem)
+    if image_size is not None:
+        adapt.change_size(bundle, image_size)
+    if outputs is not None:
+        adapt.change_outputs(bundle, outputs)
+    if preprocess is not None:
+        bundle.preprocess = _given(preprocess, bundle.model.config)
+    if classes is not None:
+        native.check_task(bundle.task, classes, bundle.model.config.outputs)
+        bundle.classes = tuple(classes)
     if device is not None or dtype is not None:
         bundle.model.to(device=device, dtype=dtype)
     return bundle
@@ -184,7 +184,7 @@ def _preprocess(found: Found, known: Format, config: ModelConfig, report: Report
         recorded = from_timm(found.config, size, channels)
     if recorded is None:
         recorded = preset(known.preset, size=size, channels=channels)
-        report.notes.append(f"the file does not say its preprocessing: {known.preset!r} assumed, preprocess= changes it")
+        report.notes.append(f"the file does not say its preprocessing: {known.preset!r} assumed; preprocess= changes it")
     if recorded.size != size:
         report.notes.append(f"the recorded preprocessing gives {recorded.size}, the model takes {size}: brought to the model's")
         recorded = recorded.with_size(size)

@@ -39,11 +39,13 @@ def save(
     task: str = "classify",
     provenance: Mapping[str, Any] | None = None,
     shard_size: int = SHARD_SIZE,
+    read_back: bool = False,
 ) -> None:
     """Write a checkpoint folder, wholly or not at all. A checkpoint of that name is replaced, anything else is left alone.
 
     The model may be compiled, wrapped for data parallelism, on any device and in any mode; it is not changed. `classes` are
-    the names of the outputs in order, `provenance` says where the weights come from, in words of your own.
+    the names of the outputs in order, `provenance` says where the weights come from, in words of your own. With `read_back`
+    the folder is loaded and fully verified before it gets its name.
     """
     bare, state = _bare_state(model)
     config: ModelConfig = bare.config  # type: ignore[assignment]
@@ -70,6 +72,8 @@ def save(
             "sha256": {name: sha256(temporary / name) for name in files},
         }
         (temporary / _CONFIG).write_text(_json(described, target), encoding="utf-8")
+        if read_back:
+            read(temporary, verify="full")
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from vitrail.checkpoints.archive import Archive
 from vitrail.checkpoints.format import PLAIN, Format
-from vitrail.checkpoints.infer import Hints, Shapes, bit_config, resnet_config, vit_config
+from vitrail.checkpoints.infer import Hints, Shapes, bit_config, hint_rectangle, resnet_config, vit_config
 from vitrail.checkpoints.mapping import DENSE_AS_OIHW, Row, both, rename, repeated, row
 from vitrail.errors import VitrailError
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
@@ -93,7 +93,7 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
     width, *kernel = shapes("patch_embed.proj.weight", 4)
     pooled = "attn_pool.latent" in shapes
     after = "fc_norm.weight" in shapes
-    tokens = {
+    tokens: dict[str, Any] = {
         "class_token": "cls_token" in shapes,
         "distill_token": "dist_token" in shapes,
         "registers": shapes("reg_token", 3)[1] if "reg_token" in shapes else 0,
@@ -104,11 +104,14 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
             f"so its logits would differ; such a file is refused."
         )
     pooling = "map" if pooled else _pooling(hints.config) or ("class" if tokens["class_token"] and not after else "mean")
+    numerics = NUMERICS | ({"gelu": "tanh"} if _argument(hints.config, "act_layer") == "gelu_tanh" else {})
     resnet, channels = _infer_resnet(shapes)
+    if resnet is None:
+        hint_rectangle(hints, _argument(hints.config, "img_size"), (kernel[1], kernel[2]))
     return vit_config(
         shapes,
         hints,
-        numerics=NUMERICS,
+        numerics=numerics,
         width=width,
         depth=shapes.count("blocks.{}.norm1.weight"),
         mlp=shapes("blocks.0.mlp.fc1.weight", 2)[0],
@@ -124,7 +127,6 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
         layer_scale=1e-5 if "blocks.0.ls1.gamma" in shapes else None,
         pre_logits=shapes("pre_logits.fc.weight", 2)[0] if "pre_logits.fc.weight" in shapes else None,
         outputs=shapes("head.weight", 2)[0] if "head.weight" in shapes else 0,
-        **({"gelu": "tanh"} if _argument(hints.config, "act_layer") == "gelu_tanh" else {}),
         **tokens,
     )
 

@@ -58,6 +58,7 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
         mlp=shapes(f"{first}.mlp.0.weight", 2)[0],
         kernel=(channels, height, across),
         table=shapes("encoder.pos_embedding", 3)[1],
+        covers=True,
         class_token=True,
         qkv_bias=f"{first}.self_attention.in_proj_bias" in shapes,
         pre_logits=shapes("heads.pre_logits.weight", 2)[0] if "heads.pre_logits.weight" in shapes else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -87,17 +88,25 @@ def _class_names(path: Path) -> tuple[str, ...]:
 
 def _table(report: Report, *, every: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("in the file", "in the model", "shape there", "shape here", "how"):
+    for column in ("in the file", "in the model", "shape there → here", "how"):
         table.add_column(column, overflow="fold")
     for row, count in [(row, 1) for row in report.mapped] if every else _collapsed(report.mapped):
-        times = f" (×{count})" if count > 1 else ""
-        names = "\n".join(row.theirs), row.ours + times
-        table.add_row(*names, size_text(row.theirs_shape), size_text(row.ours_shape), row.rule)
+        times = f" ×{count}" if count > 1 else ""
+        here = "" if row.rule == "same" else f" → {size_text(row.ours_shape)}"
+        table.add_row(_together(row.theirs), row.ours + times, size_text(row.theirs_shape) + here, row.rule)
     for name, why in report.dropped if every else report.dropped[:12]:
-        table.add_row(name, "dropped", "", "", why)
+        table.add_row(name, "dropped", "", why)
     if len(report.dropped) > 12 and not every:
-        table.add_row(f"… and {len(report.dropped) - 12} more", "dropped", "", "", report.dropped[-1][1])
+        table.add_row(f"… and {len(report.dropped) - 12} more", "dropped", "", report.dropped[-1][1])
     return table
+
+
+def _together(names: tuple[str, ...]) -> str:
+    """Several names that differ in one word, as one: a/{query,key,value}/kernel."""
+    if len(names) == 1:
+        return names[0]
+    words = [re.split(r"([./])", name) for name in names]
+    return "".join(part[0] if len(set(part)) == 1 else f"{{{','.join(part)}}}" for part in zip(*words, strict=True))
 
 
 def _collapsed(rows: list[Mapped]) -> list[tuple[Mapped, int]]:
@@ -121,16 +130,7 @@ def _plain(bundle: Bundle, written: Report) -> dict[str, Any]:
         "to": written.format,
         "parameters": read.parameters,
         "percent": read.percent,
-        "mapped": [
-            {
-                "ours": r.ours,
-                "theirs": list(r.theirs),
-                "ours_shape": list(r.ours_shape),
-                "theirs_shape": list(r.theirs_shape),
-                "rule": r.rule,
-            }
-            for r in read.mapped
-        ],
+        "mapped": [dataclasses.asdict(row) for row in read.mapped],
         "dropped": [{"name": name, "why": why} for name, why in read.dropped],
         "notes": [*read.notes, *written.notes],
     }

@@ -86,19 +86,17 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("numerics", _numerics(config)),
         (
             "preprocessing",
-            bundle.preprocess.describe() if bundle.preprocess else "not recorded: give --preprocess where it is needed",
+            bundle.preprocess.describe() if bundle.preprocess else "not recorded",
         ),
         ("outputs", f"{config.outputs}, {_classes(bundle)}, task {bundle.task}"),
         ("head", _HEADS[bundle.head]),
     ]
     lines += [("origin", f"{key}: {value}") for key, value in bundle.provenance.items()]
     if found["verified"]:
-        full = (
-            "SHA-256, checksum and golden outputs agree"
-            if found["verified"] == "full"
-            else "checksum and quick golden output agree"
+        full = found["verified"] == "full"
+        lines.append(
+            ("verified", "SHA-256, checksum and golden outputs agree" if full else "checksum and golden tokens agree")
         )
-        lines.append(("verified", full))
     if bundle.report.dropped:
         lines.append(("dropped", f"{len(bundle.report.dropped)} tensors, such as {' because '.join(bundle.report.dropped[0])}"))
     return lines + [("note", note) for note in bundle.report.notes]

@@ -1,0 +1,372 @@
+"""Files that are damaged, lying or malicious: always one sentence, never a crash, a hang or half an output."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints.small_models import KINDS, SUFFIX, bundle_of, needed_fields
+from vitrail.checkpoints import convert, write
+from vitrail.checkpoints.loading import load
+from vitrail.errors import VitrailError
+from vitrail.models import BiTConfig, ModelConfig, ResNetConfig, ViTConfig
+
+TINY = ViTConfig(name="tiny", width=4, depth=1, heads=2, mlp=4, patch=(2, 2), image_size=(4, 4), outputs=2)
+TINY_BIT = BiTConfig(name="tiny", resnet=ResNetConfig(layers=(1,)), outputs=2, image_size=(8, 8))
+
+
+class Escape:
+    """A pickle that writes a file when it is run."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def written(folder: Path, name: str, config: ModelConfig = KINDS["plain"], suffix: str | None = None) -> Path:
+    target = folder / f"good{SUFFIX[name] if suffix is None else suffix}"
+    write(bundle_of(config), target, name)
+    return target
+
+
+def refused(path: Path | str, message: str, **fields: object) -> None:
+    with pytest.raises(VitrailError, match=message):
+        load(path, **{**needed_fields(KINDS["plain"]), **fields})
+
+
+# Pickle never runs
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_malicious_pth_does_not_run(legacy: bool, tmp_path: Path) -> None:
+    torch.save({"model": Escape(tmp_path / "ran")}, tmp_path / "evil.pth", _use_new_zipfile_serialization=not legacy)
+    refused(tmp_path / "evil.pth", r"evil\.pth needs unsafe unpickling.*trusted sandbox")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_bare_malicious_pickle_does_not_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.pth").write_bytes(pickle.dumps(Escape(tmp_path / "ran")))
+    refused(tmp_path / "evil.pth", "evil")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_malicious_npz_does_not_run(tmp_path: Path) -> None:
+    np.savez(tmp_path / "evil.npz", **{"embedding/kernel": np.array([Escape(tmp_path / "ran")], dtype=object)})
+    refused(tmp_path / "evil.npz", r"needs unsafe unpickling \('embedding/kernel' holds Python objects\)")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_honest_namespace_gets_the_same_advice(tmp_path: Path) -> None:
+    torch.save({"model": {}, "args": argparse.Namespace(lr=1)}, tmp_path / "deit.pth")
+    refused(tmp_path / "deit.pth", r"needs unsafe unpickling \(argparse\.Namespace\)")
+
+
+# Damage
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize(("name", "suffix"), [("google", ".npz"), ("timm", ".safetensors"), ("torchvision", ".pth")])
+def test_truncated_files(name: str, suffix: str, share: float, tmp_path: Path) -> None:
+    path = written(tmp_path, name, suffix=suffix)
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    refused(path, r"is empty|damaged|incomplete|no weight file")
+
+
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    for start, message in {
+        b"version https://git-lfs.github.com/spec/v1": "Git LFS pointer",
+        b"<!DOCTYPE html><html>": "web page",
+        b"\x89HDF\r\n\x1a\n": "HDF5",
+        b"just some text that goes on": "no weight file known here",
+    }.items():
+        (tmp_path / "x.npz").write_bytes(start)
+        refused(tmp_path / "x.npz", message)
+    refused(tmp_path / "missing.npz", "There is no checkpoint")
+    refused(tmp_path, "without a checkpoint's config.json")
+
+
+@pytest.mark.parametrize(("name", "from_suffix", "to_suffix"), [("google", ".npz", ".pth"), ("timm", ".safetensors", ".npz")])
+def test_a_wrong_suffix_does_not_matter(name: str, from_suffix: str, to_suffix: str, tmp_path: Path) -> None:
+    path = written(tmp_path, name, suffix=from_suffix)
+    moved = path.rename(tmp_path / f"moved{to_suffix}")
+    assert load(moved, **needed_fields(KINDS["plain"])).report.format == name
+
+
+def test_shuffled_tensors_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "timm")
+    tensors = load_file(path)
+    names = list(tensors)
+    values = list(tensors.values())
+    random.Random(0).shuffle(values)
+    save_file({name: value.clone() for name, value in zip(names, values, strict=True)}, path)
+    refused(path, "good")
+
+
+def test_one_renamed_tensor_is_named_on_both_sides(tmp_path: Path) -> None:
+    path = written(tmp_path, "timm")
+    tensors = load_file(path)
+    tensors["blocks.1.attn.projection.weight"] = tensors.pop("blocks.1.attn.proj.weight")
+    save_file(dict(tensors), path)
+    refused(
+        path, r"without a place \(1\): blocks\.1\.attn\.projection\.weight.*Missing.*blocks\.1\.attn\.proj\.weight.*Did you mean"
+    )
+
+
+def test_extra_tensors_are_refused_unless_named(tmp_path: Path) -> None:
+    path = written(tmp_path, "timm")
+    save_file({**load_file(path), "decoder.weight": torch.ones(2, 2)}, path)
+    refused(path, r"decoder\.weight.*drop=")
+    bundle = load(path, drop=["decoder.*"], **needed_fields(KINDS["plain"]))
+    assert bundle.report.dropped == [("decoder.weight", "dropped as asked")]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["google", "timm"])
+def test_values_that_are_not_finite(name: str, value: float, tmp_path: Path) -> None:
+    bundle = bundle_of(KINDS["plain"])
+    with torch.no_grad():
+        bundle.model.blocks[1].mlp.up.weight[3, 2] = value  # type: ignore[union-attr,index]
+    with pytest.raises(VitrailError, match="not finite"):
+        write(bundle, tmp_path / f"x{SUFFIX[name]}", name)
+    assert list(tmp_path.iterdir()) == []
+    path = written(tmp_path, "google")
+    arrays = dict(np.load(path))
+    arrays["head/kernel"][0, 0] = value
+    np.savez(path, **arrays)
+    refused(path, "head/kernel holds values that are not finite")
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.complex64, np.bool_, "S4"])
+def test_wrong_dtypes(dtype: object, tmp_path: Path) -> None:
+    path = written(tmp_path, "google")
+    arrays = dict(np.load(path))
+    arrays["cls"] = arrays["cls"].astype(dtype)  # type: ignore[arg-type]
+    np.savez(path, **arrays)
+    refused(path, "'cls' is no floating-point tensor")
+
+
+def test_a_zip_bomb_is_refused_before_it_unpacks(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as bundle:
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 27,)})
+        with bundle.open("embedding/kernel.npy", "w") as member:
+            member.write(header.getvalue())
+            for _ in range(512):
+                member.write(bytes(1 << 20))
+    assert (tmp_path / "bomb.npz").stat().st_size < 2 << 20
+    refused(tmp_path / "bomb.npz", "claims to unpack to 536,")
+
+
+def test_absurd_shapes_allocate_nothing(tmp_path: Path) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 1 << 10)})
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as bundle:
+        bundle.writestr("embedding/kernel.npy", header.getvalue() + bytes(64))
+    refused(tmp_path / "huge.npz", "bytes are stored for it")
+    text = b'{"patch_embed.proj.weight":{"dtype":"F32","shape":[1099511627776,3,16,16],"data_offsets":[0,64]}}'
+    (tmp_path / "huge.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
+    refused(tmp_path / "huge.safetensors", "damaged")
+
+
+def test_an_empty_axis_cannot_smuggle_in_a_size(tmp_path: Path) -> None:
+    path = written(tmp_path, "timm")
+    tensors = load_file(path)
+    tensors["patch_embed.proj.weight"] = torch.empty(0, 3, 8, 8)
+    save_file(dict(tensors), path)
+    refused(path, "none empty")
+
+
+def test_the_same_name_twice(tmp_path: Path) -> None:
+    path = written(tmp_path, "google")
+    with zipfile.ZipFile(path) as bundle:
+        content = bundle.read("cls.npy")
+    with pytest.warns(UserWarning), zipfile.ZipFile(path, "a") as bundle:
+        bundle.writestr("cls.npy", content)
+    refused(path, "'cls' twice")
+    path = written(tmp_path, "timm")
+    save_file({**load_file(path), "module.cls_token": torch.ones(1, 1, 32)}, path)
+    refused(path, "in two spellings")
+
+
+def test_heads_are_asked_for_where_nothing_shows_them(tmp_path: Path) -> None:
+    path = written(tmp_path, "timm")
+    with pytest.raises(VitrailError, match=r"width 32, depth 3 and MLP 64.*heads="):
+        load(path)
+    refused(written(tmp_path, "google"), "heads=2 was given, but the shapes in .* say 4", heads=2)
+    refused(path, "no field 'haeds'", haeds=3)
+
+
+def test_a_rectangular_table_is_asked_about(tmp_path: Path) -> None:
+    path = written(tmp_path, "google", KINDS["rectangle"].replace(image_size=(32, 24)))
+    with pytest.raises(VitrailError, match=r"position table of 25 entries.*grid=\(rows, columns\)"):
+        load(path)
+    assert load(path, grid=(4, 6)).model.config.image_size == (32, 24)
+    refused(path, "does not fit", grid=(5, 5))
+
+
+def test_our_own_weights_without_their_config(tmp_path: Path) -> None:
+    path = written(tmp_path, "vitrail")
+    (path / "config.json").unlink()
+    refused(path / "model.safetensors", "without their config.json")
+
+
+def test_weights_of_something_else(tmp_path: Path) -> None:
+    save_file({"layer1.0.conv1.weight": torch.ones(2, 2), "fc.weight": torch.ones(2)}, tmp_path / "resnet.safetensors")
+    refused(tmp_path / "resnet.safetensors", r"holds 2 tensors \(fc\.weight, layer1.*fit no format")
+    torch.save([1, 2], tmp_path / "list.pth")
+    refused(tmp_path / "list.pth", "holds a list")
+    torch.save({"epoch": 3}, tmp_path / "none.pth")
+    refused(tmp_path / "none.pth", "no tensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", 64),
+        ("num_hidden_layers", 12),
+        ("patch_size", 16),
+        ("image_size", 224),
+        ("id2label", {"0": "a"}),
+        ("hidden_act", "relu"),
+        ("num_attention_heads", 5),
+        ("num_attention_heads", "many"),
+        ("layer_norm_eps", "small"),
+    ],
+)
+def test_a_hugging_face_config_that_lies(key: str, value: object, tmp_path: Path) -> None:
+    import json
+
+    path = written(tmp_path, "hf")
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**said, key: value}))
+    with pytest.raises(VitrailError):
+        load(path)
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path, "google", KINDS["hybrid"])
+    for target, to in (("out", "hf"), ("out.pth", "torchvision"), ("out.npz", "bit"), ("out.txt", "timm"), ("out", "nowhere")):
+        with pytest.raises(VitrailError):
+            convert(path, tmp_path / target, to, grid=KINDS["hybrid"].grid)
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+# Ten thousand mutations
+
+
+def mutations(content: bytes, count: int, seed: int) -> list[bytes]:
+    """Flipped bits, overwritten, inserted, removed, repeated and swapped pieces; most of them where names and sizes are."""
+    rng = random.Random(seed)
+    results = []
+    for _ in range(count):
+        changed = bytearray(content)
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            place = (
+                int(len(changed) * rng.random() ** rng.choice((1, 4)))
+                if rng.random() < 0.7
+                else max(0, len(changed) - 1 - int(rng.expovariate(1 / 400)))
+            )
+            place = min(place, max(len(changed) - 1, 0))
+            size = rng.choice((1, 2, 4, 8, 40))
+            match rng.randrange(7):
+                case 0:
+                    changed[place] ^= 1 << rng.randrange(8)
+                case 1:
+                    changed[place : place + size] = rng.randbytes(size)
+                case 2:
+                    changed[place:place] = rng.randbytes(size)
+                case 3:
+                    del changed[place : place + size]
+                case 4:
+                    changed[place : place + size] = rng.choice((b"\xff", b"\x00", b"9", b"-", b"]", b"}", b"\x7f")) * size
+                case 5:
+                    del changed[place:]
+                case 6:
+                    other = rng.randrange(len(changed))
+                    piece = changed[place : place + size]
+                    changed[other : other + size] = piece
+            if not changed:
+                break
+        results.append(bytes(changed))
+    return results
+
+
+FUZZED = [
+    ("google", TINY, ".npz"),
+    ("big-vision", TINY, ".npz"),
+    ("timm", TINY, ".safetensors"),
+    ("timm", TINY, ".pth"),
+    ("hf", TINY, ""),
+    ("torchvision", TINY, ".pth"),
+    ("torchvision", TINY, ".safetensors"),
+    ("vitrail", TINY, ""),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "config", "suffix"), FUZZED)
+def test_mutated_files_raise_our_error_or_load(name: str, config: ModelConfig, suffix: str, tmp_path: Path) -> None:
+    """1300 mutations of each kind of file, 10,400 together. Anything but a VitrailError fails the test."""
+    good = written(tmp_path, name, config, suffix)
+    files = sorted(good.iterdir()) if good.is_dir() else [good]
+    fields = {} if name == "vitrail" else needed_fields(config)
+    load(good, **fields)
+    outcomes = {"loaded": 0, "refused": 0}
+    for file in files:
+        content = file.read_bytes()
+        for changed in mutations(content, 1300 // len(files), seed=len(name) + len(suffix)):
+            file.write_bytes(changed)
+            try:
+                load(good, **fields)
+                outcomes["loaded"] += 1
+            except VitrailError as error:
+                assert str(error)
+                outcomes["refused"] += 1
+        file.write_bytes(content)
+    assert outcomes["refused"] > 300, outcomes
+    assert [item.name for item in tmp_path.iterdir()] == [good.name]
+
+
+@pytest.mark.slow
+def test_mutated_sources_leave_no_partial_output(tmp_path: Path) -> None:
+    good = written(tmp_path, "google", TINY)
+    content = good.read_bytes()
+    for number, changed in enumerate(mutations(content, 150, seed=99)):
+        good.write_bytes(changed)
+        target = tmp_path / f"out{number}"
+        try:
+            convert(good, target, "vitrail")
+        except VitrailError:
+            assert [item.name for item in tmp_path.iterdir()] == [good.name]
+            continue
+        load(target, verify="full")
+        for item in target.iterdir():
+            item.unlink()
+        target.rmdir()
+
+
+def test_mutated_bit_files(tmp_path: Path) -> None:
+    good = written(tmp_path, "bit", TINY_BIT)
+    content = good.read_bytes()
+    refusals = 0
+    for changed in mutations(content, 60, seed=4):
+        good.write_bytes(changed)
+        try:
+            load(good)
+        except VitrailError:
+            refusals += 1
+    assert refusals

@@ -1,0 +1,248 @@
+"""Vitrail's own folder: everything comes back, and nothing changed goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import vitrail
+from tests.checkpoints.small_models import KINDS, SMALL, bundle_of, images_for, random_model
+from vitrail.checkpoints.golden import golden_image
+from vitrail.checkpoints.native import checksum
+from vitrail.data.preprocess import preset
+from vitrail.errors import VitrailError
+from vitrail.models import ViTConfig
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    prepared = preset("google-vit", size=(32, 32))
+    origin = {"run": "r1", "epoch": 3}
+    vitrail.save(tmp_path / "ckpt", random_model(KINDS["plain"]), preprocess=prepared, classes=tuple("abcde"), provenance=origin)
+    return tmp_path / "ckpt"
+
+
+def change(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for path, value in values.items():
+        *parents, last = path.split("__")
+        inner = config
+        for parent in parents:
+            inner = inner[parent]
+        inner[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_everything_comes_back(folder: Path) -> None:
+    bundle = vitrail.load(folder)
+    assert bundle.model.config == KINDS["plain"]
+    assert bundle.preprocess == preset("google-vit", size=(32, 32))
+    assert (bundle.classes, bundle.task, bundle.provenance) == (tuple("abcde"), "classify", {"run": "r1", "epoch": 3})
+    assert sorted(item.name for item in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert not bundle.model.training
+    images = images_for(KINDS["plain"])
+    assert torch.equal(bundle.model(images), random_model(KINDS["plain"])(images))
+
+
+def test_loaded_weights_can_be_trained_without_touching_the_file(folder: Path) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    model = vitrail.load(folder).model.train()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(images_for(KINDS["plain"])).sum().backward()
+    optimiser.step()
+    assert all(parameter.requires_grad and parameter.grad is not None for parameter in model.parameters())
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_folder_and_the_weight_file_lead_to_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copytree(folder, tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.json").write_text('{"recipe": "digits"}')
+    for ref in (tmp_path / "run", folder / "model.safetensors", str(folder)):
+        assert vitrail.load(ref).classes == tuple("abcde")
+
+
+@pytest.mark.parametrize("kind", ["plain", "hybrid", "bit"])
+def test_large_weights_are_sharded_as_the_hub_does(kind: str, tmp_path: Path) -> None:
+    model = random_model(KINDS[kind])
+    vitrail.save(tmp_path / "big", model, shard_size=20_000)
+    files = sorted(item.name for item in (tmp_path / "big").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "big" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    again = vitrail.load(tmp_path / "big", verify="full").model
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    (tmp_path / "big" / files[1]).unlink()
+    with pytest.raises(VitrailError, match="There is no file"):
+        vitrail.load(tmp_path / "big")
+
+
+@pytest.mark.parametrize("verify", ["quick", "full"])
+@pytest.mark.parametrize("bit", range(0, 32, 5))
+def test_any_flipped_bit_of_the_weights_is_found(folder: Path, verify: Any, bit: int) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    word = start + 4 * ((len(content) - start) // 8)
+    content[word + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with pytest.raises(VitrailError, match=r"not those that were saved|SHA-256"):
+        vitrail.load(folder, verify=verify)
+
+
+def test_sha256_finds_what_the_checksum_cannot(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["head.weight"] = tensors["head.weight"].flip(0)  # the same values in another order
+    save_file(dict(tensors), path)
+    with pytest.raises(VitrailError, match="does not compute what it computed"):
+        vitrail.load(folder)
+    with pytest.raises(VitrailError, match="SHA-256"):
+        vitrail.load(folder, verify="full")
+    assert vitrail.load(folder, verify="none").classes == tuple("abcde")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("gelu", "erf"), ("norm_eps", 1e-3), ("heads", 2), ("pooling", "mean"), ("patch", [4, 16])],
+)
+def test_a_config_that_lies_about_the_function_is_found(folder: Path, field: str, value: Any) -> None:
+    change(folder, **{f"model__{field}": value})
+    with pytest.raises(VitrailError, match=r"does not compute what it computed|is 32×3×8×8 where the rest"):
+        vitrail.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__width": 64}, "belong to different models"),
+        ({"model__depth": 4}, r"Missing from the file \(12\)"),
+        ({"model__outputs": 6}, "where the rest of the file asks for"),
+        ({"model__wings": 2}, "no field 'wings'"),
+        ({"model__width": 2**62}, "multiple|cannot be read|asks for"),
+        ({"model__width": "wide"}, "whole numbers"),
+        ({"model": None}, "'model' is missing or not what it should be"),
+        ({"version": 99}, "Update Vitrail"),
+        ({"classes": ["a"]}, "1 class names were given for a model with 5 outputs"),
+        ({"task": "dream"}, "it can be classify"),
+        ({"preprocess__size": [0, 0]}, "at least 1"),
+        ({"golden": {}}, "no golden output"),
+        ({"golden__quick__logits": ["x"] * 5}, "do not fit this model"),
+        ({"weights__checksum": "0"}, "not those that were saved"),
+        ({"weights": 3}, "'weights' is missing"),
+    ],
+)
+def test_a_damaged_config_is_a_sentence(folder: Path, changes: dict[str, Any], message: str) -> None:
+    change(folder, **changes)
+    with pytest.raises(VitrailError, match=message):
+        vitrail.load(folder)
+
+
+def test_an_index_cannot_lead_out_of_the_folder(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"head.bias": "../../secret.safetensors"}}))
+    with pytest.raises(VitrailError, match="does not list safetensors files of this folder"):
+        vitrail.load(folder)
+
+
+def test_only_checkpoints_are_replaced(folder: Path, tmp_path: Path) -> None:
+    vitrail.save(folder, random_model(KINDS["plain"], seed=3))
+    assert vitrail.load(folder).classes is None
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    with pytest.raises(VitrailError, match="left as it is"):
+        vitrail.save(home, random_model(KINDS["plain"]))
+    assert (home / "thesis.tex").read_text() == "years of work"
+    with pytest.raises(VitrailError, match="is a file"):
+        vitrail.save(home / "thesis.tex", random_model(KINDS["plain"]))
+
+
+def test_what_must_not_be_saved(tmp_path: Path) -> None:
+    model = random_model(KINDS["plain"])
+    with pytest.raises(VitrailError, match="3 class names were given for a model with 5 outputs"):
+        vitrail.save(tmp_path / "x", model, classes=("a", "b", "c"))
+    with pytest.raises(VitrailError, match="plain values"):
+        vitrail.save(tmp_path / "x", model, provenance={"model": model})
+    with pytest.raises(VitrailError, match="only Vitrail's models"):
+        vitrail.save(tmp_path / "x", torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        model.norm.weight[0] = float("nan")
+    with pytest.raises(VitrailError, match="not finite"):
+        vitrail.save(tmp_path / "x", model)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Wrapper(torch.nn.Module):
+    """As DistributedDataParallel holds its model."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_wrapped_and_compiled_models_are_saved_plainly(tmp_path: Path) -> None:
+    plain = random_model(KINDS["plain"])
+    for wrapped in (Wrapper(plain), torch.compile(plain), Wrapper(torch.compile(plain))):  # type: ignore[arg-type]
+        vitrail.save(tmp_path / "x", wrapped)
+        again = vitrail.load(tmp_path / "x").model.state_dict()
+        assert all(torch.equal(tensor, again[name]) for name, tensor in plain.state_dict().items())
+
+
+def test_saving_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = random_model(KINDS["plain"]).train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    vitrail.save(tmp_path / "x", model)
+    assert model.training and all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_fields_can_be_changed_on_loading(folder: Path) -> None:
+    bundle = vitrail.load(folder, dropout=0.25, stochastic_depth=0.1)
+    assert (bundle.model.config.dropout, bundle.model.config.stochastic_depth) == (0.25, 0.1)  # type: ignore[union-attr]
+    assert "dropout=0.25" in bundle.report.notes[0]
+    with pytest.raises(VitrailError, match="no field 'dropuot'"):
+        vitrail.load(folder, dropuot=0.25)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_passes_its_own_golden_check(dtype: torch.dtype, tmp_path: Path) -> None:
+    vitrail.save(tmp_path / "x", random_model(KINDS["plain"], dtype=dtype))
+    assert vitrail.load(tmp_path / "x", verify="full").model.norm.weight.dtype is dtype
+
+
+def test_the_golden_image_is_fixed_for_ever() -> None:
+    image = golden_image(3, (2, 2)).flatten()
+    expected = []
+    for i in range(12):
+        mixed = (i + 1) * 2654435761 % 2**32
+        mixed = (mixed ^ (mixed >> 15)) * 2246822519 % 2**32
+        expected.append(mixed / 2**31 - 1)
+    torch.testing.assert_close(image, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=0)
+    large = golden_image(3, (64, 64))
+    assert abs(float(large.mean())) < 0.02 and abs(float(large.std()) - 3**-0.5) < 0.02
+
+
+def test_the_checksum_sees_names_shapes_and_values() -> None:
+    state = {"a": torch.randn(4, 3), "b": torch.randn(5)}
+    first = checksum(state)
+    assert checksum(dict(reversed(state.items()))) == first
+    assert checksum({"a": state["a"].reshape(3, 4), "b": state["b"]}) != first
+    assert checksum({"c": state["a"], "b": state["b"]}) != first
+    state["b"][2] += 1e-6
+    assert checksum(state) != first
+
+
+def test_a_zero_head_is_still_told_apart_by_its_features(tmp_path: Path) -> None:
+    config = ViTConfig(name="small", **SMALL)
+    bundle = bundle_of(config)
+    bundle.model.replace_head(7)
+    vitrail.save(tmp_path / "x", bundle.model)
+    change(tmp_path / "x", model__gelu="erf")
+    with pytest.raises(VitrailError, match="its pre_logits are off"):
+        vitrail.load(tmp_path / "x")

@@ -66,7 +66,7 @@ def check(
     if opened is None:
         report = Report(source=source, splits={}, problems=problems, notes=notes)
     else:
-        console.print(opened.describe(), highlight=False)
+        console.print(opened.describe(), highlight=False, soft_wrap=True)
         with _progress(console, "checking", sum(map(len, opened.splits.values()))) as advance:
             report = check_source(opened, duplicates=duplicates, workers=workers, progress=advance)
         report.problems[:0] = problems
@@ -123,13 +123,14 @@ def split(
             parts[name] = renamed(part.subset(taken), name)
             rest = np.delete(rest, taken)
     parts["train"] = renamed(train.subset(rest), "train")
-    write_table((parts[name] for name in ("train", "val", "test") if name in parts), table)
+    parts = {name: parts[name] for name in ("train", "val", "test") if name in parts}
+    write_table(parts.values(), table)
     counts = {name: len(part) for name, part in parts.items()}
     if json_:
         print(json.dumps({"table": str(table), "splits": counts, "seed": seed}))  # noqa: T201
     else:
         sizes = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        Console().print(f"{table}: {sizes} images. Use it as csv:{table}", highlight=False)
+        Console().print(f"{table}: {sizes} images. Use it as csv:{table}", highlight=False, soft_wrap=True)
 
 
 def pack(
@@ -170,11 +171,15 @@ def pack(
     """
     console = Console(stderr=json_)
     opened = open_source(source, seed=seed, bad_images=bad_images)
-    console.print(opened.describe(), highlight=False)
+    console.print(opened.describe(), highlight=False, soft_wrap=True)
     packing = plan_packing(opened, size=size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
     start = time.perf_counter()
-    with _progress(console, "packing", sum(map(len, opened.splits.values()))) as advance:
-        about = pack_source(opened, destination, packing, bad_images=bad_images, workers=workers, progress=advance)
+    try:
+        with _progress(console, "packing", sum(map(len, opened.splits.values()))) as advance:
+            about = pack_source(opened, destination, packing, bad_images=bad_images, workers=workers, progress=advance)
+    except KeyboardInterrupt:
+        console.print("Stopped. The same command goes on from here.")
+        raise
     counts = {name: part["count"] for name, part in about["splits"].items()}
     total = sum(part["bytes"] for part in about["splits"].values())
     result = {"packed": str(destination), "splits": counts, "bytes": total, "left_out": about["left_out"], **about["packing"]}
@@ -187,6 +192,7 @@ def pack(
         f"{destination}: {sizes} images, {total / 2**20:,.0f} MiB, checksums verified, "
         f"{time.perf_counter() - start:.0f} s.{skipped} Use it as packed:{destination}",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -237,15 +243,15 @@ def _show(report: Report, sheet: Path | None, console: Console) -> None:
         if classes is not None:
             console.print(classes)
     for note in report.notes:
-        console.print(f"[yellow]note[/]  {_plain(note)}", highlight=False)
+        console.print(f"[yellow]note[/]  {_plain(note)}", highlight=False, soft_wrap=True)
     for problem in report.problems:
-        console.print(f"[red]wrong[/] {_plain(problem.sentence)}", highlight=False)
+        console.print(f"[red]wrong[/] {_plain(problem.sentence)}", highlight=False, soft_wrap=True)
         for item in problem.items[:_SHOWN]:
-            console.print(f"        {_plain(item)}", highlight=False)
+            console.print(f"        {_plain(item)}", highlight=False, soft_wrap=True)
         if len(problem.items) > _SHOWN:
-            console.print(f"        … and {len(problem.items) - _SHOWN:,} more; --json lists all.", highlight=False)
+            console.print(f"        … and {len(problem.items) - _SHOWN:,} more; --json lists all.", highlight=False, soft_wrap=True)
     if sheet is not None:
-        console.print(f"Contact sheet: {sheet}", highlight=False)
+        console.print(f"Contact sheet: {sheet}", highlight=False, soft_wrap=True)
     if not report.problems:
         console.print("[green]Nothing is wrong.[/]")
 

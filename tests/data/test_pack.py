@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.data.pictures import encoded, folder_of, picture
+from vitrail.data import open_source
+from vitrail.data import pack as packing_module
+from vitrail.data.decode import decode, image_header
+from vitrail.data.pack import Packing, pack, plan
+from vitrail.data.types import BadImage, Source
+from vitrail.errors import VitrailError
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.setattr(packing_module, "STRETCH", 4)
+    return open_source(str(folder_of(tmp_path / "photos", {"train/a": 7, "train/b": 6, "val/b": 3})))
+
+
+def packed(source: Source, place: Path, **options: Any) -> Source:
+    pack(source, place, plan(source, **options))
+    return open_source(f"packed:{place}?verify=1")
+
+
+def test_images_of_one_size_come_back_bit_for_bit(photos: Source, tmp_path: Path) -> None:
+    again = packed(photos, tmp_path / "p")
+    assert again.classes == photos.classes
+    for name, split in photos.splits.items():
+        other = again.splits[name]
+        assert other.arrays is not None
+        assert np.array_equal(other.targets, split.targets)
+        for k in range(len(split)):
+            assert other.image_name(k) == split.image_name(k)
+            assert np.array_equal(other.payload(k), decode(split.payload(k), channels=3))
+            assert np.array_equal(other.arrays[k], other.payload(k))
+    assert sorted(file.name for file in (tmp_path / "p").iterdir()) == [
+        "packed.json",
+        "train.images.bin",
+        "train.index.npz",
+        "val.images.bin",
+        "val.index.npz",
+    ]
+    assert open_source(str(tmp_path / "p")).kind == "packed"
+    assert not (tmp_path / "p.partial").exists()
+
+
+def test_a_packed_split_is_small_when_pickled_and_an_unbroken_part_is_a_view(photos: Source, tmp_path: Path) -> None:
+    split = packed(photos, tmp_path / "p").splits["train"]
+    assert split.arrays is not None
+    content = pickle.dumps(split)
+    assert len(content) < 4000 < split.arrays.nbytes
+    assert np.array_equal(pickle.loads(content).payload(5), split.payload(5))
+    part = split.subset(range(2, 6)).arrays
+    assert part is not None
+    assert np.shares_memory(part, split.arrays)
+    assert split.subset([1, 0]).arrays is None
+    assert np.array_equal(split.subset([1, 0]).payload(0), split.payload(1))
+
+
+def test_resizing_is_pillows(photos: Source, tmp_path: Path) -> None:
+    split = photos.splits["train"]
+    cut = packed(photos, tmp_path / "cut", size=20).splits["train"].payload(3)
+    bent = packed(photos, tmp_path / "bent", size=(20, 30), fit="stretch").splits["train"].payload(3)
+    image = Image.fromarray(decode(split.payload(3), channels=3))
+    assert np.array_equal(bent, np.asarray(image.resize((30, 20), Image.Resampling.BICUBIC)))
+    assert np.array_equal(cut, np.asarray(image.resize((24, 20), Image.Resampling.BICUBIC))[:, 2:22])
+
+
+def test_grey_and_deep_images(tmp_path: Path) -> None:
+    deep = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    for name in ("train/a/0.png", "train/b/0.png"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True)
+        (tmp_path / "set" / name).write_bytes(encoded(Image.fromarray(deep)))
+    source = open_source(str(tmp_path / "set"))
+    eight = packed(source, tmp_path / "8").splits["train"].payload(0)
+    sixteen = packed(source, tmp_path / "16", bits=16).splits["train"].payload(0)
+    assert np.array_equal(np.asarray(eight)[:, :, 0], deep >> 8)
+    assert np.array_equal(np.asarray(sixteen)[:, :, 0], deep)
+
+
+def test_images_of_many_sizes_stay_encoded_byte_for_byte(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "set", {"train/a": 2, "train/b": 2})
+    (root / "train/a/wide.jpg").write_bytes(encoded(picture(1, 60, 200), "JPEG"))
+    source = open_source(str(root))
+    split = packed(source, tmp_path / "p").splits["train"]
+    assert split.arrays is None
+    assert [split.payload(k) for k in range(5)] == [source.splits["train"].payload(k) for k in range(5)]
+    with pytest.raises(VitrailError, match=r"differ in size\. Pass --size"):
+        plan(source, store="arrays")
+    small = packed(source, tmp_path / "q", store="encoded", size=30).splits["train"]
+    headers = {small.image_name(k): image_header(small.payload(k)) for k in range(5)}
+    assert (headers["train/a/wide.jpg"].format, headers["train/a/wide.jpg"].height, headers["train/a/wide.jpg"].width) == (
+        "JPEG",
+        30,
+        100,
+    )
+    assert headers["train/a/0.png"].format == "PNG"
+    assert min(headers["train/a/0.png"].height, headers["train/a/0.png"].width) == 30
+
+
+def test_a_stray_size_is_refused_and_not_resized_unasked(tmp_path: Path) -> None:
+    source = open_source(str(folder_of(tmp_path / "set", {"train/a": 90, "train/b": 90})))
+    (tmp_path / "set/train/a/17.png").write_bytes(encoded(picture(1, 41, 48)))
+    chosen = plan(source)
+    assert chosen.exact
+    with pytest.raises(VitrailError, match=r"train/a/17.png is 41×48 where the others are 40×48.*--size"):
+        pack(source, tmp_path / "p", chosen)
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupted(source: Source, place: Path, packing: Packing, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+    true_image = Packing.image
+
+    def image(self: Packing, payload: Any, name: str) -> bytes:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise Interruption
+        return true_image(self, payload, name)
+
+    with monkeypatch.context() as patch, pytest.raises(Interruption):
+        patch.setattr(Packing, "image", image)
+        pack(source, place, packing, workers=1)
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+@pytest.mark.parametrize("store", ["arrays", "encoded"])
+@pytest.mark.parametrize("after", [0, 3, 6, 11, 14])
+def test_an_interrupted_run_goes_on_and_ends_the_same(
+    photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Any, after: int
+) -> None:
+    packing = plan(photos, store=store)
+    pack(photos, tmp_path / "straight", packing)
+    interrupted(photos, tmp_path / "broken", packing, after, monkeypatch)
+    assert not (tmp_path / "broken").exists()
+    with pytest.raises(VitrailError, match="unfinished"):
+        open_source(f"packed:{tmp_path}/broken")
+    worked: list[str] = []
+    true_image = Packing.image
+    monkeypatch.setattr(Packing, "image", lambda self, payload, name: worked.append(name) or true_image(self, payload, name))
+    pack(photos, tmp_path / "broken", packing)
+    assert len(worked) <= 16 - after // 4 * 4 + 3  # whole stretches were not done again
+    assert contents(tmp_path / "broken") == contents(tmp_path / "straight")
+
+
+def test_what_was_spoiled_between_two_runs_is_done_again(photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = plan(photos)
+    pack(photos, tmp_path / "straight", packing)
+    interrupted(photos, tmp_path / "broken", packing, 11, monkeypatch)
+    data = tmp_path / "broken.partial/train.images.bin"
+    content = bytearray(data.read_bytes())
+    content[-5] ^= 1
+    content += b"half an image"
+    data.write_bytes(content)
+    journal = tmp_path / "broken.partial/train.journal"
+    journal.write_text(journal.read_text() + '{"first": 8, "en')
+    pack(photos, tmp_path / "broken", packing)
+    assert contents(tmp_path / "broken") == contents(tmp_path / "straight")
+
+
+def test_other_options_or_images_do_not_mix_with_a_begun_set(
+    photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packing = plan(photos)
+    interrupted(photos, tmp_path / "p", packing, 6, monkeypatch)
+    with pytest.raises(VitrailError, match=r"p.partial was begun with other images or other options"):
+        pack(photos, tmp_path / "p", replace(packing, channels=1))
+    pack(photos, tmp_path / "p", packing)
+    before = contents(tmp_path / "p")
+    pack(photos, tmp_path / "p", packing)  # finished already
+    assert contents(tmp_path / "p") == before
+    with pytest.raises(VitrailError, match="already there and was packed otherwise"):
+        pack(photos, tmp_path / "p", replace(packing, channels=1))
+
+
+def test_bad_images_stop_the_packing_or_are_left_out_and_listed(tmp_path: Path, photos: Source) -> None:
+    (tmp_path / "photos/train/a/2.png").write_bytes(b"")
+    with pytest.raises(BadImage, match=r"train/a/2.png: an empty file"):
+        pack(photos, tmp_path / "p", plan(photos))
+    about = pack(photos, tmp_path / "q", plan(photos), bad_images="skip")
+    assert about["left_out"] == [["train/a/2.png", "an empty file (0 bytes)"]]
+    again = open_source(f"packed:{tmp_path}/q?verify=1").splits["train"]
+    assert len(again) == 12
+    assert [again.image_name(k) for k in range(3)] == ["train/a/0.png", "train/a/1.png", "train/a/3.png"]
+    assert np.bincount(again.targets).tolist() == [6, 6]
+
+
+def test_damage_is_found_by_its_checksum(photos: Source, tmp_path: Path) -> None:
+    place = tmp_path / "p"
+    packed(photos, place)
+    data = place / "train.images.bin"
+    content = bytearray(data.read_bytes())
+    content[40 * 48 * 3 * 5] ^= 255
+    data.write_bytes(content)
+    assert len(open_source(f"packed:{place}").splits["train"]) == 13  # not looked for on every opening
+    with pytest.raises(VitrailError, match=r"train.images.bin is damaged between byte 23,040 and 46,080"):
+        open_source(f"packed:{place}?verify=1")
+    data.write_bytes(content[:-1])
+    with pytest.raises(VitrailError, match=r"has 74,879 bytes; 74,880 bytes are expected"):
+        open_source(f"packed:{place}")
+    data.unlink()
+    with pytest.raises(VitrailError, match="is missing"):
+        open_source(f"packed:{place}")
+
+
+def test_other_versions_and_spoiled_descriptions_are_named(photos: Source, tmp_path: Path) -> None:
+    packed(photos, tmp_path / "p")
+    file = tmp_path / "p/packed.json"
+    whole = file.read_text()
+    spoiled = {
+        json.dumps({**json.loads(whole), "version": 99}): "version 99; this Vitrail reads",
+        json.dumps({"format": "vitrail-packed", "version": 1}): "is damaged",
+        whole[:100]: "is damaged",
+    }
+    for text, words in spoiled.items():
+        file.write_text(text)
+        with pytest.raises(VitrailError, match=words):
+            open_source(f"packed:{tmp_path}/p")
+
+
+def test_arrays_in_memory_can_be_packed(tmp_path: Path) -> None:
+    digits = open_source("digits")
+    again = packed(digits, tmp_path / "arrays")
+    val, other = digits.splits["val"].arrays, again.splits["val"].arrays
+    assert val is not None
+    assert other is not None
+    assert np.array_equal(val, other)
+    kept = packed(digits, tmp_path / "files", store="encoded").splits["val"]
+    assert np.array_equal(decode(kept.payload(7), channels=1), val[7])

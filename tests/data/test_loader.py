@@ -137,6 +137,16 @@ def test_a_step_counts_when_it_is_complete() -> None:
     assert loader.state_dict()["step"] == 1
 
 
+def test_micro_batches_may_be_halved_in_the_middle_of_a_step() -> None:
+    loader, whole = train(stored(30), micro_batch=5), take(train(stored(30)), 2)
+    batches = iter(loader)
+    next(batches), next(batches), next(batches)  # one step, and a half of the second
+    loader.micro_batch = 3
+    parts = [next(batches) for _ in range(4)]
+    assert [(part.step, part.part, part.parts) for part in parts] == [(1, k, 4) for k in range(4)]
+    torch.testing.assert_close(torch.cat([part.images for part in parts]), whole[1].images, atol=0.03, rtol=0)
+
+
 def test_a_loader_can_be_set_back_while_it_runs() -> None:
     loader = train(stored(30))
     start = loader.state_dict()

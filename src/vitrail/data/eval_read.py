@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from vitrail.data.batch import HostBatch
+from vitrail.data.memory import BatchMemory
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.read import shared_empty
 from vitrail.data.sampler import Slice
 from vitrail.data.types import BadImage, Split
 
@@ -15,8 +15,9 @@ from vitrail.data.types import BadImage, Split
 class EvalReader:
     """Makes a worker's batches for evaluation. A bad image, where they are skipped, is left out and nothing else is."""
 
-    def __init__(self, split: Split, preprocess: Preprocess, *, skip_bad: bool) -> None:
+    def __init__(self, split: Split, preprocess: Preprocess, *, skip_bad: bool, pieces: int) -> None:
         self.split, self.preprocess, self.skip_bad = split, preprocess, skip_bad
+        self.memory = BatchMemory(pieces)
 
     def __getitem__(self, where: Slice) -> HostBatch:
         pictures, kept, bad = [], [], list[BadImage]()
@@ -32,7 +33,7 @@ class EvalReader:
         indices = np.array(kept, dtype=np.int64)
         # Fractions (where a preprocessing keeps them) and 16 bits travel as float32, whole pixels as bytes.
         whole = all(picture.dtype == np.uint8 for picture in pictures)
-        images = shared_empty(
+        images = self.memory.empty(
             (len(pictures), *self.preprocess.size, self.preprocess.channels), torch.uint8 if whole else torch.float32
         )
         for row, picture in enumerate(pictures):

@@ -6,6 +6,7 @@ reads every image exactly once over all ranks, without padding.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -47,7 +48,7 @@ class _Loader:
     ) -> None:
         if not 0 <= rank < ranks:
             raise VitrailError(f"Rank {rank} of {ranks} does not exist; ranks count from 0.")
-        self.split, self.reader, self.rank, self.ranks = split, reader, rank, ranks
+        self.split, self._reader, self.rank, self.ranks = split, reader, rank, ranks
         self.workers, self.note = worker_count(workers, ranks if ranks_here is None else ranks_here)
         self.device = torch.device(device)
         self.prefetch, self.start_method = prefetch, start_method
@@ -61,7 +62,7 @@ class _Loader:
             if self.start_method is not None:
                 several["multiprocessing_context"] = multiprocessing.get_context(self.start_method)
         loader: DataLoader[HostBatch] = DataLoader(
-            self.reader,  # type: ignore[arg-type]  # a map from slices to batches is all that is asked of a data set
+            self._reader,  # type: ignore[arg-type]  # a map from slices to batches is all that is asked of a data set
             batch_size=None,
             sampler=order,
             num_workers=self.workers,
@@ -71,16 +72,7 @@ class _Loader:
             generator=torch.Generator().manual_seed(0),
             **several,
         )
-        iterator = iter(loader)
-        while True:
-            began = self.wait.begin()
-            host = next(iterator, None)
-            if host is None:
-                return
-            self.wait.end(began)
-            for bad in host.bad:
-                self.bad.setdefault(bad.name, bad)
-            yield host
+        return _watched(loader, self.wait, self.bad)
 
     def save_bad_images(self, path: str) -> int:
         """Write the images that were left out, one a line with what is wrong, and return their number."""
@@ -116,10 +108,10 @@ class TrainLoader(_Loader):
         `ranks_here` is the number of ranks on this machine, which share its processors (all of them if not given).
         """
         _check_labels(split)
-        reader = TrainReader(split, preprocess, augment, seed, skip_bad=_skips(bad_images))
+        self.reader = TrainReader(split, preprocess, augment, seed, skip_bad=_skips(bad_images), pieces=prefetch + 2)
         super().__init__(
             split,
-            reader,
+            self.reader,
             rank=rank,
             ranks=ranks,
             workers=workers,
@@ -130,15 +122,33 @@ class TrainLoader(_Loader):
         )
         self.order = EpochOrder(split, batch=batch, seed=seed, sampling=sampling, repeats=augment.repeats, keep_last=keep_last)
         self.stage = Stage(preprocess, augment, task=split.task, classes=len(split.classes), seed=seed, device=self.device)
-        self.micro_batch = micro_batch
+        self._sharing: dict[str, Any] = {
+            "rank": rank,
+            "ranks": ranks,
+            "micro_batch": micro_batch,
+            "neighbour": augment.mixes,
+        }
+        self.reader.memory.pins = self.workers == 0 and self.device.type == "cuda"
         self._epoch = self._step = 0
         self._running: Iterator[HostBatch] | None = None
-        self._next_slices()  # an impossible division into ranks is refused now
+        for _ in slices(self.order, epoch=0, step=self.steps - 1, **self._sharing):
+            pass  # an impossible division into ranks is refused now, not in the last step of an epoch
 
     @property
     def steps(self) -> int:
         """Optimiser steps in an epoch."""
         return self.order.steps
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The most images a rank takes at once. When it is changed, a step that is not complete begins anew."""
+        micro_batch: int | None = self._sharing["micro_batch"]
+        return micro_batch
+
+    @micro_batch.setter
+    def micro_batch(self, images: int | None) -> None:
+        self._sharing = {**self._sharing, "micro_batch": images}
+        self.close()
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -149,7 +159,7 @@ class TrainLoader(_Loader):
         running = self._epoch
         while self._epoch == running:
             if self._running is None:
-                self._running = self._host_batches(self._slices_from_here())
+                self._running = self._start()
             batch = self.stage(next(self._running))
             if batch.last:  # only a complete step counts as done
                 done = batch.epoch * self.steps + batch.step + 1
@@ -169,7 +179,11 @@ class TrainLoader(_Loader):
                     "left would not be the same. Resume with the same value, or start a new run."
                 )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
-        self._running = None  # what workers have read ahead belongs elsewhere
+        self.close()  # what workers have read ahead belongs elsewhere
+
+    def close(self) -> None:
+        """Stop the workers. A loader that is asked for more starts new ones and goes on where it was."""
+        self._running = None
 
     def _identity(self) -> dict[str, int | str]:
         order = self.order
@@ -182,26 +196,8 @@ class TrainLoader(_Loader):
             "keep_last": order.keep_last,
         }
 
-    def _slices_from_here(self) -> Iterator[Slice]:
-        done = self._epoch * self.steps + self._step
-        while True:
-            yield from self._next_slices(*divmod(done, self.steps))
-            done += 1
-
-    def _next_slices(self, epoch: int = 0, step: int | None = None) -> Iterator[Slice]:
-        return iter(
-            list(
-                slices(
-                    self.order,
-                    epoch=epoch,
-                    step=self.steps - 1 if step is None else step,
-                    rank=self.rank,
-                    ranks=self.ranks,
-                    micro_batch=self.micro_batch,
-                    neighbour=self.stage.augment.mixes,
-                )
-            )
-        )
+    def _start(self) -> Iterator[HostBatch]:
+        return self._host_batches(_endless(self.order, self._epoch * self.steps + self._step, self._sharing))
 
 
 class EvalLoader(_Loader):
@@ -226,9 +222,10 @@ class EvalLoader(_Loader):
         _check_labels(split)
         if batch < 1:
             raise VitrailError(f"A batch of {batch} images cannot be evaluated; it must be at least 1.")
+        self.reader = EvalReader(split, preprocess, skip_bad=_skips(bad_images), pieces=prefetch + 2)
         super().__init__(
             split,
-            EvalReader(split, preprocess, skip_bad=_skips(bad_images)),
+            self.reader,
             rank=rank,
             ranks=ranks,
             workers=workers,
@@ -260,6 +257,29 @@ class EvalLoader(_Loader):
 
     def _slices(self) -> list[Slice]:
         return eval_slices(len(self.split), self.batch, self.rank, self.ranks)
+
+
+# What follows runs for as long as a loader lives and is held by it. These are functions and not methods because a way
+# back to the loader would be a circle, which Python takes apart in an order that leaves workers waiting for seconds.
+
+
+def _watched(loader: DataLoader[HostBatch], wait: WaitMeter, found: dict[str, BadImage]) -> Iterator[HostBatch]:
+    iterator = iter(loader)
+    while True:
+        began = wait.begin()
+        host = next(iterator, None)
+        if host is None:
+            return
+        wait.end(began)
+        for bad in host.bad:
+            found.setdefault(bad.name, bad)
+        yield host
+
+
+def _endless(order: EpochOrder, first: int, sharing: dict[str, Any]) -> Iterator[Slice]:
+    for done in itertools.count(first):
+        epoch, step = divmod(done, order.steps)
+        yield from slices(order, epoch=epoch, step=step, **sharing)
 
 
 def _skips(bad_images: str) -> bool:

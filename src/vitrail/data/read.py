@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from vitrail.data.augment.apply import randaugment
 from vitrail.data.augment.crop import draw_boxes, draw_flips
@@ -25,6 +24,7 @@ from vitrail.data.augment.spec import Augment
 from vitrail.data.augment.streams import Stream, uniforms
 from vitrail.data.batch import HostBatch
 from vitrail.data.decode import MAX_PIXELS, decode, image_header
+from vitrail.data.memory import BatchMemory
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import Slice
 from vitrail.data.types import Array, BadImage, Payload, Split
@@ -52,9 +52,10 @@ class _Read:
 class TrainReader:
     """Makes a worker's batches: from a `Slice` to uint8 images, cropped, flipped and (on the CPU) RandAugmented."""
 
-    def __init__(self, split: Split, preprocess: Preprocess, augment: Augment, seed: int, *, skip_bad: bool) -> None:
+    def __init__(self, split: Split, preprocess: Preprocess, augment: Augment, seed: int, *, skip_bad: bool, pieces: int) -> None:
         self.split, self.preprocess, self.augment, self.seed = split, preprocess, augment, seed
         self.skip_bad = skip_bad
+        self.memory = BatchMemory(pieces)
         self._arrays: Tensor | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -64,13 +65,13 @@ class TrainReader:
         arrays = self._common_arrays()
         indices, bad = where.indices, tuple[BadImage, ...]()
         if arrays is not None and self.augment.device == "gpu" and self.augment.crop != "none":
-            images, whole = _gather(arrays, indices), True
+            images, whole = self._gather(arrays, indices), True
         else:
             whole = False
             if arrays is not None and self.augment.crop != "none":
                 images = self._crop_arrays(arrays, where)
             elif arrays is not None and tuple(arrays.shape[1:3]) == self.preprocess.size:
-                images = self._mirror(_gather(arrays, indices), where)
+                images = self._mirror(self._gather(arrays, indices), where)
             else:
                 images, indices, bad = self._read_files(where)
             images = images.permute(0, 3, 1, 2)
@@ -83,7 +84,7 @@ class TrainReader:
         """All images as one tensor, where the split has them so and in the model's own channels."""
         if self._arrays is None and self.preprocess.bits == 8:
             arrays = self.split.arrays
-            if arrays is not None and arrays.shape[3] == self.preprocess.channels:
+            if arrays is not None and arrays.dtype == np.uint8 and arrays.shape[3] == self.preprocess.channels:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # a file mapped for reading is not writable, and need not be
                     self._arrays = torch.from_numpy(arrays)
@@ -203,9 +204,13 @@ class TrainReader:
                 planes = planes.clamp_(0, self.preprocess.brightest)  # a cubic filter may overshoot
         target[None].permute(0, 3, 1, 2).copy_(planes.flip(3) if flip else planes)
 
+    def _gather(self, arrays: Tensor, indices: Array) -> Tensor:
+        images = self.memory.empty((len(indices), *arrays.shape[1:]), torch.uint8)
+        return torch.index_select(arrays, 0, torch.from_numpy(indices), out=images)
+
     def _empty(self, count: int) -> Tensor:
         shape = (count, *self.preprocess.size, self.preprocess.channels)
-        return shared_empty(shape, torch.uint8 if self.preprocess.bits == 8 else torch.float32)
+        return self.memory.empty(shape, torch.uint8 if self.preprocess.bits == 8 else torch.float32)
 
 
 def boxes_of(augment: Augment, seed: int, where: Slice, heights: Array, widths: Array) -> Array:
@@ -274,19 +279,6 @@ def _turned(segment: bytes) -> bool:
     except struct.error:
         return True
     return False
-
-
-def shared_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for a batch; in a worker it is shared from the start, so that handing it over copies nothing."""
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=dtype)
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage._new_shared(size)).view(shape)
-
-
-def _gather(arrays: Tensor, indices: Array) -> Tensor:
-    images = shared_empty((len(indices), *arrays.shape[1:]), torch.uint8)
-    return torch.index_select(arrays, 0, torch.from_numpy(indices), out=images)
 
 
 def _tensor(pixels: Array) -> Tensor:

@@ -13,7 +13,7 @@ from tests.data.pictures import encoded, folder_of, picture
 from vitrail.data import open_source
 from vitrail.data.check import Report, check
 from vitrail.data.contact_sheet import contact_sheet
-from vitrail.data.duplicates import MOST_BITS, perceptual_hashes, same_content, same_picture
+from vitrail.data.duplicates import MOST_BITS, fingerprints, same_content, same_picture
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.types import Source
 
@@ -76,7 +76,7 @@ def test_the_same_file_in_two_splits(good: Path) -> None:
     report = check(open_source(str(good)))
     assert kinds(report) == ["duplicates"]
     assert items(report, "duplicates") == ("train/a/3.png ~ val/a/copy.png", "train/a/4.png ~ val/b/mislabelled.png")
-    assert report.problems[0].sentence == "2 images of val are also in train, in 1 of 2 pairs under another label."
+    assert report.problems[0].sentence == "2 images of val also in train, in 1 of 2 pairs under another label."
 
 
 def test_the_same_picture_saved_anew_in_two_splits(good: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_same_picture_saved_anew_in_two_splits(good: Path) -> None:
     assert kinds(report) == ["near-duplicates"]
     assert {item.split(" ~ ")[0] for item in items(report, "near-duplicates")} == {"train/a/3.png"}
     assert len(items(report, "near-duplicates")) == 3
-    assert check(open_source(str(good)), duplicates="exact").problems == []
+    assert check(open_source(str(good)), copies="exact").problems == []
 
 
 def test_copies_inside_a_split_are_a_note_unless_their_labels_differ(good: Path) -> None:
@@ -98,7 +98,7 @@ def test_copies_inside_a_split_are_a_note_unless_their_labels_differ(good: Path)
     assert "train: 2 images are copies of one another" in report.notes[0]
     (good / "train/b/again.png").write_bytes((good / "train/a/3.png").read_bytes())
     assert kinds(check(open_source(str(good)))) == ["conflicting-labels"]
-    assert check(open_source(str(good)), duplicates="none").problems == []
+    assert check(open_source(str(good)), copies="none").problems == []
 
 
 def test_empty_classes_and_single_ones(good: Path) -> None:
@@ -121,7 +121,7 @@ def test_what_is_unusual_is_noted(good: Path) -> None:
     assert notes == [
         "train: the largest class has 61 images, the smallest 4.",
         "train: images differ in kind: RGB 64, L 1.",
-        "train: 1 images are turned upright by their EXIF orientation.",
+        "train: 1 image turned upright by the EXIF orientation.",
     ]
 
 
@@ -143,7 +143,7 @@ def test_the_hash_is_the_sign_of_low_cosine_frequencies() -> None:
     waves[:, 0] = 0
     bits = waves > np.median(waves[:, 1:], axis=1, keepdims=True)
     # scipy's unnormalised transform scales all frequencies alike, so the signs about the median are the same.
-    assert np.array_equal(np.unpackbits(perceptual_hashes(thumbnails).view(np.uint8).reshape(-1, 8), axis=1), bits)
+    assert np.array_equal(np.unpackbits(fingerprints(thumbnails)[0].view(np.uint8).reshape(-1, 8), axis=1), bits)
 
 
 def test_no_pair_within_seven_bits_is_missed() -> None:
@@ -153,7 +153,7 @@ def test_no_pair_within_seven_bits_is_missed() -> None:
     for row in range(400):
         for bit in chance.permutation(64)[: row % 12]:
             second[row] ^= np.uint64(1) << np.uint64(bit)
-    same = np.broadcast_to(np.eye(32, dtype=np.uint8) * 200, (3000, 32, 32))  # the thumbnails shall not decide here
+    same = np.broadcast_to(np.eye(16, dtype=np.uint8).reshape(-1) * 200, (3000, 256))  # these shall not decide here
     found = {(int(a), int(b)) for a, b in same_picture((first, same), (second, same[:400]))}
     xor = first[:, None] ^ second[None]
     distance = np.unpackbits(xor.view(np.uint8).reshape(3000, 400, 8), axis=2).sum(2)
@@ -170,10 +170,9 @@ def test_equal_digests_are_paired() -> None:
 
 def test_pictures_that_differ_are_not_taken_for_the_same() -> None:
     images = np.stack([picture(k, 32, 32, 1)[:, :, 0] for k in range(400)])
-    hashes = perceptual_hashes(images)
-    pairs = same_picture((hashes[:200], images[:200]), (hashes[200:], images[200:]))
-    assert len(pairs) == 0
-    assert len(same_picture((hashes, images), (hashes, images))) == 400
+    hashes, small = fingerprints(images)
+    assert len(same_picture((hashes[:200], small[:200]), (hashes[200:], small[200:]))) == 0
+    assert len(same_picture((hashes, small), (hashes, small))) == 400
 
 
 def test_the_contact_sheet_shows_every_class_and_marks_what_cannot_be_read(good: Path) -> None:

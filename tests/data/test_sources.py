@@ -77,9 +77,9 @@ def test_the_kept_division_outlasts_new_files_and_notices_lost_ones(tmp_path: Pa
     assert {name: names(split) for name, split in before.splits.items()} == {
         name: names(split) for name, split in after.splits.items()
     }
-    assert "2 images are not in" in caplog.text
+    assert "2 images not listed in" in caplog.text
     (tmp_path / "dog/3.png").unlink()
-    with pytest.raises(VitrailError, match=r"lists 1 images that are no longer there, such as dog/3.png"):
+    with pytest.raises(VitrailError, match=r"lists 1 image no longer there, such as dog/3.png"):
         open_source(f"folder:{tmp_path}?val=0.2")
 
 

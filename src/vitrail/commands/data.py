@@ -28,16 +28,17 @@ from vitrail.data.pack import pack as pack_source
 from vitrail.data.pack import plan as plan_packing
 from vitrail.data.sources import open_source
 from vitrail.data.split import renamed, stratified, write_table
-from vitrail.data.types import Source
+from vitrail.data.types import Source, counted
 from vitrail.errors import VitrailError
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
+Reference = Annotated[str, tyro.conf.arg(metavar="SOURCE")]
 _SHOWN = 5
 _WORKERS = min(8, os.cpu_count() or 1)
 
 
 def check(
-    source: str,
+    source: Reference,
     /,
     *,
     sheet: Path | None = Path("contact-sheet.png"),
@@ -68,7 +69,7 @@ def check(
     else:
         console.print(opened.describe(), highlight=False, soft_wrap=True)
         with _progress(console, "checking", sum(map(len, opened.splits.values()))) as advance:
-            report = check_source(opened, duplicates=duplicates, workers=workers, progress=advance)
+            report = check_source(opened, copies=duplicates, workers=workers, progress=advance)
         report.problems[:0] = problems
         report.notes[:0] = notes
         if sheet is not None:
@@ -82,8 +83,8 @@ def check(
 
 
 def split(
-    source: str,
-    table: Path,
+    source: Reference,
+    table: Annotated[Path, tyro.conf.arg(metavar="TABLE")],
     /,
     *,
     val: float = 0.1,
@@ -134,8 +135,8 @@ def split(
 
 
 def pack(
-    source: str,
-    destination: Path,
+    source: Reference,
+    destination: Annotated[Path, tyro.conf.arg(metavar="DESTINATION")],
     /,
     *,
     size: int | tuple[int, int] | None = None,
@@ -187,7 +188,7 @@ def pack(
         print(json.dumps(result, indent=2))  # noqa: T201
         return
     sizes = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    skipped = f" {len(about['left_out'])} bad images were left out; packed.json lists them." if about["left_out"] else ""
+    skipped = f" {counted(len(about['left_out']), 'bad image')} left out and listed in packed.json." if about["left_out"] else ""
     console.print(
         f"{destination}: {sizes} images, {total / 2**20:,.0f} MiB, checksums verified, "
         f"{time.perf_counter() - start:.0f} s.{skipped} Use it as packed:{destination}",

@@ -15,7 +15,7 @@ from PIL import Image
 
 from vitrail.data import duplicates
 from vitrail.data.decode import ImageHeader, decode, image_header, open_image
-from vitrail.data.types import Array, BadImage, Source, Split
+from vitrail.data.types import Array, BadImage, Source, Split, counted
 
 Progress = Callable[[int], None]
 Duplicates = Literal["near", "exact", "none"]
@@ -79,29 +79,30 @@ def _split_dict(part: SplitReport) -> dict[str, Any]:
 
 @dataclass
 class _Looked:
-    """One split after every image was looked at. Rows of `digests` and `thumbnails` belong to `positions`."""
+    """One split after every image was looked at. Rows of `digests`, `hashes` and `small` belong to `positions`."""
 
     split: Split
     report: SplitReport
-    bad: list[BadImage]
+    bad: list[str]
     positions: Array
     digests: Array
-    thumbnails: Array
+    hashes: Array
+    small: Array
 
 
-def check(source: Source, *, duplicates: Duplicates = "near", workers: int = 2, progress: Progress = lambda count: None) -> Report:
+def check(source: Source, *, copies: Duplicates = "near", workers: int = 2, progress: Progress = lambda count: None) -> Report:
     """Read and decode every image once. `progress` is told how many more have been looked at."""
     looked = [_look(split, workers, progress) for split in source.splits.values()]
     problems = list(_faulty_files(source, looked))
     of_classes, notes = _class_problems(source)
     problems += of_classes
-    if duplicates != "none":
+    if copies != "none":
         for one in looked:
             within, note = _within(one)
             problems += within
             notes += note
         for first, second in combinations(looked, 2):
-            problems += _across(first, second, near=duplicates == "near")
+            problems += _across(first, second, near=copies == "near")
     notes += _remarks(looked)
     return Report(
         source=source.describe(),
@@ -119,14 +120,16 @@ def _look(split: Split, workers: int, progress: Progress) -> _Looked:
         counts = split.targets.sum(0).astype(np.int64)
     per_class = dict(zip(split.classes, map(int, counts), strict=True)) if split.task != "regress" else {}
     report = SplitReport(images=len(split), per_class=per_class)
-    bad: list[BadImage] = []
-    positions, digests, thumbnails = [], [], []
+    bad: list[str] = []
+    positions, digests = [], []
+    prints = [duplicates.fingerprints(np.empty((0, 32, 32), np.uint8))]
     with ThreadPoolExecutor(workers) as pool:
         numbers = iter(range(len(split)))
         while block := list(islice(numbers, _BLOCK)):
+            thumbnails = []
             for index, seen in zip(block, pool.map(lambda k: _look_at(split, k), block), strict=True):
                 if isinstance(seen, BadImage):
-                    bad.append(seen)
+                    bad.append(f"{split.image_name(index)}: {seen.fault}")
                     continue
                 header, digest, thumbnail = seen
                 report.sizes[header.height, header.width] += 1
@@ -136,15 +139,11 @@ def _look(split: Split, workers: int, progress: Progress) -> _Looked:
                 positions.append(index)
                 digests.append(digest)
                 thumbnails.append(thumbnail)
+            if thumbnails:
+                prints.append(duplicates.fingerprints(np.stack(thumbnails)))
             progress(len(block))
-    return _Looked(
-        split,
-        report,
-        bad,
-        np.array(positions, np.int64),
-        np.array(digests, "S16"),
-        np.stack(thumbnails) if thumbnails else np.empty((0, 32, 32), np.uint8),
-    )
+    hashes, small = (np.concatenate(parts) for parts in zip(*prints, strict=True))
+    return _Looked(split, report, bad, np.array(positions, np.int64), np.array(digests, "S16"), hashes, small)
 
 
 def _look_at(split: Split, index: int) -> tuple[ImageHeader, bytes, Array] | BadImage:
@@ -172,7 +171,7 @@ def _faulty_files(source: Source, looked: Iterable[_Looked]) -> Iterable[Problem
     if source.left_out:
         yield Problem(
             kind="missing",
-            sentence=f"{len(source.left_out)} images are named but not there.",
+            sentence=f"{counted(len(source.left_out), 'image')} named but not there.",
             items=tuple(f"{fault.name}: {fault.fault}" for fault in source.left_out),
         )
     for one in looked:
@@ -180,7 +179,7 @@ def _faulty_files(source: Source, looked: Iterable[_Looked]) -> Iterable[Problem
             yield Problem(
                 kind="unreadable",
                 sentence=f"{one.split.name}: {len(one.bad)} of {len(one.split)} images cannot be used.",
-                items=tuple(f"{fault.name}: {fault.fault}" for fault in one.bad),
+                items=tuple(one.bad),
             )
 
 
@@ -215,10 +214,11 @@ def _within(one: _Looked) -> tuple[list[Problem], list[str]]:
     torn = [
         text for text, members in zip(named, groups.values(), strict=True) if len(np.unique(one.split.targets[members], axis=0)) > 1
     ]
-    note = f"{one.split.name}: {len(repeated)} images are copies of one another, in {len(groups)} groups, such as {named[0]}."
+    many = counted(len(groups), "group")
+    note = f"{one.split.name}: {len(repeated)} images are copies of one another, in {many}, such as {named[0]}."
     if not torn:
         return [], [note]
-    sentence = f"{one.split.name}: {len(torn)} groups of identical images have different labels."
+    sentence = f"{one.split.name}: {counted(len(torn), 'group')} of identical images under different labels."
     return [Problem(kind="conflicting-labels", sentence=sentence, items=tuple(torn))], [note]
 
 
@@ -226,13 +226,12 @@ def _across(first: _Looked, second: _Looked, *, near: bool) -> list[Problem]:
     found = []
     exact = duplicates.same_content(first.digests, second.digests)
     if len(exact):
-        found.append(_leak("duplicates", "are also in", first, second, exact))
+        found.append(_leak("duplicates", "also in", first, second, exact))
     if near and all(_fine_enough(one) for one in (first, second)):
-        sides = [(duplicates.perceptual_hashes(one.thumbnails), one.thumbnails) for one in (first, second)]
-        pairs = duplicates.same_picture(sides[0], sides[1])
+        pairs = duplicates.same_picture((first.hashes, first.small), (second.hashes, second.small))
         pairs = pairs[first.digests[pairs[:, 0]] != second.digests[pairs[:, 1]]]
         if len(pairs):
-            found.append(_leak("near-duplicates", "look nearly the same as one in", first, second, pairs))
+            found.append(_leak("near-duplicates", "nearly the same as one in", first, second, pairs))
     return found
 
 
@@ -246,7 +245,7 @@ def _leak(kind: str, relation: str, first: _Looked, second: _Looked, pairs: Arra
     names = tuple(
         f"{first.split.image_name(int(first.positions[a]))} ~ {second.split.image_name(int(second.positions[b]))}" for a, b in pairs
     )
-    sentence = f"{images} images of {second.split.name} {relation} {first.split.name}"
+    sentence = f"{counted(images, 'image')} of {second.split.name} {relation} {first.split.name}"
     if first.split.task == second.split.task == "classify":
         labels = (one.split.targets[one.positions[rows]] for one, rows in ((first, pairs[:, 0]), (second, pairs[:, 1])))
         others = int(np.not_equal(*labels).sum())
@@ -264,5 +263,5 @@ def _remarks(looked: list[_Looked]) -> list[str]:
             modes = ", ".join(f"{mode} {count:,}" for mode, count in one.report.modes.most_common())
             notes.append(f"{one.split.name}: images differ in kind: {modes}.")
         if one.report.rotated:
-            notes.append(f"{one.split.name}: {one.report.rotated} images are turned upright by their EXIF orientation.")
+            notes.append(f"{one.split.name}: {counted(one.report.rotated, 'image')} turned upright by the EXIF orientation.")
     return notes

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vitrail.data.types import Array, Split
+from vitrail.data.types import Array, Split, counted
 from vitrail.errors import VitrailError
 
 log = logging.getLogger("vitrail.data")
@@ -85,7 +85,8 @@ def _mapped(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: 
         mapped.targets = new[split.targets] if len(split) else split.targets
         if unknown:
             known = np.flatnonzero(mapped.targets >= 0)
-            log.warning("%s: %d images of unknown classes (%s) left out.", split.name, len(split) - len(known), _some(unknown))
+            dropped = counted(len(split) - len(known), "image")
+            log.warning("%s: %s of unknown classes (%s) left out.", split.name, dropped, _some(unknown))
             mapped = _narrowed(mapped, known)
     _warn_of_missing(mapped)
     return mapped
@@ -120,7 +121,7 @@ def check_range(split: Split, outputs: int) -> None:
         first = int(wrong[0])
         raise VitrailError(
             f"label {int(split.targets[first])} at {split.image_name(first)} but there are {outputs} outputs "
-            f"(0–{outputs - 1}); {len(wrong)} images are so. Correct the labels, or make the model with more outputs."
+            f"(0–{outputs - 1}); {counted(len(wrong), 'such label')} in all. Correct them, or make a model with more outputs."
         )
 
 

@@ -21,13 +21,15 @@ _COSINES = np.stack([np.cos(np.pi * (2 * np.arange(32) + 1) * k / 64) for k in r
 _BITS = np.array([bin(value).count("1") for value in range(65536)], np.uint8)
 
 
-def perceptual_hashes(thumbnails: Array) -> Array:
-    """uint64 [N] for grey thumbnails [N, 32, 32]."""
+def fingerprints(thumbnails: Array) -> tuple[Array, Array]:
+    """(hashes uint64 [N], smaller thumbnails uint8 [N, 256]) of grey thumbnails [N, 32, 32]: all that need be kept."""
     waves = np.einsum("kh,nhw,lw->nkl", _COSINES, thumbnails.astype(np.float32), _COSINES, optimize=True)
     waves = waves.reshape(-1, 64)
     waves[:, 0] = 0  # brightness is no part of what an image shows
     bits = waves > np.median(waves[:, 1:], axis=1, keepdims=True)
-    return np.packbits(bits, axis=1).view(np.uint64).reshape(-1)
+    # 16×16 is coarse enough to forgive another codec, and fine enough to tell two skies apart.
+    small = np.rint(thumbnails.reshape(-1, 16, 2, 16, 2).mean((2, 4), dtype=np.float32)).astype(np.uint8)
+    return np.packbits(bits, axis=1).view(np.uint64).reshape(-1), small.reshape(-1, 256)
 
 
 def same_content(first: Array, second: Array) -> Array:
@@ -40,7 +42,7 @@ def same_content(first: Array, second: Array) -> Array:
 
 
 def same_picture(first: tuple[Array, Array], second: tuple[Array, Array]) -> Array:
-    """Pairs of positions [P, 2] that show nearly the same; each side is (hashes, thumbnails)."""
+    """Pairs of positions [P, 2] that show nearly the same; each side is what `fingerprints` gave."""
     pairs = [pairs for byte in range(8) for pairs in _alike_in_byte(first[0], second[0], byte)]
     if not pairs:
         return np.empty((0, 2), np.int64)
@@ -72,18 +74,9 @@ def _distance(first: Array, second: Array) -> Array:
 
 
 def _correlation(first: Array, second: Array) -> Array:
-    """Of 16×16 thumbnails: coarse enough to forgive another codec, fine enough to tell two skies apart."""
-    a, b = (_centred(_halved(images)) for images in (first, second))
+    a, b = (rows.astype(np.float32) - rows.mean(1, dtype=np.float32, keepdims=True) for rows in (first, second))
     product = (a * b).sum(1)
     scale = np.sqrt((a * a).sum(1) * (b * b).sum(1))
     flat = scale < 1e-3  # two images of one colour each
-    same_grey = np.abs(first.mean((1, 2)) - second.mean((1, 2))) < 2
+    same_grey = np.abs(first.mean(1) - second.mean(1)) < 2
     return np.asarray(np.where(flat, same_grey, product / np.maximum(scale, 1e-3)))
-
-
-def _halved(images: Array) -> Array:
-    return np.asarray(images.reshape(-1, 16, 2, 16, 2).mean((2, 4), dtype=np.float32)).reshape(-1, 256)
-
-
-def _centred(rows: Array) -> Array:
-    return np.asarray(rows - rows.mean(1, keepdims=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.types import Array, Split, Subset
+from vitrail.data.types import Array, Split, Subset, counted
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file
 
@@ -126,11 +126,12 @@ def _recorded(split: Split, record: Path) -> tuple[Array, Array]:
     gone = [name for name in rows if name not in position]
     if gone:
         raise VitrailError(
-            f"{record} lists {len(gone)} images that are no longer there, such as {gone[0]}. "
+            f"{record} lists {counted(len(gone), 'image')} no longer there, such as {gone[0]}. "
             "Bring them back, or delete that file to draw a new split."
         )
     new = len(position) - len(rows)
     if new:
-        log.warning("%d images are not in %s and are left out; delete that file to draw a new split.", new, record)
+        left = counted(new, "image")
+        log.warning("%s not listed in %s and left out; delete that file to draw a new split.", left, record)
     parts = {part: [position[name] for name, there in rows.items() if there == part] for part in ("train", "val")}
     return np.sort(np.array(parts["train"], np.int64)), np.sort(np.array(parts["val"], np.int64))

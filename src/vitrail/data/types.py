@@ -122,11 +122,16 @@ class Source:
         labels = {
             "classify": f"{len(self.classes)} classes",
             "multilabel": f"{len(self.classes)} labels, several an image",
-            "regress": f"{len(self.classes)} numeric target{'s' * (len(self.classes) != 1)}",
+            "regress": counted(len(self.classes), "numeric target"),
             "unlabelled": "no labels",
         }[self.task]
-        skipped = f"; {len(self.left_out)} images left out" if self.left_out else ""
+        skipped = f"; {counted(len(self.left_out), 'image')} left out" if self.left_out else ""
         return f"{self.kind}{f' ({self.detail})' if self.detail else ''}: {sizes} images; {labels}{skipped}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 image`, `2,000 images`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 class Names:

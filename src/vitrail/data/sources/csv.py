@@ -177,7 +177,7 @@ def _missing_files(table: Table, root: Path, file: Path, request: Request) -> tu
     gone = set(missing)
     table.keep([row for row in range(len(table.paths)) if row not in gone])
     if not table.paths:
-        raise VitrailError(f"{file}: none of its {len(missing)} images is there. Paths are taken from {root}.")
+        raise VitrailError(f"{file}: none of its images is there. Paths are taken from {root}.")
     return faults
 
 

@@ -14,6 +14,7 @@ from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.layout import ACCEPTED, images_in, images_under, subfolders, tree
 from vitrail.data.sources.reference import Opened, Request
 from vitrail.data.split import held_out
+from vitrail.data.types import counted
 from vitrail.errors import VitrailError
 
 log = logging.getLogger("vitrail.data")
@@ -74,7 +75,7 @@ def _single_layout(root: Path, request: Request) -> Opened:
     if not inner:
         loose = images_in(root)
         if loose:
-            _mistake(root, f"it holds {len(loose)} images but no folder for any class", labels=True)
+            _mistake(root, f"it holds {counted(len(loose), 'image')} but no folder for any class", labels=True)
         _mistake(root, "there is no image in it")
     _look_for_shifted_levels(root, inner)
     return _with_held_out(_class_folders(root, "", "train"), root, request, "one folder of classes")
@@ -109,13 +110,14 @@ def _class_folders(root: Path, folder: str, name: str) -> FileSplit:
     loose = images_in(top)
     if not any(files):
         what = (
-            f"{folder or root.name}/ holds {len(loose)} images but no folder for any class"
+            f"{folder or root.name}/ holds {counted(len(loose), 'image')} but no folder for any class"
             if loose
             else f"there is no image in {folder or 'it'}"
         )
         _mistake(root, what, labels=bool(loose))
     if loose:
-        log.warning("%s: %d images lie beside the class folders and are left out, such as %s.", top, len(loose), min(loose))
+        beside = counted(len(loose), "image")
+        log.warning("%s: %s beside the class folders left out, such as %s.", top, beside, min(loose))
     targets = np.repeat(np.arange(len(classes), dtype=np.int64), [len(group) for group in files])
     return FileSplit(name, "classify", root, chain.from_iterable(files), targets, classes)
 

@@ -309,6 +309,14 @@ def test_a_bad_image_stops_training_by_name() -> None:
 
 
 @pytest.mark.usefixtures("many_processors")
+def test_a_bad_image_in_a_worker_is_the_same_error() -> None:
+    split = spoiled(12, {4: b"just text"})
+    with pytest.raises(BadImage, match=r"^picture-4\.jpg: a text file") as caught:
+        list(train(split, batch=6, workers=1).epoch())
+    assert caught.value.name == "picture-4.jpg"
+
+
+@pytest.mark.usefixtures("many_processors")
 def test_a_bad_image_can_be_skipped_and_is_listed(tmp_path: Path) -> None:
     whole = photos(12).payloads[4]
     assert isinstance(whole, bytes)

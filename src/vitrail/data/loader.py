@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import Batch, HostBatch
@@ -61,8 +61,8 @@ class _Loader:
             several = {"prefetch_factor": self.prefetch}
             if self.start_method is not None:
                 several["multiprocessing_context"] = multiprocessing.get_context(self.start_method)
-        loader: DataLoader[HostBatch] = DataLoader(
-            self._reader,  # type: ignore[arg-type]  # a map from slices to batches is all that is asked of a data set
+        loader: DataLoader[HostBatch | VitrailError] = DataLoader(
+            _Guarded(self._reader),
             batch_size=None,
             sampler=order,
             num_workers=self.workers,
@@ -263,13 +263,28 @@ class EvalLoader(_Loader):
 # back to the loader would be a circle, which Python takes apart in an order that leaves workers waiting for seconds.
 
 
-def _watched(loader: DataLoader[HostBatch], wait: WaitMeter, found: dict[str, BadImage]) -> Iterator[HostBatch]:
+class _Guarded(Dataset[HostBatch | VitrailError]):
+    """Hands an error for the user over as a value: torch would turn it into another one, with a traceback in words."""
+
+    def __init__(self, reader: TrainReader | EvalReader) -> None:
+        self.reader = reader
+
+    def __getitem__(self, where: Slice) -> HostBatch | VitrailError:
+        try:
+            return self.reader[where]
+        except VitrailError as error:
+            return error
+
+
+def _watched(loader: DataLoader[HostBatch | VitrailError], wait: WaitMeter, found: dict[str, BadImage]) -> Iterator[HostBatch]:
     iterator = iter(loader)
     while True:
         began = wait.begin()
         host = next(iterator, None)
         if host is None:
             return
+        if isinstance(host, VitrailError):
+            raise host
         wait.end(began)
         for bad in host.bad:
             found.setdefault(bad.name, bad)

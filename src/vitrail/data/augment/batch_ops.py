@@ -82,8 +82,10 @@ def equalize(images: Tensor) -> Tensor:
     """Each channel's values spread so that all are about equally frequent, by Pillow's integer rule."""
     n, channels, height, width = images.shape
     flat = images.reshape(n, channels, -1).long()
-    counts = torch.zeros((n, channels, 256), dtype=torch.int32, device=images.device)
-    counts.scatter_add_(2, flat, torch.ones((1, 1, 1), dtype=torch.int32, device=images.device).expand_as(flat))
+    # One long histogram for all: in one dimension torch can count even where only deterministic algorithms are allowed.
+    bins = (flat + 256 * torch.arange(n * channels, device=images.device).view(n, channels, 1)).view(-1)
+    counts = torch.zeros(n * channels * 256, dtype=torch.int32, device=images.device)
+    counts = counts.scatter_add_(0, bins, torch.ones_like(bins, dtype=torch.int32)).view(n, channels, 256)
     sums = counts.cumsum(2, dtype=torch.int64)
     brightest = counts.gather(2, flat.amax(2, keepdim=True))
     step = (height * width - brightest) // 255

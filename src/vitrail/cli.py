@@ -16,6 +16,7 @@ COMMANDS = {
     "info": ("vitrail.commands.info:info", "Say what a checkpoint holds, and whether it is sound."),
     "convert": ("vitrail.commands.convert:convert", "Bring weights from any known format into any other."),
     "train": ("vitrail.commands.train:train", "Train a model as a recipe says."),
+    "finetune": ("vitrail.commands.finetune:finetune", "Teach a trained model something else."),
     "eval": ("vitrail.commands.evaluate:evaluate", "Measure a checkpoint on labelled images."),
     "fewshot": ("vitrail.commands.fewshot:fewshot", "Learn from a few images a class, in closed form, and measure."),
     "predict": ("vitrail.commands.predict:predict", "Say what is in images."),

@@ -1,0 +1,38 @@
+"""Experiments: each a function that returns a `Recipe`, in a short file whose docstring gives the command and the figure."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+
+from vitrail.errors import VitrailError, nearest
+from vitrail.train.config import Recipe
+
+# Each file, and the recipes in it, in the order in which they are listed.
+_FILES = (
+    "digits", "cifar10_scratch", "tiny_imagenet", "plain_vit", "deit", "paper_pretrain", "paper_finetune", "augreg", "bit",
+)  # fmt: skip
+
+
+def _collected() -> Mapping[str, Callable[[], Recipe]]:
+    found: dict[str, Callable[[], Recipe]] = {}
+    for file in _FILES:
+        found |= importlib.import_module(f"vitrail.recipes.{file}").RECIPES
+    return found
+
+
+RECIPES = _collected()
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of that name, as it was written down."""
+    if name not in RECIPES:
+        raise VitrailError(f"There is no recipe {name!r}.{nearest(name, RECIPES)} `vitrail train --recipes` lists them.")
+    return RECIPES[name]()
+
+
+def summary(name: str) -> str:
+    """What a recipe is: the first line of its file."""
+    function = RECIPES[name]
+    inner = getattr(function, "func", function)
+    return (importlib.import_module(inner.__module__).__doc__ or "").strip().splitlines()[0].rstrip(":.")

@@ -24,3 +24,6 @@ def digits() -> Recipe:
         eval_every=5,
         log_every=10,
     )
+
+
+RECIPES = {"digits": digits}

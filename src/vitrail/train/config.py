@@ -175,6 +175,10 @@ class Recipe:
     """Checkpoints kept."""
     log_every: int = 10
     """Steps between lines in metrics.jsonl."""
+    lr_grid: tuple[float, ...] = ()
+    """Learning rates that --sweep tries."""
+    sweep_holdout: float = 0.1
+    """Share of the training split that --sweep measures on."""
     expected: str = ""
     """The figure this recipe should reach, and whose it is."""
 
@@ -195,8 +199,8 @@ class Recipe:
 
 # What may differ when a run goes on: it changes speed, place or talk, not what is computed.
 FREE = (
-    "expected", "micro_batch", "log_every", "keep", "checkpoint_every", "device", "parallel", "on_nonfinite", "data.workers",
-    "model.recompute",
+    "expected", "lr_grid", "sweep_holdout", "micro_batch", "log_every", "keep", "checkpoint_every", "device",
+    "parallel", "on_nonfinite", "data.workers", "model.recompute",
 )  # fmt: skip
 
 

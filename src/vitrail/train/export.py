@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from vitrail.data.loader import TrainLoader
 from vitrail.models import Model, build_model
 from vitrail.tasks import Meter, Regress
 from vitrail.tasks.multilabel import LabelMeter
@@ -65,12 +64,11 @@ def unstandardise(model: Model, task: Regress) -> None:
             head.bias.mul_(std).add_(mean)
 
 
-def resolved(recipe: Recipe, prepared: Prepared, world: World, precision: str, total: int, loader: TrainLoader) -> dict[str, Any]:
+def resolved(recipe: Recipe, prepared: Prepared, world: World, *, precision: str, total: int, micro_batch: int) -> dict[str, Any]:
     """Everything that was decided in the recipe's place."""
-    micro = loader.micro_batch or recipe.batch
     return {
         "steps": total,
-        "steps_per_epoch": loader.steps,
+        "steps_per_epoch": len(prepared.train) // recipe.batch,
         "images": len(prepared.train),
         "validation_images": len(prepared.validation) if prepared.validation is not None else 0,
         "classes": list(prepared.classes),
@@ -78,8 +76,8 @@ def resolved(recipe: Recipe, prepared: Prepared, world: World, precision: str, t
         "model": prepared.model.config.to_dict(),
         "preprocess": prepared.preprocess.to_dict(),
         "precision": precision,
-        "micro_batch": micro,
-        "accumulation": math.ceil(recipe.batch / world.ranks / micro),
+        "micro_batch": micro_batch,
+        "accumulation": math.ceil(recipe.batch / world.ranks / micro_batch),
         "ranks": world.ranks,
         "parallel": world.mode,
         "device": device_name(world.device),

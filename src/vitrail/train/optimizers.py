@@ -159,6 +159,20 @@ def _build(spec: OptimSpec, settings: list[dict[str, Any]]) -> torch.optim.Optim
     return kind(settings, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
 
 
+def group_lines(groups: list[Group], spec: OptimSpec) -> list[str]:
+    """The parameter groups in words: those with and those without decay, and the range of their learning rates."""
+    lines = []
+    for decays in (True, False):
+        those = [group for group in groups if group.decays == decays]
+        if those:
+            rates = sorted({group.scale * spec.lr for group in those})
+            rate = f"lr {rates[0]:.3g}" + (f" to {rates[-1]:.3g} in {len(rates)} layers" if len(rates) > 1 else "")
+            tensors, values = sum(len(group.names) for group in those), sum(group.values for group in those)
+            decay = f"weight decay {spec.weight_decay:g} ({spec.decay})" if decays else "no weight decay"
+            lines.append(f"{values:,} values in {tensors} tensors: {rate}, {decay}")
+    return lines
+
+
 def explain(spec: OptimSpec) -> str:
     """The update in one line, with this recipe's numbers."""
     direction = {

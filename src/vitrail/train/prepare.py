@@ -39,6 +39,8 @@ class Prepared:
 def prepare(recipe: Recipe) -> Prepared:
     """Open the data and build the model; what was decided on the way is in `notes`."""
     notes: list[str] = []
+    if not recipe.data.source:
+        raise VitrailError(f"The recipe {recipe.name} does not say where the images are: add --data.source, such as folder:DIR.")
     source = open_source(recipe.data.source, seed=recipe.seed, bad_images=recipe.data.bad_images)
     notes.append(f"data: {source.describe()}")
     train, validation = chosen_splits(recipe, source)

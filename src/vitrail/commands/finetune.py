@@ -1,0 +1,77 @@
+"""`vitrail finetune`: a trained model, taught on other images."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from vitrail.commands.train import parsed, run
+from vitrail.errors import VitrailError
+from vitrail.recipes import recipe_named
+from vitrail.recipes.any_folder import any_folder
+from vitrail.train.config import Recipe
+
+_FLAGS = ("--from", "--data", "--recipe")
+
+
+def finetune(words: list[str]) -> int:
+    """Fine-tune a checkpoint on your own images, as the paper does: a new head of zeros, SGD with momentum, cosine.
+
+    --from REF       what to start from: a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
+    --data SRC       the images: a folder with one folder a class, a CSV, torchvision:CIFAR10, …
+    --recipe NAME    a recipe in place of the defaults, such as finetune-cifar10
+
+    Without a recipe the head follows from the classes found, the image size from the checkpoint, and the length from the number
+    of images. Every setting below can be changed; --sweep finds the learning rate.
+
+    Example: vitrail finetune --from ViT-B_16.npz --data photos
+
+    Example: vitrail finetune --from ViT-B_16.npz --recipe finetune-cifar100 --steps 500
+
+    Example: vitrail finetune --from runs/digits --data scans.csv --optim.lr 0.003 --model.image-size 16
+    """
+    given, rest = taken_out(words, _FLAGS)
+    if "-h" in rest or "--help" in rest:
+        parsed(any_folder("REF", "FOLDER", images=10_000), ["--help"], command="finetune", description=finetune.__doc__)
+    recipe = _recipe(given)
+    chosen, options = parsed(recipe, rest, command="finetune", description=finetune.__doc__)
+    return run(recipe, chosen, options)
+
+
+finetune.reads_words = True  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
+
+
+def _recipe(given: dict[str, str]) -> Recipe:
+    start, data, name = (given.get(flag) for flag in _FLAGS)
+    if start is None:
+        raise VitrailError("What to start from is not said: add --from, such as --from ViT-B_16.npz or --from runs/digits.")
+    if name is not None:
+        recipe = recipe_named(name)
+        source = data or recipe.data.source
+        started = dataclasses.replace(recipe.model, start=start)
+        return recipe.replace(model=started, data=dataclasses.replace(recipe.data, source=source))
+    if data is None:
+        raise VitrailError(
+            "Which images to learn from is not said: add --data, such as --data FOLDER with a folder for each class."
+        )
+    from vitrail.data import open_source
+
+    images = len(open_source(data).split("train"))
+    return any_folder(start, data, images=images, name=f"{Path(start).stem}-on-{Path(data.split(':')[-1]).name}")
+
+
+def taken_out(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """The values of some flags, as `--flag value` or `--flag=value`, and the other words."""
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in flags:
+            rest.append(word)
+        elif equals or words:
+            found[flag] = value if equals else words.pop(0)
+        else:
+            raise VitrailError(f"{flag} needs a value after it.")
+    return found, rest

@@ -1,0 +1,175 @@
+"""`vitrail train`: a recipe, any of its settings changed, into a run folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitrail.commands.training_display import deviations, display_for, farewell, group_table
+from vitrail.recipes import RECIPES, recipe_named, summary
+from vitrail.train.config import Recipe, flatten
+from vitrail.train.listeners import Listener, TensorBoard, WeightsAndBiases
+from vitrail.train.loop import Result
+from vitrail.train.loop import train as run_training
+from vitrail.train.optimizers import explain as explain_update
+from vitrail.train.optimizers import parameter_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to run, besides what to run."""
+
+    out: Path | None = None
+    """The run folder; runs/NAME by default. The same command again goes on with the run that is there."""
+    allow_change: tuple[str, ...] = ()
+    """Settings that may differ from those the run was begun with, such as optim.lr."""
+    sweep: bool = False
+    """First try the recipe's learning rates on a held-out part of the training split, then train with the best."""
+    tensorboard: bool = False
+    """Also write for TensorBoard, into the run folder."""
+    wandb: str | None = None
+    """Also log to this Weights & Biases project."""
+    explain: bool = False
+    """Print the whole recipe, the update rule and the parameter groups, and stop."""
+    plain: bool = False
+    """Plain lines even on a terminal."""
+    json: bool = False
+    """Print the result as JSON, and nothing else."""
+
+
+def train(words: list[str]) -> int:
+    """Train a model as a recipe says. Any setting of the recipe can be changed.
+
+    Example: vitrail train                                        (a tiny ViT on the embedded digits)
+
+    Example: vitrail train digits --optim.lr 1e-3 --epochs 20 --out runs/slow
+
+    Example: torchrun --nproc-per-node 8 -m vitrail train vit-s16-imagenet --data.source folder:/data/imagenet
+
+    `vitrail train --recipes` lists the recipes; the first word names one, `digits` if left out.
+    """
+    if "--recipes" in words:
+        print_recipes(as_json="--json" in words)
+        return 0
+    named = bool(words) and not words[0].startswith("-")
+    recipe = recipe_named(words[0] if named else "digits")
+    chosen, options = parsed(recipe, words[1:] if named else words, command="train", description=train.__doc__)
+    return run(recipe, chosen, options)
+
+
+train.reads_words = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
+
+
+def parsed(recipe: Recipe, words: list[str], *, command: str, description: str | None) -> tuple[Recipe, Options]:
+    """The recipe with the changes the words ask for; an unknown word ends the program with a hint."""
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        if any(word.split("=")[0] == f"--{length}" for word in words):
+            recipe = recipe.replace(**{other: None})  # the one that is asked for takes the recipe's place
+
+    def collect(
+        recipe: Annotated[Recipe, tyro.conf.arg(name="")] = recipe,
+        options: Annotated[Options, tyro.conf.arg(name="")] = Options(),  # noqa: B008
+    ) -> tuple[Recipe, Options]:
+        return recipe, options
+
+    return tyro.cli(collect, prog=f"vitrail {command}", args=words, description=description)
+
+
+def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
+    """Train `chosen`, which may differ from its `recipe`, and show it."""
+    console = Console(stderr=options.json, quiet=options.json)
+    logging.getLogger("vitrail").addHandler(_Warnings(console))
+    out = options.out or Path("runs") / chosen.name
+    if options.explain:
+        explain(chosen, console)
+        return 0
+    if _main_rank():
+        deviations(recipe, chosen, console)
+    listeners: list[Listener] = [] if options.json else [display_for(console, plain=options.plain)]
+    listeners += [TensorBoard()] if options.tensorboard else []
+    listeners += [WeightsAndBiases(options.wandb)] if options.wandb else []
+    if options.sweep:
+        from vitrail.train.sweep import sweep
+
+        chosen = sweep(chosen, out, say=lambda text: console.print(text, soft_wrap=True, highlight=False))
+    result = run_training(chosen, out, listeners=listeners, allow_change=options.allow_change)
+    if not _main_rank():
+        return 0
+    if options.json:
+        print(json.dumps(as_json(result)))  # noqa: T201
+    else:
+        farewell(result, console)
+    return 130 if result.ended_by == signal.SIGINT else 0
+
+
+def explain(recipe: Recipe, console: Console) -> None:
+    """Everything that is decided, before it is done."""
+    from vitrail.train.prepare import prepare
+
+    prepared = prepare(recipe)
+    table = Table(title=f"Recipe {recipe.name}", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("setting")
+    table.add_column("value")
+    for name, value in flatten(recipe).items():
+        if value is not None:
+            table.add_row(name, str(value))
+    console.print(table)
+    for note in prepared.notes:
+        console.print(note, soft_wrap=True, highlight=False)
+    console.print(
+        f"\nupdate: {explain_update(recipe.optim)}; s is the {recipe.schedule.kind} schedule", soft_wrap=True, highlight=False
+    )
+    group_table(parameter_groups(prepared.model, recipe.optim), recipe, console)
+
+
+def print_recipes(*, as_json: bool) -> None:
+    recipes = {name: recipe_named(name) for name in RECIPES}
+    if as_json:
+        rows = [{"name": name, "what": summary(name), "expected": recipe.expected} for name, recipe in recipes.items()]
+        print(json.dumps(rows, indent=2))  # noqa: T201
+        return
+    console, what = Console(), ""
+    for name, recipe in recipes.items():
+        if summary(name) != what:
+            what = summary(name)
+            console.print(f"\n{what}", style="bold", highlight=False)
+        length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
+        console.print(f"  {name:<28} {length:>12}, batch {recipe.batch:<5} {recipe.expected}", highlight=False, soft_wrap=True)
+
+
+def as_json(result: Result) -> dict[str, object]:
+    return {
+        "out": str(result.out),
+        "steps": result.steps,
+        "seconds": result.seconds,
+        "finished": result.ended_by is None,
+        "headline": result.headline,
+        "metrics": result.metrics,
+    }
+
+
+def _main_rank() -> bool:
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _Warnings(logging.Handler):
+    """Warnings of the rooms, where the person looks."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _main_rank():
+            self.console.print(f"warning: {record.getMessage()}", style="yellow", soft_wrap=True, highlight=False)

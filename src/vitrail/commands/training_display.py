@@ -1,0 +1,188 @@
+"""What a person sees of a training run: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.train.config import Recipe, differences
+from vitrail.train.listeners import Facts, Listener, Record
+from vitrail.train.loop import Result
+from vitrail.train.optimizers import Group as ParameterGroup
+
+_PAUSE = 2.0  # seconds between plain lines
+
+
+def display_for(console: Console, *, plain: bool) -> PlainLines | LiveDisplay:
+    return LiveDisplay(console) if console.is_terminal and not plain else PlainLines(console)
+
+
+class PlainLines(Listener):
+    """A line now and then, for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self._last = console, 0.0
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(text, style="yellow" if text.startswith("warning") else ""), soft_wrap=True)
+
+    def started(self, facts: Facts) -> None:
+        self.facts = facts
+        self.note(f"run: {facts.out}, {facts.steps} steps, {facts.steps_per_epoch} an epoch")
+
+    def trained(self, record: Record) -> None:
+        now = time.monotonic()
+        if now - self._last >= _PAUSE or record["step"] == self.facts.steps:
+            self._last = now
+            parts = [f"step {record['step']}/{self.facts.steps}", *(f"{name} {value}" for name, value in shown(record).items())]
+            self.note("  ".join([*parts, f"left {remaining(record, self.facts)}"]))
+
+    def validated(self, record: Record) -> None:
+        self.note(f"step {record['step']}/{self.facts.steps}  validation: {measured(record)}")
+
+
+class LiveDisplay(Listener):
+    """A bar, the latest figures, and the validation so far."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=40), MofNCompleteColumn(), TextColumn("{task.fields[left]}")
+        )
+        self._figures: dict[str, str] = {}
+        self._measured: list[Record] = []
+        self._live: Live | None = None
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(text, style="yellow" if text.startswith("warning") else "dim"), soft_wrap=True)
+
+    def started(self, facts: Facts) -> None:
+        self.facts = facts
+        self._task = self._bar.add_task(facts.name, total=facts.steps, completed=facts.first, left="")
+        self._live = Live(self._shown(), console=self.console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def trained(self, record: Record) -> None:
+        self._figures = shown(record)
+        self._bar.update(self._task, completed=record["step"], left=f"left {remaining(record, self.facts)}")
+        self._refresh()
+
+    def validated(self, record: Record) -> None:
+        self._measured.append(record)
+        self._refresh()
+
+    def closed(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._shown())
+
+    def _shown(self) -> RenderableType:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in self._figures.items():
+            table.add_row(Text(name, style="dim"), value)
+        rows = [Text(f"epoch {one['epoch']:.4g}  {measured(one)}", style="green") for one in self._measured[-4:]]
+        return Group(self._bar, table, *rows)
+
+
+def shown(record: Record) -> dict[str, str]:
+    """A record's figures as a person reads them."""
+    speed = record["speed"]
+    found = {
+        "epoch": f"{record['epoch']:.2f}",
+        "loss": f"{record['loss']:.4f}",
+        "lr": f"{record['lr']:.3g}",
+        "grad norm": f"{record['grad_norm']:.3g}",
+        "images/s": f"{speed['images_per_second']:,.0f}",
+        "MFU": f"{speed['mfu']:.1%}" if speed["mfu"] is not None else "",
+        "data wait": f"{speed['data_wait']:.0%}",
+        "memory": f"{speed['memory'] / 2**30:.2f} GiB" if speed["memory"] else "",
+        "skipped": str(record["skipped"]) if record["skipped"] else "",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def measured(record: dict[str, Any]) -> str:
+    """A measurement in words."""
+    shares = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1")
+    order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "loss")
+    parts = []
+    for name in order:
+        if name in record:
+            value = f"{record[name]:.2%}" if name in shares else f"{record[name]:.4g}"
+            parts.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(parts)
+
+
+def remaining(record: Record, facts: Facts) -> str:
+    """How long the steps that are left will take at this speed."""
+    rate = record["speed"]["images_per_second"]
+    batch = facts.config["batch"]
+    seconds = (facts.steps - record["step"]) * batch / rate if rate else 0
+    return str(timedelta(seconds=round(seconds)))
+
+
+def deviations(recipe: Recipe, changed: Recipe, console: Console) -> None:
+    """Say where a run leaves its recipe, and what that does to the figure to expect (nothing where nothing differs)."""
+    found = differences(recipe, changed)
+    if not found:
+        return
+    table = Table(title=f"Differs from the recipe {recipe.name}", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("setting", "recipe", "this run"):
+        table.add_column(heading)
+    for key, (old, new) in sorted(found.items()):
+        table.add_row(key, _plain(old), _plain(new))
+    console.print(table)
+    if recipe.expected:
+        shorter = [key for key in ("steps", "epochs") if key in found and (found[key][1] or 0) < (found[key][0] or 0)]
+        cut = (
+            f", with {found[shorter[0]][1]:g} of {found[shorter[0]][0]:g} {shorter[0]}" if shorter and found[shorter[0]][1] else ""
+        )
+        console.print(f"The recipe's figure is not this run's{cut}: {recipe.expected}", soft_wrap=True)
+
+
+def group_table(groups: list[ParameterGroup], recipe: Recipe, console: Console) -> None:
+    """The parameter groups: who learns at which rate and who decays."""
+    table = Table(title="Parameter groups", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("learning rate", "weight decay", "tensors", "values", "such as"):
+        table.add_column(heading, justify="left" if heading == "such as" else "right")
+    for group in groups:
+        decay = f"{recipe.optim.weight_decay:g} ({recipe.optim.decay})" if group.decays else "–"
+        table.add_row(f"{recipe.optim.lr * group.scale:.3g}", decay, str(len(group.names)), f"{group.values:,}", group.names[0])
+    console.print(table)
+
+
+def farewell(result: Result, console: Console) -> None:
+    """How the run ended, and what to do with it."""
+    if result.ended_by is not None:
+        return
+    state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
+    console.print(f"\n[bold]{result.out}[/bold] {state}: {result.steps} steps", highlight=False)
+    if result.metrics:
+        console.print(
+            f"[bold green]{measured(result.metrics)}[/bold green] on {result.metrics['images']:.0f} images", highlight=False
+        )
+    console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False)
+    console.print("\nNext:")
+    for command, purpose in (
+        (f"vitrail info {result.out}", "what the checkpoint holds"),
+        (f"vitrail eval {result.out}", "measure it, with a report"),
+        (f"vitrail predict {result.out} IMAGE", "use it"),
+        (f"vitrail finetune --from {result.out} --data FOLDER", "teach it something else"),
+    ):
+        console.print(f"  {command:<46} {purpose}", highlight=False, soft_wrap=True)
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else str(value)

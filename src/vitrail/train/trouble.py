@@ -1,0 +1,131 @@
+"""When things go wrong in a step: numbers that are not finite, memory that does not suffice, a compiler that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.errors import VitrailError
+from vitrail.train.nonfinite import advice, first_fault
+from vitrail.train.parallel import blocks_of
+from vitrail.train.step import autocast, seed_part
+
+if TYPE_CHECKING:
+    from vitrail.train.loop import Loop
+
+_ROLLBACKS = 5
+
+
+def handle_nonfinite(loop: Loop) -> bool:
+    """Act on a gradient that was not finite; True when the run went back to a checkpoint."""
+    bad = loop.step.first_bad()
+    if bad is None:
+        return False
+    policy = loop.recipe.on_nonfinite
+    if policy == "skip":
+        loop.say(f"warning: the gradient of step {bad} was not finite; the step was left out")
+        loop.step.clear_bad()
+        return False
+    explained = _explain(loop, bad)
+    if policy == "stop" or loop.rollbacks >= _ROLLBACKS:
+        raise VitrailError(f"{explained} {advice(loop.precision, loop.recipe.optim.lr)}")
+    loop.rollbacks += 1
+    loop.snapshots.finish()
+    state = loop.snapshots.load(loop.step.tensors())
+    if state is None:
+        raise VitrailError(f"{explained} There is no whole checkpoint to go back to.")
+    loop.return_to(state)
+    loop.passed_over.add(bad)
+    loop.say(f"warning: {explained} Back to step {loop.done}; step {bad} will be passed over.")
+    return True
+
+
+def _explain(loop: Loop, number: int) -> str:
+    """Take the step again, watching every layer. The weights have not moved since."""
+    loop.go_to(number)
+    fault, names = "", list[str]()
+    loop.step.optimizer.zero_grad()
+    torch.compiler.set_stance("force_eager")
+    try:
+        for batch in loop.parts():
+            names += batch.names(loop.prepared.train)
+            if not fault or fault.startswith("it did not"):
+                fault = _fault_of(loop, batch, number)
+    finally:
+        torch.compiler.set_stance("default")
+        loop.step.optimizer.zero_grad()
+    listed = loop.run.path / f"nonfinite-step-{number}.txt"
+    if loop.world.main:
+        listed.write_text("\n".join(names) + "\n", encoding="utf-8")
+    good = loop.snapshots.steps()
+    kept = f"the last good checkpoint is that of step {good[0]}" if good else "there was no checkpoint yet"
+    return (
+        f"A loss or gradient was not finite in step {number} (epoch {number // loop.loader.steps}): {fault}. "
+        f"Its {len(names)} images, from {names[0]} on, are listed in {listed}; {kept}."
+    )
+
+
+def _fault_of(loop: Loop, batch: Batch, number: int) -> str:
+    if not bool(batch.images.isfinite().all()):
+        return "the images themselves hold numbers that are not finite"
+    step = loop.step
+
+    def compute() -> Tensor:
+        seed_part(loop.recipe.seed, number, batch.part, loop.world.rank)
+        # Every rank looks at its own images and waits for nobody.
+        with step.runner.accumulating(last=False), autocast(loop.precision, loop.world.device):
+            return loop.prepared.task.objective(step.runner, batch.images, batch.targets).sum() / batch.total
+
+    return first_fault(loop.prepared.model, compute)
+
+
+def find_micro_batch(loop: Loop) -> None:
+    """On a GPU, try how many images fit before the run begins; all ranks agree on the smallest answer."""
+    if loop.recipe.micro_batch != "auto" or loop.world.device.type != "cuda":
+        return
+    while not _fits(loop):
+        halve_micro_batch(loop, None)
+    loop.go_to(loop.done)
+
+
+def _fits(loop: Loop) -> bool:
+    loop.go_to(loop.done)
+    batch = dataclasses.replace(next(loop.batches), part=0, parts=2)  # not the last: other ranks are left alone
+    failed = False
+    try:
+        loop.step.backward(batch)
+    except torch.OutOfMemoryError:
+        failed = True
+    loop.step.optimizer.zero_grad()
+    if failed:
+        torch.cuda.empty_cache()
+    return not loop.world.any(failed)
+
+
+def halve_micro_batch(loop: Loop, error: Exception | None) -> None:
+    """Compute fewer images at once, in more parts: the step stays the same. `error` is what ended a step, if one did."""
+    recipe, config, size = loop.recipe, loop.prepared.model.config, loop.micro_batch
+    where = f"Out of memory at micro-batch {size} ({config.name}, {config.image_size[0]}×{config.image_size[1]})."
+    if size <= 1 or recipe.micro_batch != "auto":
+        cure = f"--micro-batch {size // 2} or auto" if size > 1 else "a smaller model or image, or --model.recompute -1"
+        raise VitrailError(f"{where} Try {cure}; the batch of {recipe.batch} stays as it is.") from error
+    if error is not None and loop.world.ranks > 1:
+        raise VitrailError(f"{where} Other ranks cannot be told now; use --micro-batch {size // 2}.") from error
+    loop.set_micro_batch(size // 2)
+    parts = math.ceil(recipe.batch / loop.world.ranks / loop.micro_batch)
+    loop.say(f"{where} Going on with {loop.micro_batch} × {parts}; the batch stays {recipe.batch}.")
+
+
+def without_compiling(loop: Loop, error: Exception) -> None:
+    """Give up compiling; an error that has another cause is raised again."""
+    parts = (loop.prepared.model, *blocks_of(loop.prepared.model))
+    if all(part._compiled_call_impl is None for part in parts):
+        raise error
+    for part in parts:
+        part._compiled_call_impl = None
+    loop.say(f"warning: torch.compile failed ({type(error).__name__}); going on without it, more slowly")

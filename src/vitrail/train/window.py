@@ -1,0 +1,58 @@
+"""The steps between two records of a run, and how fast they went."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitrail.train.speed import memory, peak_flops, training_flops
+
+if TYPE_CHECKING:
+    from vitrail.train.loop import Loop
+
+
+class Window:
+    """The steps since the last record, and how fast they went."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.peak = peak_flops(loop.world.device, loop.precision)
+        self.fresh = True
+        self.restart()
+        self.fresh = True
+
+    def restart(self) -> None:
+        """Count time from here on."""
+        loop = self.loop
+        if loop.world.device.type == "cuda":
+            torch.cuda.synchronize(loop.world.device)
+        self.first, self.fresh = loop.done, False
+        loop.clock.restart()
+        loop.loader.wait.reset()
+
+    def record(self) -> dict[str, Any]:
+        loop = self.loop
+        reading = loop.step.read()
+        seconds, steps = max(loop.clock.seconds, 1e-9), loop.done - self.first
+        images = steps * loop.recipe.batch / seconds
+        per_device = images / loop.world.ranks
+        speed = {
+            "images_per_second": round(images, 3),
+            "mfu": round(per_device * training_flops(loop.prepared.model.config) / self.peak, 5) if self.peak else None,
+            "data_wait": round(loop.loader.wait.share(), 5),
+            "memory": memory(loop.world.device),
+            "seconds": round(seconds, 4),
+        }
+        record = {
+            "kind": "train",
+            "step": loop.done,
+            "epoch": round(loop.done / loop.loader.steps, 5),
+            "loss": reading.loss,
+            "lr": loop.step.rate(loop.done - 1) * loop.recipe.optim.lr,
+            "grad_norm": reading.grad_norm,
+            "skipped": reading.skipped,
+            "speed": speed,
+        }
+        self.restart()
+        return record

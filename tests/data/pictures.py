@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import zlib
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitrail.data.types import Array
+from vitrail.data.types import Array, Split
 
 
 def picture(seed: int | str, height: int = 40, width: int = 48, channels: int = 3) -> Array:
@@ -37,3 +38,15 @@ def folder_of(root: Path, counts: Mapping[str, int]) -> Path:
         for k in range(count):
             (place / f"{k}.png").write_bytes(encoded(picture(f"{folder}/{k}")))
     return root
+
+
+def digest_of(splits: list[Split]) -> list[str]:
+    """What another process sees of these splits: names, contents and targets."""
+    digests = []
+    for split in splits:
+        seen = hashlib.sha256(np.ascontiguousarray(split.targets).tobytes())
+        for k in range(len(split)):
+            payload = split.payload(k)
+            seen.update(split.image_name(k).encode() + (payload if isinstance(payload, bytes) else payload.tobytes()))
+        digests.append(seen.hexdigest())
+    return digests

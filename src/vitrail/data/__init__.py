@@ -9,6 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitrail.data.augment import Augment as Augment
+    from vitrail.data.loader import EvalLoader as EvalLoader
+    from vitrail.data.loader import TrainLoader as TrainLoader
     from vitrail.data.preprocess import Preprocess as Preprocess
     from vitrail.data.preprocess import preset as preset
     from vitrail.data.sources import open_source as open_source
@@ -17,10 +20,13 @@ if TYPE_CHECKING:
     from vitrail.data.types import Split as Split
 
 _HOMES = {
+    "Augment": "vitrail.data.augment",
     "BadImage": "vitrail.data.types",
+    "EvalLoader": "vitrail.data.loader",
     "Preprocess": "vitrail.data.preprocess",
     "Source": "vitrail.data.types",
     "Split": "vitrail.data.types",
+    "TrainLoader": "vitrail.data.loader",
     "open_source": "vitrail.data.sources",
     "preset": "vitrail.data.preprocess",
 }

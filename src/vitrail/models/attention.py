@@ -11,9 +11,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.layers import Mlp
+
+# Not cuDNN's: its backward pass gave NaN for 64 tokens on an H200 where these did not, and it is no faster (docs/log.md).
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention(nn.Module):
@@ -48,7 +52,8 @@ class Attention(nn.Module):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         # The kernel knows nothing of eval mode: dropout must be switched off here, or inference is random.
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), dropout_p=dropout)
+        with sdpa_kernel(KERNELS):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), dropout_p=dropout)
 
 
 class AxialAttention(Attention):
@@ -132,7 +137,9 @@ class AttentionPool(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.out(F.scaled_dot_product_attention(*self._split(tokens)).transpose(1, 2).flatten(2))
+        with sdpa_kernel(KERNELS):
+            x: Tensor = F.scaled_dot_product_attention(*self._split(tokens))
+        x = self.out(x.transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm(x))
         return x[:, 0]
 

@@ -40,16 +40,16 @@ MEASURED = {
     "numpy.load of all arrays": "import numpy as np; run = lambda: {k: v for k, v in np.load(npz).items()}",
 }
 CHILD = """
-import sys, time, json, resource
+import re, sys, time, json
 folder, npz = sys.argv[1:3]
 import torch, vitrail.checkpoints  # imports are not part of the comparison
 {setup}
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak = lambda: int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) * 1024
+before, busy = peak(), time.process_time()
 start = time.perf_counter()
 kept = run()
 seconds = time.perf_counter() - start
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([seconds, (after - before) * 1024]))
+print(json.dumps([seconds, time.process_time() - busy, peak() - before]))
 """
 
 
@@ -78,19 +78,24 @@ def prepare(name: str, folder: Path) -> int:
 
 
 def measure(folder: Path, runs: int, size: int) -> list[dict[str, object]]:
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in MEASURED}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in MEASURED}
     for number in range(runs + 1):  # the first round only brings the files into the page cache
         for name, setup in MEASURED.items():
             code = CHILD.format(setup=setup)
             words = [sys.executable, "-c", code, str(folder / "folder"), str(folder / "weights.npz")]
             answer = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
             if number:
-                seconds, memory = json.loads(answer)
-                found[name].append((seconds, memory / size))
+                seconds, processor, memory = json.loads(answer)
+                found[name].append((seconds, processor, memory / size))
     rows = []
     for name, values in found.items():
-        seconds, memory = (statistics.median(column) for column in zip(*values, strict=True))
-        rows.append({"way": name, "seconds": round(seconds, 3), "peak memory / weights": round(memory, 2)})
+        seconds, processor, memory = (statistics.median(column) for column in zip(*values, strict=True))
+        figures = {
+            "seconds": round(seconds, 3),
+            "processor seconds": round(processor, 3),
+            "peak memory / weights": round(memory, 2),
+        }
+        rows.append({"way": name, **figures})
     return rows
 
 
@@ -101,17 +106,14 @@ def write(path: Path, model: str, size: int, rows: list[dict[str, object]]) -> N
     versions = ", ".join(f"{name} {version(name)}" for name in ("vitrail", "torch", "safetensors", "numpy"))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(
-            ["model", "weights (GB)", "way", "seconds", "times the plain way", "peak memory / weights", "hardware", "versions"]
-        )
+        common = {"model": model, "weights (GB)": round(size / 1e9, 2)}
+        table = csv.DictWriter(file, [*common, *rows[0], "times the plain way", "hardware", "versions"])
+        table.writeheader()
         for row in rows:
             plain = compared.get(str(row["way"]))
             ratio = round(float(str(row["seconds"])) / times[plain], 2) if plain else ""
-            table.writerow(
-                [model, round(size / 1e9, 2), row["way"], row["seconds"], ratio, row["peak memory / weights"], hardware, versions]
-            )
-            print(f"{row['way']:32} {row['seconds']:>8} s  {ratio:>5}  memory {row['peak memory / weights']}")
+            table.writerow({**common, **row, "times the plain way": ratio, "hardware": hardware, "versions": versions})
+            print(*(f"{key} {value}" for key, value in row.items()), f"ratio {ratio}" if ratio else "", sep=", ")
 
 
 if __name__ == "__main__":

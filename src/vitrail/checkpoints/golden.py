@@ -7,7 +7,8 @@ can be checked at each load.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vitrail.errors import VitrailError
 from vitrail.models import BiT, Model, ViT
 from vitrail.models.features import evaluating
 
-QUICK_PATCHES = 8
+QUICK_PATCHES = 3
 KEPT = 32  # values of each output that are stored
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
@@ -79,22 +80,27 @@ def _quick(model: Model) -> tuple[Tensor, Tensor]:
     config = model.config
     if config.position_at != "input" or config.attention != "full":  # these need the whole grid
         return _full(model)
-    with evaluating(model):
+    with evaluating(model), _one_thread():
         image = golden_image(config.channels, config.image_size).to(model.norm.weight.dtype)
         return _first_tokens(model, image)
 
 
 def _first_tokens(model: ViT, image: Tensor) -> tuple[Tensor, Tensor]:
     """The model's own path, with all patches but the first few left out after the embedding."""
-    tokens = model.assemble(model.embed_patches(image))[:, : model.config.prefix + QUICK_PATCHES]
-    for block in model.blocks:
-        tokens = block(tokens)
-    tokens = model.norm(tokens) if model.config.final_norm == "before-pool" else tokens
-    represented = model._represent(model._pooled(tokens))
-    logits = model.head(represented)
-    if model.distill_head is not None:
-        logits = (logits + model.distill_head(model._pooled(tokens, token=1))) / 2
-    return represented[0], logits[0]
+    tokens = model.assemble(model.embed_patches(image))
+    tokens = model.encode(tokens[:, : model.config.prefix + QUICK_PATCHES])
+    return model._represent(model._pooled(tokens))[0], model._logits(tokens)[0]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A few tokens are too little work to share: threads waiting for one another took five times as long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _sampled(outputs: tuple[Tensor, Tensor]) -> dict[str, list[float]]:

@@ -90,12 +90,8 @@ def measure(folder: Path, runs: int, size: int) -> list[dict[str, object]]:
     rows = []
     for name, values in found.items():
         seconds, processor, memory = (statistics.median(column) for column in zip(*values, strict=True))
-        figures = {
-            "seconds": round(seconds, 3),
-            "processor seconds": round(processor, 3),
-            "peak memory / weights": round(memory, 2),
-        }
-        rows.append({"way": name, **figures})
+        figures = {"seconds": seconds, "processor seconds": processor, "peak memory / weights": memory}
+        rows.append({"way": name, **{key: round(value, 3) for key, value in figures.items()}})
     return rows
 
 

@@ -46,7 +46,7 @@ def change_channels(bundle: Bundle, channels: int, stem: Stem | None) -> None:
     if stem is None:
         raise VitrailError(
             f"The model takes {config.channels} channels, and channels={channels} was asked for. Say what its first layer becomes: "
-            f"stem='sum' (each new channel an equal share of the old sum; a ViT then takes grey images exactly), 'repeat' or 'random'."
+            f"stem='sum' (equal shares of the old sum; a ViT then takes grey images exactly), 'repeat' or 'random'."
         )
     if stem not in get_args(Stem):
         raise VitrailError(f"stem is {stem!r}; it can be {', '.join(get_args(Stem))}.")
@@ -60,9 +60,7 @@ def change_channels(bundle: Bundle, channels: int, stem: Stem | None) -> None:
         bundle.preprocess = _with_channels(bundle.preprocess, channels)
     bundle.report.notes.append(f"input channels {config.channels} → {channels}: {first} by the rule {stem!r}")
     if first != "patches.weight" and stem != "random":
-        bundle.report.notes.append(
-            "its standardisation rescales these filters one by one: take the result as a start for fine-tuning"
-        )
+        bundle.report.notes.append("its standardisation rescales these filters one by one: a start for fine-tuning, no more")
 
 
 def _stem(weight: Tensor, channels: int, stem: Stem) -> Tensor:

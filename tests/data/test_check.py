@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from vitrail.data import open_source
 from vitrail.data.check import Report, check
 from vitrail.data.contact_sheet import contact_sheet
 from vitrail.data.duplicates import MOST_BITS, fingerprints, same_content, same_picture
+from vitrail.data.pack import plan
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.types import Source
 
@@ -131,6 +133,21 @@ def test_missing_files_of_a_table_are_problems(tmp_path: Path) -> None:
     report = check(open_source(f"csv:{tmp_path}/t.csv?val=0", bad_images="skip"))
     assert kinds(report) == ["missing"]
     assert "x/2.png: no such file (line 4" in items(report, "missing")[0]
+
+
+def test_many_channels_and_names_that_are_no_text(tmp_path: Path) -> None:
+    for label in ("a", "b"):
+        (tmp_path / "set/train" / label).mkdir(parents=True)
+        for k in range(3):
+            bands = np.random.default_rng([ord(label), k]).integers(0, 65536, (20, 20, 13), dtype=np.uint16)
+            np.save(tmp_path / "set/train" / label / f"{k}.npy", bands)
+    odd = Path(os.fsdecode(os.fsencode(tmp_path / "set/train/a") + b"/\xff.npy"))
+    odd.write_bytes(b"")
+    report = check(open_source(f"folder:{tmp_path}/set?val=0.4"))
+    assert kinds(report) == ["unreadable"]
+    assert report.splits["train"].modes == {"13 channels, 16 bits": 4}
+    contact_sheet(open_source(f"folder:{tmp_path}/set?val=0.4"), tmp_path / "sheet.png")
+    assert plan(open_source(f"folder:{tmp_path}/set"), bits=16).channels == 13
 
 
 def test_the_embedded_digits_pass() -> None:

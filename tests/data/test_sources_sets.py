@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -14,6 +15,7 @@ import pytest
 from tests.data.pictures import encoded, folder_of, picture
 from vitrail.data import open_source
 from vitrail.data.decode import decode
+from vitrail.data.sources.torchvision import _images
 from vitrail.errors import VitrailError
 
 
@@ -75,6 +77,13 @@ def test_files_of_torchvision_are_read_as_files(tmp_path: Path) -> None:
     assert train.targets.tolist() == [0, 1, 0, 1]
     assert train.payload(3) == encoded(picture(3), "JPEG")
     assert pickle.loads(pickle.dumps(train)).image_name(3).endswith("beagle_3.jpg")
+
+
+def test_channels_come_last_whatever_torchvision_keeps() -> None:
+    first = np.arange(2 * 3 * 8 * 8, dtype=np.uint8).reshape(2, 3, 8, 8)  # SVHN and STL10
+    assert np.array_equal(_images(SimpleNamespace(data=first))[1, 2, 5], first[1, :, 2, 5])
+    last = np.arange(2 * 8 * 8 * 3, dtype=np.uint8).reshape(2, 8, 8, 3)  # CIFAR
+    assert np.array_equal(_images(SimpleNamespace(data=last)), last)
 
 
 def test_nothing_is_downloaded_unasked(tmp_path: Path) -> None:

@@ -307,4 +307,5 @@ def _classes(report: Report) -> Table | None:
 
 
 def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
+    """As it is: names may hold rich's own brackets, and bytes that are no text."""
+    return text.encode("utf-8", "replace").decode().replace("[", "\\[")

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.data import duplicates
-from vitrail.data.decode import ImageHeader, decode, image_header, open_image
+from vitrail.data.decode import ImageHeader, decode, image_header, open_image, unwrapped
 from vitrail.data.types import Array, BadImage, Source, Split, counted
 
 Progress = Callable[[int], None]
@@ -149,7 +149,7 @@ def _look(split: Split, workers: int, progress: Progress) -> _Looked:
 def _look_at(split: Split, index: int) -> tuple[ImageHeader, bytes, Array] | BadImage:
     name = split.image_name(index)
     try:
-        payload = split.payload(index)
+        payload = unwrapped(split.payload(index), name=name)
         if isinstance(payload, bytes):
             image, header = open_image(payload, name=name)
             # The coarsest scale still reads the file to its end, so what is truncated is found.

@@ -81,6 +81,8 @@ def _mapped(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: 
     if split.task == "multilabel":
         mapped.targets = np.zeros((len(split), len(classes)), np.float32)
         mapped.targets[:, new[new >= 0]] = split.targets[:, new >= 0]
+        if unknown:
+            log.warning("%s: the unknown labels %s left out.", split.name, _some(unknown))
     else:
         mapped.targets = new[split.targets] if len(split) else split.targets
         if unknown:

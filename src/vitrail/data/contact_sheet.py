@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.data.decode import decode
+from vitrail.data.decode import decode, unwrapped
 from vitrail.data.types import Array, BadImage, Source, Split
 from vitrail.files import atomic_file
 
@@ -61,7 +61,7 @@ def _members(split: Split, label: int | None, count: int, seed: int) -> Array:
 def _place(sheet: Image.Image, split: Split, index: int, corner: tuple[int, int]) -> None:
     draw = ImageDraw.Draw(sheet)
     try:
-        payload = split.payload(index)
+        payload = unwrapped(split.payload(index), name=split.image_name(index))
         channels = payload.shape[2] if isinstance(payload, np.ndarray) and payload.ndim == 3 else 3
         pixels = decode(payload, channels=channels, cover=(_CELL, _CELL), name=split.image_name(index))
     except BadImage:
@@ -78,6 +78,7 @@ def _place(sheet: Image.Image, split: Split, index: int, corner: tuple[int, int]
 
 
 def _shortened(text: str, most: int, wrap: int | None = None) -> str:
+    text = text.encode("utf-8", "replace").decode()  # a folder's name need not be text
     text = text if len(text) <= most else text[: most - 1] + "…"
     return "\n".join(text[k : k + wrap] for k in range(0, len(text), wrap)) if wrap else text
 

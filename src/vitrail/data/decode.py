@@ -35,6 +35,13 @@ class ImageHeader:
     bits: int
     orientation: int
 
+    @property
+    def channels(self) -> int:
+        """Of the image's content, without alpha; a palette stands for colours."""
+        if self.mode.endswith(" channels"):
+            return int(self.mode.split()[0])
+        return 1 if self.mode in ("1", "L", "LA", *_DEEP, "F") else 3
+
 
 def decode(
     payload: Payload | Image.Image,
@@ -56,10 +63,10 @@ def decode(
     repetition, colour grey by the luma of ITU-R 601, alpha is dropped (as Pillow, torchvision and TensorFlow do) or
     added as opaque, 8 bits become 16 by a factor of 257, 16 become 8 by their upper byte.
     """
+    if not isinstance(payload, Image.Image):
+        payload = unwrapped(payload, name=name)
     if isinstance(payload, np.ndarray):
         return _cut(_with_channels(_checked(payload, name), channels, bits, name), region, 1.0)
-    if not isinstance(payload, Image.Image) and payload[:6] == b"\x93NUMPY":
-        return _cut(_with_channels(_numpy_file(payload, name), channels, bits, name), region, 1.0)
     try:
         image = payload if isinstance(payload, Image.Image) else _open(payload, name)
         orientation = _orientation(image) if exif else 1
@@ -78,8 +85,7 @@ def decode(
 
 def image_header(payload: Payload, *, name: str = "image") -> ImageHeader:
     """Format, size, mode and orientation, read without decoding the image."""
-    if isinstance(payload, bytes) and payload[:6] == b"\x93NUMPY":
-        payload = _numpy_file(payload, name)
+    payload = unwrapped(payload, name=name)
     if isinstance(payload, np.ndarray):
         height, width, channels = _checked(payload, name).shape
         mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(channels, f"{channels} channels")
@@ -205,7 +211,10 @@ def _raw_png(payload: bytes, rawmode: str, name: str) -> Array:
     return np.asarray(image).astype(np.uint16)
 
 
-def _numpy_file(payload: bytes, name: str) -> Array:
+def unwrapped(payload: Payload, *, name: str = "image") -> Payload:
+    """The array inside the content of a .npy file; any other payload as it is."""
+    if isinstance(payload, np.ndarray) or payload[:6] != b"\x93NUMPY":
+        return payload
     try:
         return _checked(np.load(io.BytesIO(payload), allow_pickle=False), name)
     except (ValueError, EOFError, OSError) as error:

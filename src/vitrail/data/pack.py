@@ -96,7 +96,7 @@ def plan(
     if store == "arrays" and box is None:
         raise VitrailError(f"The images of {source.reference} differ in size. Pass --size, or --store encoded.")
     if channels is None:
-        channels = 1 if all(header.mode in ("1", "L", "I;16") for header in headers) else 3
+        channels = max(header.channels for header in headers)
     store = store or ("arrays" if box is not None else "encoded")
     return Packing(store=store, size=box, fit=fit, channels=channels, bits=bits, quality=quality, exact=exact)
 

@@ -15,6 +15,7 @@ from vitrail.errors import VitrailError
 from vitrail.files import atomic_file
 
 log = logging.getLogger("vitrail.data")
+_KEEP = "surrogateescape"  # a file's name need not be text, and comes back as it was
 
 
 def stratified(split: Split, fraction: float, *, seed: int = 0) -> Array:
@@ -87,7 +88,7 @@ def write_table(splits: Iterable[Split], file: Path) -> None:
         for row, index in enumerate(indices):
             rows.append([_seen_from(file.parent, path(int(index))), *_labels(split, row), split.name])
     header = split.classes if split.task == "regress" else () if split.task == "unlabelled" else ("label",)
-    with atomic_file(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as table:
+    with atomic_file(file) as temporary, temporary.open("w", newline="", encoding="utf-8", errors=_KEEP) as table:
         writer = csv.writer(table)
         writer.writerow(["path", *header, "split"])
         writer.writerows(rows)
@@ -111,7 +112,7 @@ def _write(split: Split, parts: dict[str, Array], record: Path) -> None:
     for name, members in parts.items():
         part_of[members] = name
     try:
-        with atomic_file(record) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        with atomic_file(record) as temporary, temporary.open("w", newline="", encoding="utf-8", errors=_KEEP) as file:
             writer = csv.writer(file)
             writer.writerow(["path", "split"])
             writer.writerows((split.image_name(k), part_of[k]) for k in range(len(split)))
@@ -120,7 +121,7 @@ def _write(split: Split, parts: dict[str, Array], record: Path) -> None:
 
 
 def _recorded(split: Split, record: Path) -> tuple[Array, Array]:
-    with record.open(newline="", encoding="utf-8-sig") as file:
+    with record.open(newline="", encoding="utf-8", errors=_KEEP) as file:
         rows = {row["path"]: row["split"] for row in csv.DictReader(file)}
     position = {split.image_name(k): k for k in range(len(split))}
     gone = [name for name in rows if name not in position]

@@ -28,10 +28,10 @@ class RunOptions:
 
     device: str = "auto"
     """Where to compute: auto, cpu, cuda or mps."""
-    batch: int = 64
-    """Images at once. It changes speed and memory, not results."""
+    batch: int | None = None
+    """Images at once. It changes speed and memory, not results. None: 8 on a processor, 128 on a GPU."""
     workers: int | None = None
-    """Processes that read images; None: as many as there are processors."""
+    """Processes that read images for a GPU; on a processor, threads that read and compute. None: one a processor."""
     precision: Precision = "fp32"
     """bf16 and fp16 are faster on a GPU and round more."""
     bad_images: BadImages = "error"

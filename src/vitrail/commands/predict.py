@@ -30,7 +30,7 @@ def predict(
     top: int = 5,
     csv_: Annotated[Path | None, tyro.conf.arg(name="csv")] = None,
     json_: Json = False,
-    options: Options = RunOptions(batch=32, bad_images="skip"),  # noqa: B008 - it is frozen
+    options: Options = RunOptions(bad_images="skip"),  # noqa: B008 - it is frozen
 ) -> int:
     """Say what is in images: the most probable classes of each, one image a line, as soon as they are known.
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from vitrail.data.batch import Batch
+from vitrail.data.batch import Batch, HostBatch
+from vitrail.data.eval_read import eval_slices
 from vitrail.data.loader import EvalLoader
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sampler import Slice
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.models import Model
@@ -33,8 +38,10 @@ class Running:
     """How images are brought through a model. None of it changes what is measured, but for the rounding of `precision`."""
 
     world: World = field(default_factory=lambda: World(torch.device("cpu")))
-    batch: int = 64
+    batch: int | None = None
+    """Images at once; None: 8 on a processor, whose caches are small, 128 elsewhere."""
     workers: int | None = None
+    """Processes that read images for a GPU; on a processor, threads that read and compute. None: as many as processors."""
     precision: Precision = "fp32"
     bad_images: BadImages = "error"
     progress: Callable[[int], None] = no_progress
@@ -46,26 +53,28 @@ class Running:
 
 
 class Pass(Iterator[tuple[T, Batch]]):
-    """An iterator over batches with what was computed of them. Afterwards `bad` says what could not be read."""
+    """An iterator over batches with what was computed of them, in order. Afterwards `bad` says what could not be read."""
 
     def __init__(
         self, running: Running, split: Split, preprocess: Preprocess, model: Model, compute: Callable[[Tensor], T]
     ) -> None:
         world = running.world
         self._running, self._model, self._compute = running, model, compute
+        self._on_cpu = world.device.type == "cpu"
+        self._batch = running.batch or (8 if self._on_cpu else 128)
         self._loader = EvalLoader(
             split,
             preprocess=preprocess,
-            batch=running.batch,
+            batch=self._batch,
             rank=world.rank,
             ranks=world.ranks,
             ranks_here=world.ranks_here,
             # A few images are read sooner than a worker has started.
-            workers=0 if len(split) <= running.batch else running.workers,
+            workers=0 if len(split) <= self._batch else running.workers,
             bad_images=running.bad_images,
             device=world.device,
         )
-        self._steps = self._run()
+        self._steps = self._in_lanes() if self._on_cpu else self._one_by_one()
 
     @property
     def bad(self) -> dict[str, BadImage]:
@@ -74,14 +83,51 @@ class Pass(Iterator[tuple[T, Batch]]):
     def __next__(self) -> tuple[T, Batch]:
         return next(self._steps)
 
-    def _run(self) -> Iterator[tuple[T, Batch]]:
-        running = self._running
+    def _one_by_one(self) -> Iterator[tuple[T, Batch]]:
+        """Processes read ahead while the device computes."""
         for batch in self._loader:
             # Entered anew for every batch, so that a caller who stops half-way finds the model as it was.
-            with torch.no_grad(), evaluating(self._model), autocast(running.precision, running.world.device):
-                computed = self._compute(batch.images)
+            with evaluating(self._model):
+                computed = self._computed(batch)
             yield computed, batch
-            running.progress(len(batch))
+            self._running.progress(len(batch))
+
+    def _in_lanes(self) -> Iterator[tuple[T, Batch]]:
+        """Each thread reads a batch and computes it alone.
+
+        Threads that share the operations of one batch wait for each other after every one of them; threads with a batch of
+        their own never do, and reading fills the gaps. Only the order of the results is kept.
+        """
+        loader, world = self._loader, self._running.world
+        lanes = max(1, loader.workers)
+        waiting = iter(eval_slices(len(loader.split), self._batch, world.rank, world.ranks))
+        threads = torch.get_num_threads()
+        with evaluating(self._model), ThreadPoolExecutor(lanes, initializer=lambda: torch.set_num_threads(1)) as pool:
+            ahead = deque(pool.submit(self._lane, where) for where in islice(waiting, 2 * lanes))
+            try:
+                while ahead:
+                    host, result = ahead.popleft().result()
+                    ahead.extend(pool.submit(self._lane, where) for where in islice(waiting, 1))
+                    loader.bad.update({bad.name: bad for bad in host.bad if bad.name not in loader.bad})
+                    if result is not None:
+                        yield result
+                        self._running.progress(len(result[1]))
+            finally:
+                for future in ahead:
+                    future.cancel()
+                torch.set_num_threads(threads)  # the lanes' setting is otherwise taken over by every thread to come
+
+    def _lane(self, where: Slice) -> tuple[HostBatch, tuple[T, Batch] | None]:
+        host = self._loader.reader[where]
+        if len(host.indices) == 0:
+            return host, None  # every image of it was bad
+        images = self._loader.preprocess.normalise(host.images)
+        batch = Batch(images, host.targets, host.indices, 0, where.step, 0, 1, where.total)
+        return host, (self._computed(batch), batch)
+
+    def _computed(self, batch: Batch) -> T:
+        with torch.no_grad(), autocast(self._running.precision, self._running.world.device):
+            return self._compute(batch.images)
 
 
 def all_bad(running: Running, bad: dict[str, BadImage]) -> list[BadImage]:

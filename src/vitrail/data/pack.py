@@ -254,7 +254,7 @@ def _finish(split: Split, partial: Path, packing: Packing, entries: list[dict[st
     if packing.store == "encoded":
         content["ends"] = np.cumsum([n for entry in entries for n in entry["lengths"]], dtype=np.int64)
     index = io.BytesIO()
-    np.savez(index, allow_pickle=False, **content)
+    np.savez(index, **content)
     file = partial / f"{split.name}.index.npz"
     with atomic_file(file) as temporary:
         temporary.write_bytes(index.getvalue())

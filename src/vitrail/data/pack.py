@@ -250,7 +250,7 @@ def _pack_stretch(
 def _finish(split: Split, partial: Path, packing: Packing, entries: list[dict[str, Any]]) -> dict[str, Any]:
     kept = np.array([index for entry in entries for index in entry["kept"]], np.int64)
     block, ends = Names(split.image_name(int(k)) for k in kept).to_arrays()
-    content: dict[str, Array] = {"targets": split.targets[kept], "name_block": block, "name_ends": ends}
+    content: dict[str, Any] = {"targets": split.targets[kept], "name_block": block, "name_ends": ends}
     if packing.store == "encoded":
         content["ends"] = np.cumsum([n for entry in entries for n in entry["lengths"]], dtype=np.int64)
     index = io.BytesIO()

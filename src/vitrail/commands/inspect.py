@@ -101,7 +101,7 @@ def inspect(
         status.update("drawing")
         together = compare(sections, bundles, seen)
         everything = [together, *sections] if together is not None else sections
-        about = {"checkpoints": list(references), "data": data, "version": version("vitrail")}
+        about = {"checkpoints": list(references), "titles": names, "data": data, "version": version("vitrail")}
         write_report(out, everything, {**about, "images": originals.names if originals else []})
     _tell(console, everything, out, json_)
 

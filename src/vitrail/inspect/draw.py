@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vitrail.errors import VitrailError
-from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, mosaic, styled
+from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, mosaic, styled, tight
 from vitrail.inspect.subject import Array
 from vitrail.inspect.weights import Filters
 
@@ -26,7 +26,8 @@ def draw_filters(found: Filters, title: str = "") -> Figure:
     rows = -(-count // columns)
     height, width = found.components.shape[2:]
     side = WIDTH * 0.72 / columns
-    figure = Figure(figsize=(side * columns, (side * height / width + 0.2) * rows + 0.5), layout="constrained")
+    figure = Figure(figsize=(side * columns, (side * height / width + 0.12) * rows + 0.3), layout="constrained")
+    tight(figure, 0.03)
     axes = figure.subplots(rows, columns, squeeze=False)
     for number, one in enumerate(axes.flat):
         bare(one)
@@ -143,7 +144,7 @@ def _heads(axes: Axes, depth: Array, distances: Array, colour: str, marker: str,
 
 
 def _distance_axes(axes: Axes, layers: Array, images: int) -> None:
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.06 * axes.dataLim.y1)
     axes.set_xlim(layers.min() - 0.6, layers.max() + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y")

@@ -10,8 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, mosaic, styled
+from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, mosaic, styled, tight
 from vitrail.inspect.subject import Array
+
+_HEAD_TILE = 0.6  # inches at most for one head's map
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Column:
     maps: Array
     pictures: Sequence[Array]
     signed: bool = False
-    """Similarities have a scale of their own, −1 to 1; shares are drawn from 0 to their maximum."""
+    """Shares light the picture from 0 to their maximum; similarities get a colour scale over their own range."""
 
 
 @styled
@@ -34,7 +36,7 @@ def draw_rollout(pictures: Sequence[Array], maps: Array, *, labels: Sequence[str
     side = min(WIDTH / (2 * pairs), 1.7)
     line = 0.16 if labels else 0.02
     figure = Figure(figsize=(2 * pairs * side, rows * (side * height / width + line) + 0.3), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.012, h_pad=0.012, wspace=0.0, hspace=0.0)  # type: ignore[union-attr, call-arg]
+    tight(figure, 0.012)
     axes = figure.subplots(rows, pairs, squeeze=False).flat
     for number, one in enumerate(axes):
         bare(one)
@@ -58,9 +60,11 @@ def lit(picture: Array, values: Array) -> Array:
 def draw_columns(pictures: Sequence[Array], columns: Sequence[Column], *, labels: Sequence[str] = (), title: str = "") -> Figure:
     """A row an image, a column a kind of map or a checkpoint: rollouts beside what else is drawn elsewhere."""
     height, width = pictures[0].shape[:2]
-    side = min(WIDTH / (len(columns) + 1), 1.7)
-    figure = Figure(figsize=(side * (len(columns) + 1), len(pictures) * side * height / width + 0.75), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0.01, hspace=0.01)  # type: ignore[union-attr, call-arg]
+    side = min(WIDTH / (len(columns) + 1), 1.4)
+    line = 0.16 if any(column.signed for column in columns) else 0.0
+    size = (side * (len(columns) + 1), len(pictures) * (side * height / width + line) + (0.55 if title else 0.35))
+    figure = Figure(figsize=size, layout="constrained")
+    tight(figure, 0.015)
     axes = figure.subplots(len(pictures), len(columns) + 1, squeeze=False)
     for row, picture in enumerate(pictures):
         axes[row, 0].imshow(picture)
@@ -83,7 +87,8 @@ def _draw_map(axes: Axes, column: Column, number: int) -> None:
         axes.imshow(lit(picture, values))
         return
     height, width = picture.shape[:2]
-    axes.imshow(values, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
+    axes.imshow(values, cmap=MAP, interpolation="nearest", extent=(0, width, height, 0))
+    axes.set_xlabel(f"{values.min():.2f} to {values.max():.2f}", fontsize=6.5, labelpad=1, color="#444444")
 
 
 @styled
@@ -95,20 +100,23 @@ def draw_heads(picture: Array, attention: Array, query: tuple[int, int], *, laye
     count, heads, rows, columns = attention.shape
     highest = attention.max(axis=(2, 3), keepdims=True)
     sheet = mosaic(attention / np.where(highest > 0, highest, 1), gap=max(1, round(0.12 * min(rows, columns))))
-    wide = WIDTH * 0.76
-    figure = Figure(figsize=(WIDTH, max(wide * sheet.shape[0] / sheet.shape[1], 1.6) + 0.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(WIDTH - wide, wide))
+    beside, wide = 1.5, min(WIDTH - 1.9, _HEAD_TILE * heads)
     height, width = picture.shape[:2]
+    tall = max(wide * sheet.shape[0] / sheet.shape[1], beside * height / width)
+    figure = Figure(figsize=(beside + wide + 0.4, tall + 0.65), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(beside, wide))
     left.imshow(picture)
     bare(left)
-    tall, broad = height / rows, width / columns
-    corner = (query[1] * broad - 0.5, query[0] * tall - 0.5)
+    patch = (width / columns, height / rows)
+    corner = (query[1] * patch[0] - 0.5, query[0] * patch[1] - 0.5)
     for colour, line in (("black", 2.4), ("white", 1.2)):
-        left.add_patch(Rectangle(corner, broad, tall, fill=False, edgecolor=colour, linewidth=line))
+        left.add_patch(Rectangle(corner, *patch, fill=False, edgecolor=colour, linewidth=line))
+    left.set_anchor("N")
     left.set_title(f"row {query[0]}, column {query[1]}", fontsize=7.5)
     right.imshow(sheet, cmap=MAP, vmin=0, vmax=1, interpolation="nearest")
     _number_tiles(right, sheet, count, heads, layers)
-    figure.suptitle(f"{title}What each head attends to from the framed patch, each map from 0 to its maximum", fontsize=9)
+    right.set_anchor("N")
+    right.set_title(f"{title}attention of each head, from 0 to its maximum", fontsize=7.5)
     return figure
 
 

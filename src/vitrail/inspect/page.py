@@ -13,7 +13,7 @@ FOREIGN = "not in the paper"
 
 
 def page(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
-    title = f"Inside {' · '.join(about['checkpoints'])}"
+    title = f"Inside {' · '.join(about['titles'])}"
     links = "".join(
         f'<a href="#{_anchor(section, shown)}">{escape(shown.heading)}</a>' for section in sections[:1] for shown in section.figures
     )

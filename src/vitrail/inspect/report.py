@@ -30,7 +30,7 @@ from vitrail.inspect.weights import filters, position_similarity
 from vitrail.models import ViT
 from vitrail.models.features import chosen_layers
 
-_SIDE_BY_SIDE = 6  # images in the figures that give each one a row
+_SIDE_BY_SIDE = 5  # images in the figures that give each one a row
 INDEX = "index.html"
 
 
@@ -74,7 +74,11 @@ def examine(
 ) -> Section:
     """Every figure that fits the model; a note for each that does not."""
     config = bundle.model.config
-    facts = {"model": config.name, "input": f"{config.image_size[0]}×{config.image_size[1]} pixels, {config.channels} channels"}
+    facts = {
+        "checkpoint": bundle.report.source,
+        "model": config.name,
+        "input": f"{config.image_size[0]}×{config.image_size[1]} pixels, {config.channels} channels",
+    }
     section = Section(title, folder, facts)
     sentence = untrained(bundle.model)
     if sentence:
@@ -120,7 +124,7 @@ def _filters(bundle: Bundle) -> list[Shown]:
     )
     raw = Shown(
         "filters-raw",
-        "Filters, raw",
+        "Raw filters",
         f"The {len(found.raw)} filters of {what} themselves, in the model's order, each from its most negative to its most "
         "positive value.",
         draw_raw_filters(found),
@@ -233,7 +237,7 @@ def _beside(bundle: Bundle, model: ViT, seen: Views, maps: Array, batch: int | N
     to = "the class token" if model.config.pooling == "class" else "the mean of the patches"
     caption = (
         "For comparison. Gradient-weighted rollout keeps the attention that raises the highest output (Chefer et al. 2021). Token "
-        f"similarity is the cosine of each patch's final token with {to}, from −1 (dark) to 1 (bright)."
+        f"similarity is the cosine of each patch's final token with {to}, over the range written beneath."
     )
     return Shown("beside", "Other maps", caption, draw_columns(pictures, columns, labels=labels), raw, badge=FOREIGN)
 

@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image, ImageFilter
 
 from vitrail.inspect.subject import Array
@@ -31,7 +32,6 @@ _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 8.5,
     "axes.titlesize": 9,
-    "axes.titleweight": "medium",
     "axes.labelsize": 8.5,
     "axes.linewidth": 0.6,
     "axes.edgecolor": "#444444",
@@ -73,6 +73,13 @@ def rendered(figure: Figure, form: str) -> bytes:
     with mpl.rc_context(_STYLE):
         figure.savefig(content, format=form, dpi=_PIXELS, bbox_inches="tight", pad_inches=0.06, metadata=metadata)
     return content.getvalue()
+
+
+def tight(figure: Figure, gap: float = 0.02) -> None:
+    """Little room between the parts of a figure, in inches."""
+    engine = figure.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    engine.set(w_pad=gap, h_pad=gap, wspace=0.0, hspace=0.0)
 
 
 def bare(axes: Axes) -> None:

@@ -85,7 +85,7 @@ def in_batches(model: ViT, images: Images, batch: int | None = None) -> Iterator
         tensor = torch.as_tensor(piece)
         if tensor.ndim != 4:  # refuse it now: splitting would take another axis for the images
             model.attention(tensor)
-        for part in tensor.split(size):
+        for part in tensor.split(size) if len(tensor) else ():
             seen += len(part)
             yield part.to(weight.device, weight.dtype if part.is_floating_point() else None)
     if not seen:

@@ -93,13 +93,16 @@ class Stage:
         return Batch(images, targets, host.indices, where.epoch, where.step, where.part, where.parts, where.total)
 
     def _normalise(self, images: Tensor) -> Tensor:
-        if images.is_cuda:
+        if images.device.type != "cpu":
             return torch.mul(images, self._scale).add_(self._shift)
-        # A processor is held up by its memory: image by image, the second operation finds the first one's result in
-        # the cache.
+        # A processor is held up by its memory, so image by image: what one operation leaves in the cache the next one
+        # finds there. And by numpy, whose single thread does not wait for another that the workers keep from running.
         result = torch.empty_like(images, dtype=torch.float32)
-        for image, pixels in zip(result, images, strict=True):
-            torch.mul(pixels, self._scale, out=image).add_(self._shift)
+        scale, shift = self._scale.numpy(), self._shift.numpy()
+        for floats, pixels in zip(result.numpy(), images.numpy(), strict=True):
+            floats[...] = pixels
+            floats *= scale
+            floats += shift
         return result
 
 

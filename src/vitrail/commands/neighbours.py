@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vitrail.commands.options import Json
 from vitrail.errors import VitrailError
-from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings
+from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings, short_name
 
 
 def neighbours(
@@ -70,8 +70,8 @@ def neighbours(
     console = Console()
     table = Table("image", f"nearest ({metric})", box=box.SIMPLE_HEAD)
     for query, near, value in zip(queries, order, values, strict=True):
-        shown = ", ".join(f"{found.names[int(k)]} {v:.3f}" for k, v in zip(near[:3], value[:3], strict=True))
-        table.add_row(found.names[query], shown + (" …" if len(near) > 3 else ""))
+        shown = ", ".join(f"{short_name(found.names[int(k)])} {v:.3f}" for k, v in zip(near[:3], value[:3], strict=True))
+        table.add_row(short_name(found.names[query]), shown + (" …" if len(near) > 3 else ""))
     console.print(table)
     if sheet is not None:
         console.print(f"contact sheet: {sheet}", highlight=False, soft_wrap=True)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vitrail.evaluate.measuring import measure as measure
     from vitrail.evaluate.predicting import Predicted as Predicted
     from vitrail.evaluate.predicting import predict as predict
+    from vitrail.evaluate.probing import Probed as Probed
+    from vitrail.evaluate.probing import ProbeSpec as ProbeSpec
+    from vitrail.evaluate.probing import probe as probe
     from vitrail.evaluate.ridge import fit_ridge as fit_ridge
     from vitrail.evaluate.ridge import ridge_scores as ridge_scores
     from vitrail.evaluate.running import Running as Running
@@ -33,6 +36,8 @@ _HOMES = {
     "FewShotSpec": "vitrail.evaluate.fewshot",
     "Measured": "vitrail.evaluate.measuring",
     "Predicted": "vitrail.evaluate.predicting",
+    "ProbeSpec": "vitrail.evaluate.probing",
+    "Probed": "vitrail.evaluate.probing",
     "Running": "vitrail.evaluate.running",
     "embed": "vitrail.evaluate.embeddings",
     "few_shot": "vitrail.evaluate.fewshot",
@@ -40,6 +45,7 @@ _HOMES = {
     "load_embeddings": "vitrail.evaluate.embeddings",
     "measure": "vitrail.evaluate.measuring",
     "predict": "vitrail.evaluate.predicting",
+    "probe": "vitrail.evaluate.probing",
     "ridge_scores": "vitrail.evaluate.ridge",
 }
 

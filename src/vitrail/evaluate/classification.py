@@ -168,18 +168,17 @@ def figures(answers: Answers, classes: int, *, draws: int = 1000, seed: int = 0)
     total, targets, predicted = len(answers), answers.targets, answers.predicted
     counts = per_class(targets, predicted, classes)
     top_k = min(TOP, answers.top.shape[1])
-    found = {
-        "accuracy": float(answers.correct.mean()),
+    found = {"accuracy": float(answers.correct.mean())}
+    if classes > TOP:
+        found["top5_accuracy"] = top_k_accuracy(answers, top_k)
+    found |= {
         "balanced_accuracy": balanced_accuracy(counts),
         "macro_f1": macro_f1(counts),
         "nll": float(answers.nll.astype(np.float64).mean()),
         "ece": calibration(answers.probability[:, 0], answers.correct).error,
     }
-    hits = {"accuracy": int(answers.correct.sum())}
-    if classes > TOP:
-        found["top5_accuracy"] = top_k_accuracy(answers, top_k)
-        hits["top5_accuracy"] = round(found["top5_accuracy"] * total)
-    intervals = {name: wilson(number, total) for name, number in hits.items()}
+    shares = [name for name in found if name in ("accuracy", "top5_accuracy")]
+    intervals: dict[str, Interval] = {name: wilson(round(found[name] * total), total) for name in shares}
     drawn: dict[str, Callable[[Array], float]] = {
         "balanced_accuracy": lambda w: balanced_accuracy(per_class(targets, predicted, classes, w)),
         "macro_f1": lambda w: macro_f1(per_class(targets, predicted, classes, w)),

@@ -174,7 +174,7 @@ def contact_sheet(path: Path, embeddings: Embeddings, queries: Sequence[int], fo
                 draw.rectangle((left, top, left + _CELL - 1, top + _CELL - 1), outline=(190, 40, 40))
             else:
                 sheet.paste(picture, (left + (_CELL - picture.size[0]) // 2, top + (_CELL - picture.size[1]) // 2))
-            draw.text((left, top + _CELL + 2), f"{words}\n{_tail(embeddings.names[row])}", (60, 60, 66), font, spacing=1)
+            draw.text((left, top + _CELL + 2), f"{words}\n{short_name(embeddings.names[row], 20)}", (60, 60, 66), font, spacing=1)
     with atomic_file(path) as temporary:
         sheet.save(temporary, "PNG")
     return missing
@@ -187,7 +187,7 @@ def _picture(name: str) -> Image.Image | None:
         return None
 
 
-def _tail(name: str) -> str:
+def short_name(name: str, most: int | None = None) -> str:
     """The end of a path, which tells more than its beginning."""
     tail = "/".join(Path(name).parts[-2:])
-    return tail if len(tail) <= 20 else f"…{tail[-19:]}"
+    return tail if most is None or len(tail) <= most else f"…{tail[1 - most :]}"

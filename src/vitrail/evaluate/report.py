@@ -172,8 +172,8 @@ def _sizes(results: Sequence[Measured]) -> tuple[bytes, str]:
     chosen = [(one.figures[headline], one.intervals[headline]) for one in results]
     drawn = drawings.sizes(names, [value for value, _ in chosen], [both for _, both in chosen], NAMES.get(headline, headline))
     shared = [name for name in results[0].figures if name in NAMES]
-    rows = [[size, *(figure_text(name, one.figures[name]) for name in shared)] for size, one in zip(names, results, strict=True)]
-    body = table(["size", *(NAMES[name] for name in shared)], rows) + picture(drawn, "figures at several sizes")
+    rows = [[NAMES[name], *(figure_text(name, one.figures[name]) for one in results)] for name in shared]
+    body = table(["figure", *names], rows) + picture(drawn, "figures at several sizes")
     return drawn, section("Input sizes", body)
 
 

@@ -97,7 +97,9 @@ def _cell(value: Any) -> str:
 
 
 def picture(png: bytes, words: str) -> str:
-    return f"<img class='drawing' src='{data_uri(png)}' alt='{escape(words)}'>"
+    """A drawing at two thirds of its pixels: crisp on fine screens, and with letters of the page's size."""
+    width = round(int.from_bytes(png[16:20], "big") / 1.5)
+    return f"<img class='drawing' width='{width}' src='{data_uri(png)}' alt='{escape(words)}'>"
 
 
 def strip(words: str, examples: Sequence[tuple[str, str]]) -> str:
@@ -113,7 +115,7 @@ def strip(words: str, examples: Sequence[tuple[str, str]]) -> str:
 
 _STYLE = """
 :root { color-scheme: light; --ink: #24292f; --faint: #6a737d; --line: #e3e6ea; --blue: #2f5d8a; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: #fbfbf9; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: #fff; }
 body { margin: 0 auto; padding: 2rem 1.5rem; max-width: 60rem; }
 h1 { font-size: 1.35rem; margin: 0 0 1.2rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2.4rem 0 .8rem; }
 .top { display: flex; flex-wrap: wrap; gap: 2.5rem; align-items: flex-start; }
@@ -125,7 +127,7 @@ th, td { padding: .28rem .9rem .28rem 0; text-align: right; border-bottom: 1px s
 th:first-child, td:first-child { text-align: left; } th { color: var(--faint); font-weight: 500; }
 .sortable th { cursor: pointer; } .sortable th:hover { color: var(--ink); }
 .sortable th[data-order]::after { content: " ↓"; } .sortable th[data-order="up"]::after { content: " ↑"; }
-.drawing { max-width: 100%; height: auto; max-height: 46rem; } .notes { color: var(--faint); padding-left: 1.1rem; }
+.drawing { max-width: 100%; height: auto; } .notes { color: var(--faint); padding-left: 1.1rem; }
 .strip { margin: 0 0 1rem; } .strip p { margin: 0 0 .3rem; }
 .strip img { width: 96px; height: 96px; object-fit: contain; margin-right: 4px; }
 .strip i { display: inline-block; width: 96px; color: var(--faint); }

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vitrail.errors import VitrailError
-from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, mosaic, styled, tight
+from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, fitted, mosaic, styled, tight
 from vitrail.inspect.subject import Array
 from vitrail.inspect.weights import Filters
 
@@ -25,8 +25,8 @@ def draw_filters(found: Filters, title: str = "") -> Figure:
     columns = min(7, count)
     rows = -(-count // columns)
     height, width = found.components.shape[2:]
-    side = WIDTH * 0.72 / columns
-    figure = Figure(figsize=(side * columns, (side * height / width + 0.12) * rows + 0.3), layout="constrained")
+    wide, tall = fitted(height, width, (WIDTH * 0.72 / columns, 1.4))
+    figure = Figure(figsize=(max(wide * columns, 3.4), (tall + 0.12) * rows + 0.3), layout="constrained")
     tight(figure, 0.03)
     axes = figure.subplots(rows, columns, squeeze=False)
     for number, one in enumerate(axes.flat):
@@ -46,7 +46,8 @@ def draw_raw_filters(found: Filters, title: str = "") -> Figure:
     columns = min(_RAW_COLUMNS, len(pictures))
     sheet = np.nan_to_num(mosaic(filled_grid(pictures, columns)), nan=1.0)
     shown = "" if found.raw.shape[1] in (1, 3) else f", mean over {found.raw.shape[1]} channels"
-    figure = Figure(figsize=(WIDTH, WIDTH * sheet.shape[0] / sheet.shape[1] + 0.3), layout="constrained")
+    wide, tall = fitted(sheet.shape[0], sheet.shape[1], (WIDTH, 2 * WIDTH))
+    figure = Figure(figsize=(max(wide, 3.4), tall + 0.3), layout="constrained")
     axes = figure.subplots()
     bare(axes)
     axes.imshow(sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
@@ -67,8 +68,8 @@ def draw_positions(similarity: Array, title: str = "") -> Figure:
     shown_rows, shown_columns = even_steps(rows, _TILES), even_steps(columns, _TILES)
     gap = max(1, round(0.12 * min(rows, columns)))
     sheet = mosaic(similarity[np.ix_(shown_rows, shown_columns)], gap)
-    width = WIDTH * 0.72
-    figure = Figure(figsize=(width + 0.9, width * sheet.shape[0] / sheet.shape[1] + 0.6), layout="constrained")
+    wide, tall = fitted(sheet.shape[0], sheet.shape[1], (WIDTH * 0.72, WIDTH))
+    figure = Figure(figsize=(max(wide, 3.4) + 0.9, max(tall, 1.2) + 0.6), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(sheet, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest")
     axes.set_xticks([number * (columns + gap) + (columns - 1) / 2 for number in range(len(shown_columns))], map(str, shown_columns))

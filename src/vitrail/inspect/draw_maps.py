@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, mosaic, styled, tight
+from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, fitted, mosaic, styled, tight
 from vitrail.inspect.subject import Array
 
 _HEAD_TILE = 0.6  # inches at most for one head's map
@@ -33,9 +33,9 @@ def draw_rollout(pictures: Sequence[Array], maps: Array, *, labels: Sequence[str
     pairs = min(len(pictures), 4)
     rows = -(-len(pictures) // pairs)
     height, width = pictures[0].shape[:2]
-    side = min(WIDTH / (2 * pairs), 1.7)
+    wide, tall = fitted(height, width, (min(WIDTH / (2 * pairs), 1.7), 2.4))
     line = 0.16 if labels else 0.02
-    figure = Figure(figsize=(2 * pairs * side, rows * (side * height / width + line) + 0.3), layout="constrained")
+    figure = Figure(figsize=(max(2 * pairs * wide, 3.4), rows * (tall + line) + 0.3), layout="constrained")
     tight(figure, 0.012)
     axes = figure.subplots(rows, pairs, squeeze=False).flat
     for number, one in enumerate(axes):
@@ -60,9 +60,9 @@ def lit(picture: Array, values: Array) -> Array:
 def draw_columns(pictures: Sequence[Array], columns: Sequence[Column], *, labels: Sequence[str] = (), title: str = "") -> Figure:
     """A row an image, a column a kind of map or a checkpoint: rollouts beside what else is drawn elsewhere."""
     height, width = pictures[0].shape[:2]
-    side = min(WIDTH / (len(columns) + 1), 1.4)
+    wide, tall = fitted(height, width, (min(WIDTH / (len(columns) + 1), 1.4), 2.4))
     line = 0.16 if any(column.signed for column in columns) else 0.0
-    size = (side * (len(columns) + 1), len(pictures) * (side * height / width + line) + (0.55 if title else 0.35))
+    size = (wide * (len(columns) + 1), len(pictures) * (tall + line) + (0.55 if title else 0.35))
     figure = Figure(figsize=size, layout="constrained")
     tight(figure, 0.015)
     axes = figure.subplots(len(pictures), len(columns) + 1, squeeze=False)
@@ -100,10 +100,10 @@ def draw_heads(picture: Array, attention: Array, query: tuple[int, int], *, laye
     count, heads, rows, columns = attention.shape
     highest = attention.max(axis=(2, 3), keepdims=True)
     sheet = mosaic(attention / np.where(highest > 0, highest, 1), gap=max(1, round(0.12 * min(rows, columns))))
-    beside, wide = 1.5, min(WIDTH - 1.9, _HEAD_TILE * heads)
     height, width = picture.shape[:2]
-    tall = max(wide * sheet.shape[0] / sheet.shape[1], beside * height / width)
-    figure = Figure(figsize=(beside + wide + 0.4, tall + 0.65), layout="constrained")
+    beside, high = fitted(height, width, (1.5, 3.0))
+    wide, tall = fitted(sheet.shape[0], sheet.shape[1], (min(WIDTH - 1.9, _HEAD_TILE * heads), 2 * WIDTH))
+    figure = Figure(figsize=(beside + wide + 0.4, max(tall, high) + 0.65), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(beside, wide))
     left.imshow(picture)
     bare(left)

@@ -69,6 +69,8 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 def rendered(figure: Figure, form: str) -> bytes:
     """The figure as a file's content, "png" or "svg"."""
     content = io.BytesIO()
+    figure.draw_without_rendering()  # lays it out once; laid out again for each form, parts would shift between them
+    figure.set_layout_engine("none")
     metadata = {"Date": None, "Creator": "Vitrail"} if form == "svg" else {"Software": "Vitrail"}
     with mpl.rc_context(_STYLE):
         figure.savefig(content, format=form, dpi=_PIXELS, bbox_inches="tight", pad_inches=0.06, metadata=metadata)
@@ -88,6 +90,12 @@ def bare(axes: Axes) -> None:
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def fitted(height: float, width: float, most: tuple[float, float]) -> tuple[float, float]:
+    """(wide, tall) in inches for something of these proportions that is to stay within `most` (wide, tall)."""
+    scale = min(most[0] / width, most[1] / height)
+    return width * scale, height * scale
 
 
 def mosaic(tiles: Array, gap: int = 1) -> Array:

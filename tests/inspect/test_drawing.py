@@ -1,0 +1,99 @@
+"""Figures: they render as PNG and SVG, keep proportions, and touch nothing global."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from tests.inspect.routed import images, tiny, trained
+from vitrail import VitrailError, inspect
+from vitrail.inspect import draw, draw_maps, style
+
+
+def check(figure: Figure) -> Image.Image:
+    before = dict(mpl.rcParams)
+    png, svg = style.rendered(figure, "png"), style.rendered(figure, "svg")
+    assert dict(mpl.rcParams) == before
+    assert svg.lstrip().startswith(b"<?xml") and b"<svg" in svg
+    assert style.rendered(figure, "svg") == svg, "the same figure gives the same file"
+    picture = Image.open(io.BytesIO(png))
+    picture.load()
+    assert np.asarray(picture.convert("L")).std() > 1, "not an empty sheet"
+    return picture
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_filters(channels: int) -> None:
+    found = inspect.filters(trained(tiny((2, 2), channels=channels, width=40)))
+    check(draw.draw_filters(found))
+    check(draw.draw_raw_filters(found))
+
+
+@pytest.mark.parametrize("grid", [(3, 7), (20, 2), (1, 1)])
+def test_positions_of_rectangles(grid: tuple[int, int]) -> None:
+    picture = check(draw.draw_positions(inspect.position_similarity(trained(tiny(grid)))))
+    assert max(picture.size) < 2000
+
+
+def test_distances_and_their_comparison() -> None:
+    model = trained(tiny((3, 4), registers=1))
+    far = inspect.attention_distances(model, images(model))
+    level = inspect.uniform_distance(model.config)
+    check(draw.draw_distance(far["patches"], uniform=level, images=2, other=far["all"]))
+    check(draw.draw_distance(far["patches"][1:], layers=[1, 2], uniform=level, images=1))
+    models = {"before": far["patches"], "after": far["patches"][:2] * 0.8}
+    layers = {name: np.arange(len(values)) for name, values in models.items()}
+    check(draw.draw_distance_comparison(models, layers=layers, uniform=[level, level], images=2))
+    many = {str(number): far["patches"] for number in range(9)}
+    with pytest.raises(VitrailError, match="9 checkpoints are too many"):
+        draw.draw_distance_comparison(many, layers={name: np.arange(3) for name in many}, uniform=[level] * 9, images=2)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_maps_over_pictures(count: int) -> None:
+    model = trained(tiny((3, 4)))
+    random = np.random.default_rng(0)
+    pictures = [random.random((24, 16, 3)) for _ in range(count)]
+    maps = inspect.rollout(model, images(model, count))
+    check(draw_maps.draw_rollout(pictures, maps, labels=[f"label {number}" for number in range(count)]))
+    check(draw_maps.draw_rollout(pictures, maps))
+    columns = [draw_maps.Column("rollout", maps, pictures), draw_maps.Column("similarity", maps, pictures, signed=True)]
+    check(draw_maps.draw_columns(pictures, columns, title="side by side"))
+    heads = inspect.head_attention(model, images(model, 1), (1, 2))[0]
+    check(draw_maps.draw_heads(pictures[0], heads, (1, 2), layers=range(3)))
+
+
+def test_the_mask_is_brightest_where_attention_is_highest() -> None:
+    values = np.zeros((4, 6))
+    values[3, 1] = 0.2
+    mask = style.attention_mask(values, (64, 96), blur=16)
+    assert mask.shape == (64, 96) and mask.min() == 0 and mask.max() == 1
+    row, column = np.unravel_index(mask.argmax(), mask.shape)
+    assert row >= 44 and 12 <= column <= 36
+
+
+def test_a_map_without_contrast_stays_without() -> None:
+    assert (style.attention_mask(np.full((3, 3), 0.1), (24, 24), blur=8) == 1).all()
+    assert (style.attention_mask(np.zeros((3, 3)), (24, 24), blur=8) == 0).all()
+
+
+def test_gaps_of_a_mosaic_are_nothing() -> None:
+    sheet = style.mosaic(np.ones((2, 3, 2, 2)), gap=1)
+    assert sheet.shape == (5, 8) and np.isnan(sheet).sum() == 5 * 8 - 24
+    assert style.even_steps(7, 16) == list(range(7)) and style.even_steps(37, 16) == list(range(0, 37, 3))
+
+
+def test_arrays_need_no_matplotlib_and_drawing_no_pyplot() -> None:
+    code = (
+        "import sys, vitrail; vitrail.inspect.rollout; assert 'matplotlib' not in sys.modules;"
+        "import vitrail.inspect.draw_maps; assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

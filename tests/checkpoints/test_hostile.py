@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import pickle
 import random
@@ -248,9 +249,16 @@ def test_weights_of_something_else(tmp_path: Path) -> None:
     ],
 )
 def test_a_hugging_face_config_that_lies(key: str, value: object, tmp_path: Path) -> None:
-    import json
-
     path = written(tmp_path, "hf")
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**said, key: value}))
+    with pytest.raises(VitrailError):
+        load(path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_classes", 7), ("model_args", {"depth": 9}), ("model_args", {"num_heads": "x"})])
+def test_a_timm_config_that_lies(key: str, value: object, tmp_path: Path) -> None:
+    path = written(tmp_path, "timm", suffix="")
     said = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**said, key: value}))
     with pytest.raises(VitrailError):

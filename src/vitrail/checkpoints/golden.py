@@ -8,7 +8,7 @@ can be checked at each load.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def _quick(model: Model) -> tuple[Tensor, Tensor]:
     config = model.config
     if config.position_at != "input" or config.attention != "full":  # these need the whole grid
         return _full(model)
-    with evaluating(model), _one_thread():
+    with evaluating(model), nullcontext() if config.resnet else _one_thread():
         image = golden_image(config.channels, config.image_size).to(model.norm.weight.dtype)
         return _first_tokens(model, image)
 
@@ -94,7 +94,7 @@ def _first_tokens(model: ViT, image: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A few tokens are too little work to share: threads waiting for one another took five times as long on a busy machine."""
+    """A few tokens are too little work to share: threads waiting for one another take several times as long when busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -107,6 +107,6 @@ def _sampled(outputs: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
     """At most `KEPT` evenly spaced values of each output."""
     kept = {}
     for name, values in zip(("pre_logits", "logits"), outputs, strict=True):
-        picked = torch.linspace(0, len(values) - 1, min(len(values), KEPT)).round().long()
+        picked = torch.linspace(0, len(values) - 1, min(len(values), KEPT), device="cpu").round().long()
         kept[name] = [float(f"{value:.8g}") for value in values[picked].double().tolist()]
     return kept

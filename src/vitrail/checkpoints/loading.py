@@ -121,7 +121,7 @@ def _folder(name: str, path: Path) -> Found:
         config = native.read_json(path / "config.json")
         if config.get("format") == "vitrail":
             return Found(name, path, "vitrail", config)
-        if "optimizer" not in config and ("model_type" in config or "architecture" in config):
+        if "model_type" in config or "architecture" in config:
             return Found(name, path, "folder", config)
     if (path / "model" / "config.json").is_file():  # the folder of a training run
         return _folder(name, path / "model")

@@ -88,8 +88,19 @@ def _respell(archive: Archive) -> None:
 
 
 def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
-    if "stem.conv.weight" in shapes:
-        return _infer_bit(shapes, hints)
+    config = _infer_bit(shapes, hints) if "stem.conv.weight" in shapes else _infer_vit(shapes, hints)
+    claimed = {
+        "outputs": (hints.config or {}).get("num_classes"),
+        "width": _argument(hints.config, "embed_dim"),
+        "depth": _argument(hints.config, "depth"),
+    }
+    for name, value in claimed.items():
+        if value is not None and value != getattr(config, name, value):
+            raise VitrailError(f"{shapes.path}: config.json says {value!r} {name}, but the weights show {getattr(config, name)}.")
+    return config
+
+
+def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
     width, *kernel = shapes("patch_embed.proj.weight", 4)
     pooled = "attn_pool.latent" in shapes
     after = "fc_norm.weight" in shapes

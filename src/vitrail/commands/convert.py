@@ -20,8 +20,8 @@ from vitrail.errors import VitrailError
 
 
 def convert(
-    source: tyro.conf.Positional[str],
-    target: tyro.conf.Positional[str],
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")],
     *,
     to: Literal["vitrail", "google", "big-vision", "bit", "timm", "hf", "torchvision"] = "vitrail",
     heads: int | None = None,

@@ -22,7 +22,7 @@ _RESNET = ("group_norm_eps", "standardise", "standardise_eps", "padding", "pool_
 
 
 def info(
-    ref: tyro.conf.Positional[str],
+    ref: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REF")],
     *,
     verify: bool = False,
     heads: int | None = None,

@@ -99,7 +99,8 @@ def measure(folder: Path, runs: int, size: int) -> list[dict[str, object]]:
 def write(path: Path, model: str, size: int, rows: list[dict[str, object]]) -> None:
     times = {str(row["way"]): float(str(row["seconds"])) for row in rows}
     compared = {"vitrail folder": "load_file + load_state_dict", "vitrail npz": "numpy.load of all arrays"}
-    hardware = f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, load average {os.getloadavg()[0]:.1f}"
+    busy = f"load average {os.getloadavg()[0]:.1f}"
+    hardware = f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {busy}"
     versions = ", ".join(f"{name} {version(name)}" for name in ("vitrail", "torch", "safetensors", "numpy"))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -101,6 +101,7 @@ def cpu_rows(options: argparse.Namespace) -> list[Row]:
         "JPEG folder, float32: Vitrail / torchvision": ("vitrail JPEG float32", "torchvision JPEG float32", 1.5),
         "packed / JPEG folder, uint8, cropped on the CPU": ("vitrail packed uint8", "vitrail JPEG uint8", 10),
         "packed / JPEG folder, uint8, cropped on the GPU": ("vitrail packed whole", "vitrail JPEG uint8", 10),
+        "packed / JPEG folder, float32, cropped on the CPU": ("vitrail packed float32", "vitrail JPEG float32", 10),
     }
     for name, (fast, slow, bar) in ratios.items():
         each = [left / right for left, right in zip(speeds[fast], speeds[slow], strict=True)]
@@ -374,6 +375,7 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
         "pillow": version_of("PIL"),
         "simplejpeg": version_of("simplejpeg"),
         "python": platform.python_version(),
+        "load average": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "",
         "workers": options.workers if options.device == "cpu" and not options.stage else 0,
     }
     print(f"\n{where}; " + ", ".join(f"{key} {value}" for key, value in common.items() if key != "hardware"))

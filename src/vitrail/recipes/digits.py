@@ -2,7 +2,7 @@
 
     vitrail train
 
-1,439 training images of 8×8 pixels as sixteen patches of 2×2; 358 images are measured on.
+1,439 training images of 8×8 pixels as four patches of 4×4; 358 images are measured on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, Schedul
 def digits() -> Recipe:
     return Recipe(
         name="digits",
-        model=ModelSpec(name="ViT-Ti/2", image_size=8, channels=1, width=96, depth=4, heads=3, mlp=192),
+        model=ModelSpec(name="ViT-Ti/4", image_size=8, channels=1, width=96, depth=4, heads=3, mlp=192),
         data=DataSpec(source="digits", workers=0),
-        augment=Augment(crop="inception", crop_area=(0.6, 1.0), crop_aspect=(0.9, 1.1), flip=0.0),
+        augment=Augment(crop="inception", crop_area=(0.8, 1.0), crop_aspect=(0.9, 1.1), flip=0.0),
         optim=OptimSpec(name="adamw", lr=2e-3, weight_decay=0.05),
         schedule=ScheduleSpec(kind="cosine", warmup=50),
         epochs=40,

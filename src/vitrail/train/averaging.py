@@ -33,8 +33,13 @@ class Average:
     def applied(self) -> Iterator[None]:
         """The model with its averaged weights, for a while."""
         kept = [weight.detach().clone() for weight in self._weights]
-        torch._foreach_copy_(self._weights, list(self._mean.values()))
+        _copy(self._weights, list(self._mean.values()))
         try:
             yield
         finally:
-            torch._foreach_copy_(self._weights, kept)
+            _copy(self._weights, kept)
+
+
+def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):  # shards have no copy of a whole list
+        target.copy_(value)

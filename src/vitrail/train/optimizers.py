@@ -89,7 +89,9 @@ class Optimizer:
         parameters = dict(model.named_parameters())
         self.names = [name for group in self.groups for name in group.names]
         self.parameters = [parameters[name] for name in self.names]
-        self._inner = _build(spec, [self._settings(group, parameters) for group in self.groups])
+        # The fused kernels are the fastest, and can be told on the device to skip a step. SGD's does not know shards.
+        self._fused = spec.name != "sgd" or not any(hasattr(one, "full_tensor") for one in self.parameters)
+        self._inner = _build(spec, [self._settings(group, parameters) for group in self.groups], fused=self._fused)
         self._fill_state()
 
     def _settings(self, group: Group, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
@@ -110,11 +112,15 @@ class Optimizer:
 
     def step(self, skip: Tensor | None = None) -> None:
         """Move the parameters. Where `skip` (a number on their device) is 1 nothing moves, and nobody waits to find out."""
-        self._inner.grad_scale, self._inner.found_inf = None, skip  # type: ignore[attr-defined]
+        if self._fused:
+            self._inner.grad_scale, self._inner.found_inf = None, skip  # type: ignore[attr-defined]
+        elif skip is not None and bool(skip):
+            return
         if self.spec.name == "sgd" and self.spec.decay != "coupled":
             self._decay(skip)
         self._inner.step()
-        self._inner.found_inf = None  # type: ignore[attr-defined]
+        if self._fused:
+            self._inner.found_inf = None  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
         self._inner.zero_grad(set_to_none=True)
@@ -147,16 +153,15 @@ class Optimizer:
         return {f"{name}.{key}": value for name, one in pairs for key, value in self._inner.state[one].items()}
 
 
-def _build(spec: OptimSpec, settings: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    # The fused kernels can be told on the device to skip a step, and are the fastest.
+def _build(spec: OptimSpec, settings: list[dict[str, Any]], *, fused: bool) -> torch.optim.Optimizer:
     if spec.name == "sgd":
         for group in settings:
             group["decoupled"] = group["weight_decay"]
             if spec.decay != "coupled":
                 group["weight_decay"] = 0.0
-        return torch.optim.SGD(settings, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=True)
+        return torch.optim.SGD(settings, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=fused)
     kind = torch.optim.Adam if spec.decay == "coupled" else torch.optim.AdamW
-    return kind(settings, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+    return kind(settings, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=fused)
 
 
 def group_lines(groups: list[Group], spec: OptimSpec) -> list[str]:

@@ -35,7 +35,6 @@ def handle_nonfinite(loop: Loop) -> bool:
     if policy == "stop" or loop.rollbacks >= _ROLLBACKS:
         raise VitrailError(f"{explained} {advice(loop.precision, loop.recipe.optim.lr)}")
     loop.rollbacks += 1
-    loop.snapshots.finish()
     state = loop.snapshots.load(loop.step.tensors())
     if state is None:
         raise VitrailError(f"{explained} There is no whole checkpoint to go back to.")
@@ -47,6 +46,7 @@ def handle_nonfinite(loop: Loop) -> bool:
 
 def _explain(loop: Loop, number: int) -> str:
     """Take the step again, watching every layer. The weights have not moved since."""
+    loop.snapshots.finish()
     loop.go_to(number)
     fault, names = "", list[str]()
     loop.step.optimizer.zero_grad()

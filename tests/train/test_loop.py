@@ -1,0 +1,306 @@
+"""The loop: batch arithmetic, trouble and its handling, tasks from end to end."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitrail
+from tests.train.small import Heard, same, small, weights
+from vitrail.data.augment.spec import Augment
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import VitrailError
+from vitrail.models import create_model
+from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
+from vitrail.train.loop import train
+from vitrail.train.prepare import prepare
+from vitrail.train.run import RunFolder
+
+PLAIN = {"model__dropout": 0.0, "model__stochastic_depth": 0.0}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_division_into_micro_batches_does_not_change_the_step(mixed, tmp_path):
+    """64 at once, 4 × 16, and 3 uneven parts give the same gradients; only the order of additions differs."""
+    augment = Augment(crop_area=(0.7, 1.0), flip=0.0, mixup=0.3 if mixed else 0.0)
+    outcomes = []
+    for micro in (64, 16, 27):
+        recipe = small(batch=64, micro_batch=micro, steps=4, augment=augment, optim__name="sgd", optim__lr=0.1, **PLAIN)
+        train(recipe, tmp_path / str(micro))
+        outcomes.append(weights(tmp_path / str(micro)))
+    for other in outcomes[1:]:
+        for name, value in outcomes[0].items():
+            assert torch.allclose(value, other[name], atol=1e-6), name
+
+
+def test_recomputed_activations_change_nothing(tmp_path):
+    train(small(), tmp_path / "plain")
+    train(small(model__recompute=-1), tmp_path / "recomputed")
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "recomputed"))
+
+
+def planted(recipe, step):
+    """A model whose second block's MLP goes wrong in the training call of that step."""
+    prepared = prepare(recipe)
+    calls = {"count": -1}
+
+    def count(module, inputs):
+        if module.training:
+            calls["count"] += 1
+
+    def poison(module, inputs, output):
+        return output * float("nan") if calls["count"] >= step and torch.is_grad_enabled() and module.training else output
+
+    prepared.model.register_forward_pre_hook(count)
+    prepared.model.blocks[1].mlp.register_forward_hook(poison)
+    return prepared
+
+
+def test_a_planted_nan_is_found_and_named(tmp_path):
+    recipe = small(steps=6, checkpoint_every=2)
+    with pytest.raises(VitrailError) as caught:
+        train(recipe, tmp_path / "run", prepared=planted(recipe, step=3))
+    said = str(caught.value)
+    assert "step 3 (epoch 0)" in said
+    assert "first in blocks.1.mlp (its input reaches" in said
+    assert "the last good checkpoint is that of step 2" in said
+    assert "--on-nonfinite skip" in said
+    listed = (tmp_path / "run" / "nonfinite-step-3.txt").read_text().split()
+    assert len(listed) == 32 and all(name.startswith("digit-") for name in listed)
+    assert not (tmp_path / "run" / "model").exists()
+    assert RunFolder(tmp_path / "run").records()[-1]["step"] == 2
+
+
+class BadOnce:
+    """Makes the gradient of one step infinite, as a strange batch would."""
+
+    def __init__(self, prepared, step):
+        self.step, self.calls = step, -1
+        prepared.model.register_forward_pre_hook(self._count)
+        prepared.model.head.register_forward_hook(self._spoil)
+
+    def _count(self, module, inputs):
+        self.calls += module.training
+
+    def _spoil(self, module, inputs, output):
+        return output * float("inf") if self.calls == self.step and module.training else output
+
+
+def test_skip_leaves_one_step_out(tmp_path):
+    recipe = small(on_nonfinite="skip", steps=4, **PLAIN)
+    prepared, heard = prepare(recipe), Heard()
+    BadOnce(prepared, 2)
+    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    assert any("step 2 was not finite; the step was left out" in note for note in heard.notes)
+    assert sum(record["skipped"] for record in heard.records) == 1
+    assert all(np.isfinite(record["loss"]) for record in heard.records)
+
+
+def test_rollback_goes_back_and_passes_the_batch_over(tmp_path):
+    recipe = small(on_nonfinite="rollback", steps=6, **PLAIN)
+    prepared, heard = prepare(recipe), Heard()
+    BadOnce(prepared, 3)
+    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    assert any("Back to step 2; step 3 will be passed over" in note for note in heard.notes)
+    assert [record["step"] for record in RunFolder(tmp_path / "run").records() if record["kind"] == "train"] == [2, 4, 6]
+
+
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_result(tmp_path):
+    recipe = small(batch=48, steps=3, **PLAIN)
+    train(small(batch=48, steps=3, micro_batch=12, **PLAIN), tmp_path / "expected")
+    prepared, heard = prepare(recipe), Heard()
+
+    def narrow(module, inputs):
+        if module.training and len(inputs[0]) > 20:
+            raise torch.OutOfMemoryError("pretended")
+
+    prepared.model.register_forward_pre_hook(narrow)
+    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    assert any("Out of memory at micro-batch 48" in note for note in heard.notes)
+    assert any("Going on with 12 × 4; the batch stays 48" in note for note in heard.notes)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "expected"))
+
+
+def test_a_fixed_micro_batch_that_does_not_fit_is_a_sentence(tmp_path):
+    recipe = small(micro_batch=16)
+    prepared = prepare(recipe)
+
+    def full(module, inputs):
+        raise torch.OutOfMemoryError("pretended")
+
+    prepared.model.register_forward_pre_hook(full)
+    with pytest.raises(VitrailError, match="Try --micro-batch 8 or auto; the batch of 32 stays"):
+        train(recipe, tmp_path / "run", prepared=prepared)
+
+
+def test_a_compiler_that_fails_is_done_without(tmp_path, monkeypatch):
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    recipe, heard = small(compile=True, steps=3), Heard()
+    prepared = prepare(recipe)
+
+    def fails(self):
+        def call(*inputs):
+            raise BackendCompilerFailed(lambda: None, RuntimeError("no compiler"), None)
+
+        self._compiled_call_impl = call
+
+    monkeypatch.setattr(type(prepared.model), "compile", fails)
+    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    assert any("torch.compile failed" in note for note in heard.notes)
+    train(small(steps=3), tmp_path / "eager")
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "eager"))
+
+
+def test_too_few_images_for_a_step_is_a_sentence(tmp_path):
+    with pytest.raises(VitrailError, match="0 optimiser steps per epoch"):
+        train(small(batch=5000), tmp_path / "run")
+
+
+def test_what_will_disappoint_is_said(tmp_path):
+    recipe = small(optim__lr=0.02, model__width=32, model__heads=4)
+    notes = " ".join(prepare(recipe).notes)
+    assert "learning rate 0.02 with adamw" in notes
+    assert "heads of 8 channels" in notes
+
+
+def test_a_recipe_without_data_or_length_says_so(tmp_path):
+    with pytest.raises(VitrailError, match="does not say where the images are: add --data.source"):
+        train(small(data__source=""), tmp_path / "one")
+    with pytest.raises(VitrailError, match="give --epochs or --steps"):
+        train(small(steps=None), tmp_path / "two")
+
+
+def pictures(folder, count=24, seed=0):
+    """Grey squares whose brightness is the thing to be learnt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    levels = np.random.default_rng(seed).uniform(20, 235, count)
+    for number, level in enumerate(levels):
+        Image.fromarray(np.full((8, 8), level, np.uint8)).save(folder / f"{number:03d}.png")
+    return levels
+
+
+def small_on(source, **changes):
+    return small(
+        data=DataSpec(source=source, workers=0, validate="train"),
+        augment=Augment(crop="none", flip=0.0),
+        batch=8,
+        steps=60,
+        checkpoint_every=0,
+        ema=0.0,
+        **{"optim__lr": 3e-3, **PLAIN, **changes},
+    )
+
+
+def table(path, header, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return f"csv:{path}"
+
+
+def test_regression_learns_and_predicts_in_the_targets_own_units(tmp_path):
+    levels = pictures(tmp_path / "images")
+    rows = [(f"images/{number:03d}.png", 1000 + 5 * level) for number, level in enumerate(levels)]
+    result = train(small_on(table(tmp_path / "t.csv", ("path", "mass"), rows) + "?targets=mass"), tmp_path / "run")
+    assert result.headline == "mae" and result.metrics["r2"] > 0.9
+    bundle = vitrail.load(tmp_path / "run")
+    dark, bright = int(levels.argmin()), int(levels.argmax())
+    answers = bundle.predict([tmp_path / f"images/{dark:03d}.png", tmp_path / f"images/{bright:03d}.png"])
+    assert answers[0][0].score == pytest.approx(1000 + 5 * levels[dark], abs=150)
+    assert answers[1][0].score == pytest.approx(1000 + 5 * levels[bright], abs=150)
+
+
+def test_several_labels_an_image(tmp_path):
+    levels = pictures(tmp_path / "images")
+    labels = [
+        "|".join(name for name, on in (("bright", level > 128), ("extreme", abs(level - 128) > 60)) if on) for level in levels
+    ]
+    rows = [(f"images/{number:03d}.png", label) for number, label in enumerate(labels)]
+    result = train(small_on(table(tmp_path / "t.csv", ("path", "labels"), rows)), tmp_path / "run")
+    assert result.metrics["map"] > 0.9
+    task = vitrail.load(tmp_path / "run").provenance["task"]
+    assert task["kind"] == "multilabel" and len(task["thresholds"]) == 2
+
+
+def test_sigmoid_and_class_weights_on_one_label(tmp_path):
+    train(small(task=TaskSpec(loss="sigmoid", class_weights="auto"), model__head_bias=-2.0), tmp_path / "run")
+    assert vitrail.load(tmp_path / "run").provenance["task"]["activation"] == "sigmoid"
+
+
+@pytest.mark.parametrize(("mode", "token"), [("hard", True), ("soft", False)])
+def test_distillation_from_a_run(mode, token, tmp_path):
+    train(small(), tmp_path / "teacher")
+    recipe = small(
+        task=TaskSpec(distil=mode, teacher=str(tmp_path / "teacher")), model__distill_token=token or None, augment__smoothing=0.0
+    )
+    heard = Heard()
+    train(recipe, tmp_path / "student", listeners=[heard])
+    assert any(f"{mode} distillation into the {'distillation token' if token else 'only head'}" in note for note in heard.notes)
+    model = vitrail.load(tmp_path / "student").model
+    assert (model.distill_head is not None) == token
+    if token:
+        assert not torch.equal(model.head.weight, model.distill_head.weight)
+
+
+def test_a_teacher_with_other_classes_is_refused(tmp_path):
+    model = create_model("ViT-Ti/4", outputs=2, image_size=8, channels=1, width=32, depth=1, heads=1, mlp=32, seed=0)
+    vitrail.save(
+        tmp_path / "teacher", model, preprocess=Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,)), classes=("a", "b")
+    )
+    with pytest.raises(VitrailError, match="different classes: 10 and 2"):
+        train(small(task=TaskSpec(distil="hard", teacher=str(tmp_path / "teacher"))), tmp_path / "run")
+
+
+def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tmp_path):
+    train(small(), tmp_path / "start")
+    pictures(tmp_path / "set/a", 6, 1)
+    pictures(tmp_path / "set/b", 6, 2)
+    recipe = Recipe(
+        name="tuned",
+        model=ModelSpec(start=str(tmp_path / "start"), image_size=12, dropout=0.2, freeze=True),
+        data=DataSpec(source=f"folder:{tmp_path / 'set'}", workers=0),
+        optim=OptimSpec(name="sgd", lr=0.01),
+        schedule=ScheduleSpec(warmup=1),
+        steps=2,
+        batch=4,
+    )
+    heard = Heard()
+    train(recipe, tmp_path / "tuned", listeners=[heard])
+    said = " ".join(heard.notes)
+    assert "head: new, of zeros, 2 outputs (the checkpoint had 10)" in said
+    assert "image size 8×8 → 12×12" in said
+    before, after = vitrail.load(tmp_path / "start"), vitrail.load(tmp_path / "tuned")
+    assert after.classes == ("a", "b") and after.model.config.dropout == 0.2
+    assert after.preprocess == before.preprocess.with_size(12)
+    assert torch.equal(before.model.blocks[1].mlp.up.weight, after.model.blocks[1].mlp.up.weight)
+    with pytest.raises(VitrailError, match=r"model\.depth cannot be changed in a trained checkpoint"):
+        train(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, depth=3)), tmp_path / "other")
+
+
+def test_the_same_classes_keep_the_head(tmp_path):
+    train(small(), tmp_path / "start")
+    heard = Heard()
+    train(small(model=ModelSpec(start=str(tmp_path / "start")), steps=1), tmp_path / "more", listeners=[heard])
+    assert any("head: kept" in note for note in heard.notes)
+
+
+def test_the_run_folder_holds_what_it_promises(tmp_path):
+    train(small(), tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {
+        "config.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "model",
+        "figures",
+    }
+    assert (tmp_path / "run" / "figures" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    bundle = vitrail.load(tmp_path / "run")
+    assert bundle.classes == tuple("0123456789")
+    assert "decay 0.9" in bundle.provenance["weights"]
+    end = RunFolder(tmp_path / "run").end()
+    assert end["headline"] == "accuracy" and end["step"] == 6

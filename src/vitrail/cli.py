@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": ("vitrail.commands.evaluate:evaluate", "Measure a checkpoint on labelled images."),
     "fewshot": ("vitrail.commands.fewshot:fewshot", "Learn from a few images a class, in closed form, and measure."),
     "probe": ("vitrail.commands.probe:probe", "Fit a linear or a nearest-neighbour classifier on frozen features."),
+    "vtab": ("vitrail.commands.vtab:vtab", "Fine-tune on the tasks of VTAB-1k, or of the paper's transfer suite."),
     "predict": ("vitrail.commands.predict:predict", "Say what is in images."),
     "embed": ("vitrail.commands.embed:embed", "Write features of images to a file."),
     "neighbours": ("vitrail.commands.neighbours:neighbours", "Find the images nearest to an image."),

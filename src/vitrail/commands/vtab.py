@@ -1,0 +1,126 @@
+"""`vitrail vtab`: the paper's transfer tasks, those that are there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitrail.commands.options import Json
+from vitrail.errors import VitrailError
+from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, find_tasks, run_task, write_results
+from vitrail.evaluate.suites import SuiteTask, tasks_of
+
+Settings = Annotated[SuiteSettings, tyro.conf.arg(name="")]
+
+
+def vtab(
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = None,
+    /,
+    *,
+    root: Path = Path("vtab"),
+    suite: Literal["vtab", "transfer"] = "vtab",
+    tasks: tuple[str, ...] = (),
+    source: tuple[str, ...] = (),
+    out: Path = Path("runs/vtab"),
+    settings: Settings = SuiteSettings(),  # noqa: B008 - it is frozen
+    json_: Json = False,
+) -> int:
+    """Fine-tune a checkpoint on the 19 tasks of VTAB-1k (1,000 training images each) and average by group.
+
+    Runs those tasks whose images are there, and says of the others how to get them. Each task is looked for in ROOT/NAME:
+    as the usual distribution of VTAB-1k (train800val200.txt, test.txt), in the form of its makers (CLEVR, KITTI, dSprites,
+    smallNORB), or in any layout of `vitrail train`; then among torchvision's files in ROOT. A task that is finished is not
+    run again. Without a checkpoint, the tasks are listed and nothing is run.
+
+    Example: vitrail vtab --root data/vtab
+
+    Example: vitrail vtab B_16.npz --root data/vtab --tasks natural kitti_distance --source resisc45=hf:timm/resisc45
+
+    Example: vitrail vtab B_16.npz --suite transfer --root data --out runs/transfer
+
+    Args:
+        checkpoint: What to start from: a run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        root: The folder that holds a folder a task.
+        suite: VTAB-1k, or the paper's five: ImageNet, CIFAR-10, CIFAR-100, Pets, Flowers.
+        tasks: Only these tasks or groups.
+        source: NAME=SOURCE for tasks that lie elsewhere.
+        out: Where each task's run and the results go.
+        settings: Changes of the paper's protocol.
+        json_: Print JSON for a program instead of tables.
+    """
+    console = Console(stderr=json_)
+    chosen = tasks_of(suite, tasks)
+    there, missing = find_tasks(chosen, root, dict(_pair(one) for one in source))
+    if checkpoint is None:
+        if json_:
+            found = {name: {"origin": data.origin, "official": data.official} for name, data in there.items()}
+            print(json.dumps({"there": found, "missing": missing}, indent=2))  # noqa: T201
+        else:
+            console.print(_overview(chosen, {name: data.origin for name, data in there.items()}))
+            _show_missing(console, missing)
+        return 0
+    if not there:
+        raise VitrailError(f"Not one of the {len(chosen)} tasks is in {root}. `vitrail vtab --root {root}` says how to get them.")
+    scores = []
+    for task in chosen:
+        if task.name in there:
+            console.print(f"{task.title}: {there[task.name].origin}", highlight=False, soft_wrap=True)
+            scores.append(run_task(task, there[task.name], checkpoint, out, settings))
+            console.print(f"{task.title}: {scores[-1].accuracy:.2%}", highlight=False)
+    result = SuiteResult(tuple(scores), missing, len(chosen))
+    about = {"checkpoint": checkpoint, "suite": suite}
+    write_results(out, result, about)
+    if json_:
+        print(json.dumps({**about, **result.to_dict()}, indent=2))  # noqa: T201
+    else:
+        _show(console, result, out)
+    return 0
+
+
+def _pair(words: str) -> tuple[str, str]:
+    name, equals, reference = words.partition("=")
+    if not equals or not reference:
+        raise VitrailError(f"--source {words} is not NAME=SOURCE, such as resisc45=folder:data/resisc45.")
+    return name, reference
+
+
+def _overview(tasks: tuple[SuiteTask, ...], there: dict[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=f"{len(there)} of {len(tasks)} tasks are there", title_justify="left")
+    for heading in ("task", "group", "classes", "labels", "crop", "flip", "found"):
+        table.add_column(heading, justify="right" if heading == "classes" else "left", no_wrap=heading == "task")
+    for task in tasks:
+        marks = ("✓" if task.crop else "–", "✓" if task.flip else "–")
+        table.add_row(task.name, task.group or "", str(task.classes), task.labels, *marks, there.get(task.name, "–"))
+    return table
+
+
+def _show(console: Console, result: SuiteResult, out: Path) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("task", "group", "accuracy", "95 % interval", "test images", "training images"):
+        table.add_column(heading, justify="left" if heading in ("task", "group") else "right")
+    for one in result.scores:
+        low, high = one.interval
+        images = f"{one.train_images:,}{'' if one.official else ' *'}" if one.group else f"{one.train_images:,}"
+        table.add_row(one.title, one.group or "", f"{one.accuracy:.2%}", f"{low:.2%} – {high:.2%}", f"{one.test_images:,}", images)
+    console.print(table)
+    for name, (mean, count) in result.means().items():
+        console.print(f"{name}: {mean:.2%} over {count} task{'s' * (count != 1)}", highlight=False)
+    if any(one.group and not one.official for one in result.scores):
+        console.print("* drawn by Vitrail: VTAB's own 1,000 images are known from its file lists only", highlight=False)
+    if len(result.scores) < result.total:
+        console.print(
+            f"{result.total - len(result.scores)} tasks are missing, so these means are not the suite's.", highlight=False
+        )
+    _show_missing(console, result.missing)
+    console.print(f"results: {out / 'scores.csv'}", highlight=False, soft_wrap=True)
+
+
+def _show_missing(console: Console, missing: dict[str, str]) -> None:
+    for sentence in missing.values():
+        console.print(sentence, highlight=False, soft_wrap=True)

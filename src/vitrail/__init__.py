@@ -11,21 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail import inspect
+    from vitrail import evaluate, inspect
     from vitrail.checkpoints import load, save
     from vitrail.errors import VitrailError
     from vitrail.models import create_model
 
-# Each public name and the room it comes from; `inspect` is a room itself.
+# Each public name and the room it comes from; `evaluate` and `inspect` are rooms themselves.
 _ROOMS = {
     "VitrailError": "vitrail.errors",
     "create_model": "vitrail.models",
+    "evaluate": "vitrail.evaluate",
     "inspect": "vitrail.inspect",
     "load": "vitrail.checkpoints",
     "save": "vitrail.checkpoints",
 }
 
-__all__ = ["VitrailError", "create_model", "inspect", "load", "save"]
+__all__ = ["VitrailError", "create_model", "evaluate", "inspect", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

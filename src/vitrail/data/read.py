@@ -36,6 +36,10 @@ except ImportError:
     simplejpeg = None
 
 _SUBSTITUTES = 16
+_ANTIALIASED = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
 
 
 @dataclass(frozen=True)
@@ -196,13 +200,17 @@ class TrainReader:
     def _place(self, target: Tensor, pixels: Tensor, flip: bool) -> None:
         """Resize into the batch's own memory."""
         # In this order, torch sees that the channels of a pixel lie together and takes its fastest way.
-        planes = pixels[None].permute(0, 3, 1, 2)
-        if tuple(planes.shape[2:]) != self.preprocess.size:
-            augment = self.augment
+        planes = (pixels.flip(1) if flip else pixels)[None].permute(0, 3, 1, 2)
+        place, augment = target[None].permute(0, 3, 1, 2), self.augment
+        if tuple(planes.shape[2:]) == self.preprocess.size:
+            place.copy_(planes)
+        elif planes.dtype == torch.uint8 and augment.antialias:
+            # What `interpolate` does in this case, straight into its place, which saves a copy.
+            _ANTIALIASED[augment.interpolation](planes, self.preprocess.size, False, None, None, out=place)
+        else:
             planes = F.interpolate(planes, self.preprocess.size, mode=augment.interpolation, antialias=augment.antialias)
-            if planes.is_floating_point():
-                planes = planes.clamp_(0, self.preprocess.brightest)  # a cubic filter may overshoot
-        target[None].permute(0, 3, 1, 2).copy_(planes.flip(3) if flip else planes)
+            # A cubic filter may overshoot.
+            place.copy_(planes.clamp_(0, self.preprocess.brightest) if planes.is_floating_point() else planes)
 
     def _gather(self, arrays: Tensor, indices: Array) -> Tensor:
         images = self.memory.empty((len(indices), *arrays.shape[1:]), torch.uint8)

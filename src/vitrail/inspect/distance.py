@@ -44,30 +44,29 @@ def attention_distances(
     """`attention_distance` by both conventions from one pass."""
     vit = checked_vit(model)
     chosen = chosen_layers(layers, len(vit.blocks))
-    row = {layer: number for number, layer in enumerate(chosen)}
-    distances = patch_distances(vit.config).to(vit.norm.weight.device)
-    totals = torch.zeros(2, len(chosen), vit.config.heads, dtype=torch.float64)
-    seen = 0
+    measure = _measure(vit.config).to(vit.norm.weight.device)
+    total, seen = torch.zeros(2, len(chosen), vit.config.heads, dtype=torch.float64), 0
     for part in in_batches(vit, images, batch):
         seen += len(part)
-        for layer, weights in vit.attention(part, chosen):
-            totals[:, row[layer]] += _summed_distances(weights, distances, vit.config.prefix)
-    patches, everything = finite((totals / seen).numpy(), "The attention distance")
+        means = [_query_means(weights, measure, vit.config.prefix) for _, weights in vit.attention(part, chosen)]
+        total += torch.stack(means, dim=1).cpu().double().sum(dim=2)  # one transfer a batch: each would wait for the device
+    patches, everything = finite((total / seen).numpy(), "The attention distance")
     return {"patches": patches, "all": everything}
 
 
-def _summed_distances(weights: Tensor, distances: Tensor, prefix: int) -> Tensor:
-    """[convention, head]: each image's mean over its patch queries, summed over images."""
-    # On a CPU one image at a time, so that its products stay in the cache; elsewhere launching costs more than memory.
-    group = 1 if weights.device.type == "cpu" else len(weights)
-    travelled, among = [], []
-    for some in weights[:, :, prefix:, prefix:].split(group):
-        travelled.append((some * distances).sum(dim=-1))
-        among.append(some.sum(dim=-1))
-    to_patches, share = torch.cat(travelled).cpu().double(), torch.cat(among).cpu().double()
+def _measure(config: ViTConfig) -> Tensor:
+    """[query, key, 2]: by what to multiply attention and sum over keys to get a distance, and the share of the patches."""
+    measure = torch.zeros(config.tokens, config.tokens, 2)
+    measure[config.prefix :, config.prefix :, 0] = patch_distances(config)
+    measure[:, config.prefix :, 1] = 1.0
+    return measure
+
+
+def _query_means(weights: Tensor, measure: Tensor, prefix: int) -> Tensor:
+    """[convention, image, head]: the mean over patch queries. The attention is read once and nothing of its size is made."""
+    travelled, share = torch.einsum("bhij,ijc->cbhi", weights, measure)[..., prefix:]
     # A query that looks only at prefix tokens has no distance among patches: 0 / 0 counts as 0.
-    average = to_patches / share.clamp(min=1e-30)
-    return torch.stack([average.mean(dim=2).sum(dim=0), to_patches.mean(dim=2).sum(dim=0)])
+    return torch.stack([travelled / share.clamp(min=1e-30), travelled]).mean(dim=-1)
 
 
 def patch_distances(config: ViTConfig) -> Tensor:

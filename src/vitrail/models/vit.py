@@ -109,12 +109,13 @@ class ViT(nn.Module):
         with evaluating(self):
             x = self.assemble(self.embed_patches(images))
         for number in range(len(self.blocks) if pooling else layers[-1] + 1):
-            with evaluating(self):  # only while computing: between layers the caller finds the model as it was
-                x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
+            block = self.blocks[number]
+            x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
+            with evaluating(block):  # only while computing: between layers the caller finds the model as it was
                 if number not in layers:
-                    x = self.blocks[number](x, bias)
+                    x = block(x, bias)
                     continue
-                x, weights = self.blocks[number].with_attention(x, bias)  # type: ignore[operator]
+                x, weights = block.with_attention(x, bias)  # type: ignore[operator]
             yield number, weights
         if pooling:
             yield len(self.blocks), self._pooling_weights(x)
@@ -156,9 +157,10 @@ class ViT(nn.Module):
             x.requires_grad_()
             (slope,) = torch.autograd.grad(self._logits(self._finished(x)).gather(1, outputs[:, None]).sum(), x)
         for number in reversed(range(len(self.blocks))):
-            with evaluating(self), torch.enable_grad():
+            block = self.blocks[number]
+            with evaluating(block), torch.enable_grad():
                 x, bias = entering.pop().requires_grad_(), self.positions.bias(number)
-                x_after, weights = self.blocks[number].with_attention(x, bias)  # type: ignore[operator]
+                x_after, weights = block.with_attention(x, bias)  # type: ignore[operator]
                 by_weights, slope = torch.autograd.grad(x_after, (weights, x), slope)
             yield number, weights.detach(), by_weights
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inspect.routed import STRIDE, grid_mean_distance, images, routed, shifted, uniform
+import vitrail
+from tests.inspect.routed import STRIDE, grid_mean_distance, images, routed, shifted, tiny, trained, uniform
 from vitrail import inspect
+from vitrail.models import ViT
 
 KINDS: dict[int, dict[str, Any]] = {
     0: {"pooling": "mean"},
@@ -98,11 +101,20 @@ def test_heads_show_where_each_of_them_looks() -> None:
     assert of_class[0, 0, 0].sum() == pytest.approx(0, abs=1e-6) and of_class[0, 0, 1, 0, 0] == pytest.approx(1)
 
 
+def test_a_hybrids_distance_is_in_pixels_of_the_input() -> None:
+    """The stem's map has a stride of 4 and a patch covers 8×8 of it: a token stands for 32 pixels."""
+    model = vitrail.create_model("R+ViT-Ti/16", image_size=(64, 96), depth=1, outputs=2, seed=0)
+    assert isinstance(model, ViT) and model.config.grid == (2, 3)
+    torch.nn.init.normal_(model.norm.bias)
+    torch.nn.init.zeros_(model.blocks[0].attention.qkv.weight)
+    found = inspect.attention_distance(model, images(model))
+    np.testing.assert_allclose(found, grid_mean_distance((2, 3), (32, 32)), rtol=1e-5)
+    assert inspect.rollout(model, images(model)).shape == (2, 2, 3)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([0, 1, 5]))
 def test_shares_never_exceed_one_on_any_grid(rows: int, columns: int, prefix: int) -> None:
-    from tests.inspect.routed import tiny, trained
-
     model = trained(tiny((rows, columns), depth=2, **KINDS[prefix]))
     maps = inspect.rollout(model, images(model))
     assert maps.shape == (2, rows, columns) and (maps >= 0).all()

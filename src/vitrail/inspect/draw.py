@@ -108,8 +108,8 @@ def draw_distance(
     _heads(axes, depth, distances, COLOURS[0], "o", "each head, among patches")
     axes.plot(depth, distances.mean(axis=1), color=COLOURS[1], linewidth=1.2, label="mean of the heads", zorder=3)
     axes.axhline(uniform, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)), label="looking everywhere alike", zorder=1)
-    _distance_axes(axes, depth, images)
-    axes.set_title(f"{title}How far heads look")
+    _distance_axes(axes, depth)
+    axes.set_title(f"{title}How far heads look, mean over {_counted(images)}")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -132,10 +132,16 @@ def draw_distance_comparison(
     for level in sorted(set(uniform)):
         colour = COLOURS[list(uniform).index(level)] if len(set(uniform)) > 1 else "#444444"
         axes.axhline(level, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    _distance_axes(axes, np.concatenate(list(layers.values())), images)
-    axes.set_title("How far heads look: points are heads, lines their mean, dashes looking everywhere alike")
+    _distance_axes(axes, np.concatenate(list(layers.values())))
+    axes.set_title(
+        f"How far heads look, mean over {_counted(images)}: points are heads, lines their mean, dashes looking everywhere alike"
+    )
     figure.legend(loc="outside lower center", ncols=min(len(models), 3))
     return figure
+
+
+def _counted(images: int) -> str:
+    return "1 image" if images == 1 else f"{images} images"
 
 
 def _heads(axes: Axes, depth: Array, distances: Array, colour: str, marker: str, label: str | None) -> None:
@@ -144,11 +150,11 @@ def _heads(axes: Axes, depth: Array, distances: Array, colour: str, marker: str,
     axes.scatter(x, distances.ravel(), s=11, c=colour, marker=marker, alpha=0.6, linewidths=0.7, label=label, zorder=2, **edge)  # type: ignore[arg-type]
 
 
-def _distance_axes(axes: Axes, layers: Array, images: int) -> None:
+def _distance_axes(axes: Axes, layers: Array) -> None:
     axes.set_ylim(0, 1.06 * axes.dataLim.y1)
     axes.set_xlim(layers.min() - 0.6, layers.max() + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     axes.set_xlabel("layer, counted from 0")
-    axes.set_ylabel(f"mean distance in pixels, {images} images" if images != 1 else "mean distance in pixels, 1 image")
+    axes.set_ylabel("mean distance in pixels")

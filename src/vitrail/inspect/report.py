@@ -161,8 +161,8 @@ def _attention(bundle: Bundle, model: ViT, seen: Views, wishes: Wishes, section:
     maps = rollout(model, shown, batch=wishes.batch)
     caption = (
         "Head mean, half of it replaced by the identity for the residual connection, rows that sum to one, multiplied through "
-        f"all layers from {_start(model)}. Bright is what reaches the output; drawn smoothly over one patch, as the authors did. "
-        "The raw shares are in the file."
+        f"all layers from {_start(model)}. Bright is what reaches the output; drawn smoothly over one patch and stretched "
+        "to the full range of brightness, as the authors did. The raw shares are in the file."
     )
     drawn = draw_rollout(seen.pictures, maps, labels=labels)
     raw = {"rollout": maps, "names": np.array(seen.names[: len(shown)])}

@@ -17,6 +17,7 @@ COMMANDS = {
     "convert": ("vitrail.commands.convert:convert", "Bring weights from any known format into any other."),
     "train": ("vitrail.commands.train:train", "Train a model as a recipe says."),
     "finetune": ("vitrail.commands.finetune:finetune", "Teach a trained model something else."),
+    "plan": ("vitrail.commands.plan:plan", "Say what a recipe needs on GPUs that are not here."),
     "eval": ("vitrail.commands.evaluate:evaluate", "Measure a checkpoint on labelled images."),
     "fewshot": ("vitrail.commands.fewshot:fewshot", "Learn from a few images a class, in closed form, and measure."),
     "probe": ("vitrail.commands.probe:probe", "Fit a linear or a nearest-neighbour classifier on frozen features."),

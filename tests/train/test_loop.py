@@ -71,7 +71,7 @@ def test_a_planted_nan_is_found_and_named(tmp_path):
     assert "the last good checkpoint is that of step 2" in said
     assert "--on-nonfinite skip" in said
     listed = (tmp_path / "run" / "nonfinite-step-3.txt").read_text().split()
-    assert len(listed) == 32 and all(name.startswith("digit-") for name in listed)
+    assert len(set(listed)) == 32
     assert not (tmp_path / "run" / "model").exists()
     assert RunFolder(tmp_path / "run").records()[-1]["step"] == 2
 
@@ -170,7 +170,7 @@ def test_what_will_disappoint_is_said(tmp_path):
 
 
 def test_a_recipe_without_data_or_length_says_so(tmp_path):
-    with pytest.raises(VitrailError, match="does not say where the images are: add --data.source"):
+    with pytest.raises(VitrailError, match=r"does not say where the images are: add --data\.source"):
         train(small(data__source=""), tmp_path / "one")
     with pytest.raises(VitrailError, match="give --epochs or --steps"):
         train(small(steps=None), tmp_path / "two")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def export_model(
         "weights": f"mean with decay {recipe.ema:g}" if recipe.ema else "last step",
         "validation": metrics,
         "task": described,
-        "vitrail": version("vitrail"),
+        "vitrail": our_version(),
     }
     save(run.model, model, preprocess=prepared.preprocess, classes=prepared.classes, task=task.kind, provenance=provenance)
 
@@ -82,9 +82,16 @@ def resolved(recipe: Recipe, prepared: Prepared, world: World, *, precision: str
         "parallel": world.mode,
         "device": device_name(world.device),
         "update": explain(recipe.optim),
-        "versions": {"vitrail": version("vitrail"), "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": {"vitrail": our_version(), "torch": str(torch.__version__), "python": platform.python_version()},
     }
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+def our_version() -> str:
+    try:
+        return version("vitrail")
+    except PackageNotFoundError:  # run from its source, not installed
+        return "unknown"

@@ -123,11 +123,11 @@ class Forward(nn.Module):
 class Runner:
     """A model as training runs it: `runner(images)`; the model itself stays as it is, with its own names."""
 
-    def __init__(self, model: nn.Module, world: World, *, low_precision: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module, world: World, *, low_precision: torch.dtype | None = None, mesh: Any = None) -> None:
         self.model, self.world = model, world
         self._forward: nn.Module = Forward(model)
         if world.sharded:
-            _shard(model, world, low_precision)
+            _shard(model, mesh or mesh_of(world), low_precision)
         elif world.mode == "ddp":
             ids = [world.device.index] if world.device.type == "cuda" else None
             self._forward = nn.parallel.DistributedDataParallel(self._forward, device_ids=ids, gradient_as_bucket_view=True)
@@ -144,21 +144,24 @@ class Runner:
         return nullcontext()
 
 
-def _shard(model: nn.Module, world: World, low_precision: torch.dtype | None) -> None:
-    """FSDP2: every block is a unit, the rest the root. `hybrid` shards within a machine and copies across machines."""
+def mesh_of(world: World) -> Any:
+    """The ranks as shards; `hybrid` shards within a machine and copies across machines."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    if world.mode != "hybrid":
+        return init_device_mesh(world.device.type, (world.ranks,), mesh_dim_names=("shards",))
+    if world.ranks % world.ranks_here:
+        raise VitrailError(
+            f"Hybrid sharding needs equally many ranks a machine; {world.ranks} do not divide by {world.ranks_here}."
+        )
+    shape = (world.ranks // world.ranks_here, world.ranks_here)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("copies", "shards"))
+
+
+def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None) -> None:
+    """FSDP2: every block is a unit, the rest the root."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    kind = world.device.type
-    if world.mode == "hybrid":
-        if world.ranks % world.ranks_here:
-            raise VitrailError(
-                f"Hybrid sharding needs equally many ranks a machine; {world.ranks} do not divide by {world.ranks_here}."
-            )
-        shape = (world.ranks // world.ranks_here, world.ranks_here)
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards"))
-    else:
-        mesh = init_device_mesh(kind, (world.ranks,), mesh_dim_names=("shards",))
     # Blocks travel and compute in low precision, gradients are summed in float32. The root stays in float32: through the
     # position table it decides the precision of the residual stream, which is so the same as without sharding.
     inner = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -21,7 +21,7 @@ from vitrail.tasks import Task
 from vitrail.train.averaging import Average
 from vitrail.train.config import Recipe
 from vitrail.train.optimizers import Optimizer
-from vitrail.train.parallel import Runner, whole
+from vitrail.train.parallel import Runner, World, whole
 from vitrail.train.schedules import factor
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,10 +44,16 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def seed_part(seed: int, step: int, part: int, rank: int) -> None:
+def seed_part(seed: int, step: int, part: int, world: World) -> None:
     """Set torch's generators for one micro-batch, from where it stands: so dropout needs no saved state to resume."""
-    digest = hashlib.blake2b(f"{seed} {step} {part} {rank}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    digest = hashlib.blake2b(f"{seed} {step} {part} {world.rank}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    # Not torch.manual_seed: without a GPU that remembers every call in case one should appear.
+    torch.default_generator.manual_seed(number)
+    if world.device.type == "cuda":
+        torch.cuda.manual_seed(number)
+    elif world.device.type == "mps":
+        torch.mps.manual_seed(number)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Step:
         self.optimizer.set_rate(self.rate(number))
         images, loss = 0, torch.zeros((), device=self.world.device)
         for batch in batches:
-            seed_part(self.recipe.seed, number, batch.part, self.world.rank)
+            seed_part(self.recipe.seed, number, batch.part, self.world)
             loss += self.backward(batch)
             images += len(batch)
         self._update(loss, number)

@@ -1,0 +1,103 @@
+"""`vitrail plan`: what a recipe needs on GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vitrail.commands.finetune import taken_out
+from vitrail.commands.train import parsed
+from vitrail.errors import VitrailError
+from vitrail.recipes import recipe_named
+from vitrail.train.plan import GIB, Plan, make_plan
+
+_FLAGS = ("--gpus", "--memory", "--outputs")
+
+
+def plan(words: list[str]) -> int:
+    """Compute what a recipe needs for each GPU: weights, optimiser state, activations, communication, the largest micro-batch.
+
+    Nothing is trained and no GPU is needed: the step is taken with shapes alone.
+
+    --gpus N         how many GPUs (1)
+    --memory GIB     memory of each (80)
+    --outputs N      classes (1000)
+
+    Every setting of the recipe can be changed as in `vitrail train`; --micro-batch N plans for that many at once.
+
+    Example: vitrail plan vit-b16-imagenet --gpus 8 --memory 80
+
+    Example: vitrail plan vit-h14-jft --gpus 64 --memory 40 --model.recompute -1 --json
+    """
+    given, rest = taken_out(words, _FLAGS)
+    if not rest or rest[0].startswith("-"):
+        if "-h" in rest or "--help" in rest:
+            parsed(recipe_named("digits"), ["--help"], command="plan", description=plan.__doc__)
+        raise VitrailError("Which recipe to plan is not said: `vitrail plan RECIPE`. `vitrail train --recipes` lists them.")
+    recipe, options = parsed(recipe_named(rest[0]), rest[1:], command="plan", description=plan.__doc__)
+    wanted = None if recipe.micro_batch == "auto" else int(recipe.micro_batch)
+    made = make_plan(
+        recipe,
+        gpus=int(_number(given, "--gpus", 1)),
+        memory=_number(given, "--memory", 80),
+        outputs=int(_number(given, "--outputs", 1000)),
+        micro_batch=wanted,
+    )
+    if options.json:
+        needs = [{**dataclasses.asdict(need), "tensors": need.tensors, "total": need.total} for need in made.needs]
+        print(json.dumps({**dataclasses.asdict(made), "needs": needs}, indent=2))  # noqa: T201
+    else:
+        show(made, Console())
+    return 0
+
+
+plan.reads_words = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
+
+
+def _number(given: dict[str, str], flag: str, otherwise: float) -> float:
+    try:
+        return float(given.get(flag, otherwise))
+    except ValueError as error:
+        raise VitrailError(f"{flag} is {given[flag]!r}; a number was expected.") from error
+
+
+def show(made: Plan, console: Console) -> None:
+    height, width = made.image_size
+    what = f"{made.model}, {made.parameters:,} parameters, {height}×{width}, batch {made.batch}"
+    where = f"{made.gpus} GPU{'s' * (made.gpus > 1)} of {made.memory / GIB:g} GiB, {made.precision}"
+    console.print(f"{what} on {where}; {made.flops / 1e12:,.0f} teraflops a step", highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("for each GPU")
+    for need in made.needs:
+        table.add_column(need.engine, justify="right")
+    for words, value in _ROWS:
+        table.add_row(words, *(value(need) for need in made.needs))
+    console.print(table)
+    for need in made.needs:
+        if not need.largest_micro_batch:
+            console.print(
+                f"{need.engine}: not even one image fits. Try --model.recompute -1, more GPUs with fsdp, or larger ones.",
+                style="yellow",
+            )
+
+
+def _size(number: int) -> str:
+    return f"{number / GIB:,.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"
+
+
+_ROWS = (
+    ("largest micro-batch", lambda need: str(need.largest_micro_batch)),
+    ("micro-batch × accumulation", lambda need: f"{need.micro_batch} × {need.accumulation}"),
+    ("weights", lambda need: _size(need.weights)),
+    ("gradients", lambda need: _size(need.gradients)),
+    ("optimiser state", lambda need: _size(need.optimizer)),
+    ("averaged weights", lambda need: _size(need.average) if need.average else "–"),
+    ("activations", lambda need: _size(need.activations)),
+    ("torch will hold", lambda need: _size(need.tensors)),
+    ("with context and fragments", lambda need: _size(need.total)),
+    ("sent a step", lambda need: _size(need.communication) if need.communication else "–"),
+)

@@ -94,9 +94,7 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [("origin", f"{key}: {value}") for key, value in bundle.provenance.items()]
     if found["verified"]:
         full = found["verified"] == "full"
-        lines.append(
-            ("verified", "SHA-256, checksum and golden outputs agree" if full else "checksum and golden tokens agree")
-        )
+        lines.append(("verified", "SHA-256, checksum and golden outputs agree" if full else "checksum and golden tokens agree"))
     if bundle.report.dropped:
         lines.append(("dropped", f"{len(bundle.report.dropped)} tensors, such as {' because '.join(bundle.report.dropped[0])}"))
     return lines + [("note", note) for note in bundle.report.notes]

@@ -255,3 +255,16 @@ def test_a_report_replaces_only_a_report(tmp_path: Path) -> None:
     (tmp_path / "report.html").rename(tmp_path / "thesis.tex")
     with pytest.raises(VitrailError, match=r"other files \(thesis\.tex\)"):
         check_free(tmp_path, overwrite=True)
+
+
+def test_half_precision_weights_are_fed_what_they_take(checkpoint: Path, photos: Path) -> None:
+    low = measure(load(checkpoint, dtype=torch.bfloat16), f"folder:{photos}")
+    assert low.images == 36 and low.figures["accuracy"] == pytest.approx(
+        measure(load(checkpoint), f"folder:{photos}").figures["accuracy"], abs=0.15
+    )
+
+
+def test_threads_are_given_back(bundle: Bundle, photos: Path) -> None:
+    before = torch.get_num_threads()
+    measure(bundle, f"folder:{photos}", running=Running(batch=4))
+    assert torch.get_num_threads() == before

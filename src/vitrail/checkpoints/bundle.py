@@ -105,7 +105,11 @@ class Bundle:
     def _answers(self, batch: Tensor, top: int) -> list[list[Prediction]]:
         weight = self.model.norm.weight
         with evaluating(self.model):
-            logits = self.model(batch.to(weight.device, weight.dtype)).float().cpu()
+            return self.read(self.model(batch.to(weight.device, weight.dtype)), top)
+
+    def read(self, outputs: Tensor, top: int = 5) -> list[list[Prediction]]:
+        """What the model's outputs [images, outputs] mean: the `top` answers for each image, best first."""
+        logits = outputs.float().cpu()
         if self.task == "regress":
             return [[Prediction(self.label(i), i, value) for i, value in enumerate(row)] for row in logits.tolist()]
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,12 +61,17 @@ class Measured:
             "images": self.images,
             "of": self.total,
             "bad_images": [one.name for one in self.bad],
-            "figures": self.figures,
-            "intervals_95": {name: list(both) for name, both in self.intervals.items()},
+            "figures": {name: _known(value) for name, value in self.figures.items()},
+            "intervals_95": {name: [_known(end) for end in both] for name, both in self.intervals.items()},
             "preprocess": self.preprocess.to_dict(),
             "preprocess_fingerprint": self.preprocess.fingerprint(),
             "notes": self.notes,
         }
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
 
 
 def measure(

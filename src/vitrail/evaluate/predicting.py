@@ -40,7 +40,7 @@ def predict(
     split = images if isinstance(images, Split) else find_images(images)
     running = running or Running(bad_images="skip")
     model = bundle.model.to(running.world.device)
-    passed = running.over(split, bundle_preprocess(bundle), model, lambda batch: bundle.predict(batch, top))
+    passed = running.over(split, bundle_preprocess(bundle), model, lambda batch: bundle.read(model(batch), top))
     return _in_order(split, passed)
 
 

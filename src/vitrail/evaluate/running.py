@@ -18,6 +18,7 @@ from vitrail.data.loader import EvalLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import Slice
 from vitrail.data.types import BadImage, Split
+from vitrail.data.waiting import most_workers
 from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.models.features import evaluating
@@ -99,10 +100,11 @@ class Pass(Iterator[tuple[T, Batch]]):
         their own never do, and reading fills the gaps. Only the order of the results is kept.
         """
         loader, world = self._loader, self._running.world
-        lanes = max(1, loader.workers)
-        waiting = iter(eval_slices(len(loader.split), self._batch, world.rank, world.ranks))
-        threads = torch.get_num_threads()
-        with evaluating(self._model), ThreadPoolExecutor(lanes, initializer=lambda: torch.set_num_threads(1)) as pool:
+        slices = eval_slices(len(loader.split), self._batch, world.rank, world.ranks)
+        wanted = most_workers(world.ranks_here) if self._running.workers is None else loader.workers
+        lanes, threads, waiting = max(1, min(wanted, len(slices))), torch.get_num_threads(), iter(slices)
+        share = max(1, threads // lanes)  # one image alone still has all of them
+        with evaluating(self._model), ThreadPoolExecutor(lanes, initializer=torch.set_num_threads, initargs=(share,)) as pool:
             ahead = deque(pool.submit(self._lane, where) for where in islice(waiting, 2 * lanes))
             try:
                 while ahead:
@@ -127,7 +129,7 @@ class Pass(Iterator[tuple[T, Batch]]):
 
     def _computed(self, batch: Batch) -> T:
         with torch.no_grad(), autocast(self._running.precision, self._running.world.device):
-            return self._compute(batch.images)
+            return self._compute(batch.images.to(self._model.norm.weight.dtype))
 
 
 def all_bad(running: Running, bad: dict[str, BadImage]) -> list[BadImage]:

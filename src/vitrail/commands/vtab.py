@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.options import Json
+from vitrail.commands.training_display import display_for
 from vitrail.errors import VitrailError
 from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, find_tasks, run_task, write_results
 from vitrail.evaluate.suites import SuiteTask, tasks_of
@@ -54,7 +56,8 @@ def vtab(
         settings: Changes of the paper's protocol.
         json_: Print JSON for a program instead of tables.
     """
-    console = Console(stderr=json_)
+    main = os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=json_, quiet=not main)
     chosen = tasks_of(suite, tasks)
     there, missing = find_tasks(chosen, root, dict(_pair(one) for one in source))
     if checkpoint is None:
@@ -71,9 +74,12 @@ def vtab(
     for task in chosen:
         if task.name in there:
             console.print(f"{task.title}: {there[task.name].origin}", highlight=False, soft_wrap=True)
-            scores.append(run_task(task, there[task.name], checkpoint, out, settings))
+            display = display_for(console, plain=False)
+            scores.append(run_task(task, there[task.name], checkpoint, out, settings, listeners=[display]))
             console.print(f"{task.title}: {scores[-1].accuracy:.2%}", highlight=False)
     result = SuiteResult(tuple(scores), missing, len(chosen))
+    if not main:
+        return 0
     about = {"checkpoint": checkpoint, "suite": suite}
     write_results(out, result, about)
     if json_:

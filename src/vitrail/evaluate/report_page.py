@@ -127,7 +127,7 @@ th, td { padding: .28rem .9rem .28rem 0; text-align: right; border-bottom: 1px s
 th:first-child, td:first-child { text-align: left; } th { color: var(--faint); font-weight: 500; }
 .sortable th { cursor: pointer; } .sortable th:hover { color: var(--ink); }
 .sortable th[data-order]::after { content: " ↓"; } .sortable th[data-order="up"]::after { content: " ↑"; }
-.drawing { max-width: 100%; height: auto; } .notes { color: var(--faint); padding-left: 1.1rem; }
+.drawing { display: block; max-width: 100%; height: auto; margin-top: .8rem; } .notes { color: var(--faint); padding-left: 1.1rem; }
 .strip { margin: 0 0 1rem; } .strip p { margin: 0 0 .3rem; }
 .strip img { width: 96px; height: 96px; object-fit: contain; margin-right: 4px; }
 .strip i { display: inline-block; width: 96px; color: var(--faint); }

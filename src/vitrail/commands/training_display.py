@@ -168,12 +168,12 @@ def farewell(result: Result, console: Console) -> None:
     if result.ended_by is not None:
         return
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
-    console.print(f"\n[bold]{result.out}[/bold] {state}: {result.steps} steps", highlight=False)
+    console.print(f"\n[bold]{result.out}[/bold] {state}: {result.steps} steps", highlight=False, soft_wrap=True)
     if result.metrics:
         console.print(
             f"[bold green]{measured(result.metrics)}[/bold green] on {result.metrics['images']:.0f} images", highlight=False
         )
-    console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False)
+    console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)
     console.print("\nNext:")
     for command, purpose in (
         (f"vitrail info {result.out}", "what the checkpoint holds"),

@@ -21,6 +21,7 @@ def digits() -> Recipe:
         schedule=ScheduleSpec(kind="cosine", warmup=50),
         epochs=40,
         batch=64,
+        threads=1,
         eval_every=5,
         log_every=10,
     )

@@ -30,6 +30,7 @@ def finetuning(
     holdout: float,
     lr: float = 0.01,
     grid: tuple[float, ...] = _SMALL,
+    model: str = "ViT-B/16",
     size: int = 384,
     ema: float = 0.0,
     dropout: float | None = None,
@@ -37,7 +38,7 @@ def finetuning(
 ) -> Recipe:
     return Recipe(
         name=f"finetune-{name}",
-        model=ModelSpec(image_size=size, pre_logits=0, dropout=dropout),
+        model=ModelSpec(name=model, image_size=size, pre_logits=0, dropout=dropout),
         data=DataSpec(source=source),
         augment=CROP_AND_FLIP,
         task=TaskSpec(loss="softmax"),
@@ -55,8 +56,16 @@ def finetuning(
 _IMAGENET = {"steps": 20_000, "warmup": 500, "holdout": 0.01, "lr": 0.03, "grid": (0.003, 0.01, 0.03, 0.06)}
 _ROWS = (
     ("imagenet", "", {**_IMAGENET, "expected": f"ViT-L/16 84.47 %, ViT-B/32 81.66 % {_RELEASED}"}),
-    ("imagenet-l16", "", {**_IMAGENET, "size": 512, "ema": 0.9999, "dropout": 0.1, "expected": "85.30 % (Table 2)"}),
-    ("imagenet-h14", "", {**_IMAGENET, "size": 518, "ema": 0.9999, "dropout": 0.1, "expected": "88.55 % from JFT (Table 2)"}),
+    (
+        "imagenet-l16",
+        "",
+        {**_IMAGENET, "model": "ViT-L/16", "size": 512, "ema": 0.9999, "dropout": 0.1, "expected": "85.30 % (Table 2)"},
+    ),
+    (
+        "imagenet-h14",
+        "",
+        {**_IMAGENET, "model": "ViT-H/14", "size": 518, "ema": 0.9999, "dropout": 0.1, "expected": "88.55 % from JFT (Table 2)"},
+    ),
     (
         "cifar10",
         "torchvision:CIFAR10",

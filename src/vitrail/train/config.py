@@ -163,6 +163,8 @@ class Recipe:
     deterministic: bool = False
     """Refuse operations whose result may differ from run to run. It costs speed on a GPU."""
     device: str = "auto"
+    threads: int | None = None
+    """Processor threads that compute; None: torch's own choice. Tiny models are fastest on one."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
     """Under torchrun: copies (ddp), shards (fsdp), or shards within a machine and copies across (hybrid)."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -199,7 +201,7 @@ class Recipe:
 
 # What may differ when a run goes on: it changes speed, place or talk, not what is computed.
 FREE = (
-    "expected", "lr_grid", "sweep_holdout", "micro_batch", "log_every", "keep", "checkpoint_every", "device",
+    "expected", "lr_grid", "sweep_holdout", "micro_batch", "log_every", "keep", "checkpoint_every", "device", "threads",
     "parallel", "on_nonfinite", "data.workers", "model.recompute",
 )  # fmt: skip
 

@@ -10,6 +10,17 @@ import torch
 
 
 @contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """So many processor threads while the block runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
     """Refuse operations that may round differently from run to run, attention kernels among them, while the block runs."""
     if not wanted:

@@ -18,7 +18,7 @@ from vitrail.errors import VitrailError
 from vitrail.tasks import Meter
 from vitrail.train.averaging import Average
 from vitrail.train.config import Recipe
-from vitrail.train.determinism import deterministic
+from vitrail.train.determinism import deterministic, threads
 from vitrail.train.export import export_model, resolved
 from vitrail.train.listeners import Facts, Listener, MetricsFile
 from vitrail.train.optimizers import Optimizer, group_lines
@@ -62,7 +62,7 @@ def train(
 
     `prepared` takes the place of the recipe's own data and model, for those who build them in Python.
     """
-    with joined(recipe.device, recipe.parallel) as world, deterministic(recipe.deterministic):
+    with joined(recipe.device, recipe.parallel) as world, deterministic(recipe.deterministic), threads(recipe.threads):
         run = RunFolder(out)
         try:
             if world.main:

@@ -1,0 +1,158 @@
+"""`vitrail train`, `finetune` and `plan`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import vitrail
+from vitrail.cli import main
+from vitrail.commands.training_display import LiveDisplay
+from vitrail.models import create_model
+from vitrail.train.listeners import Facts
+
+SHORT = [
+    "--steps",
+    "3",
+    "--schedule.warmup",
+    "1",
+    "--model.width",
+    "32",
+    "--model.heads",
+    "1",
+    "--model.depth",
+    "1",
+    "--model.mlp",
+    "32",
+]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    out, err = capsys.readouterr()
+    logging.getLogger("vitrail").handlers.clear()
+    return int(exit_.value.code or 0), out, err
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of thirty images each: colours in noise, of several sizes."""
+    folder = tmp_path_factory.mktemp("photos")
+    chance = np.random.default_rng(0)
+    for place, colour in enumerate(("red", "green", "blue")):
+        (folder / colour).mkdir()
+        for number in range(30):
+            height, width = chance.integers(40, 80, 2)
+            pixels = chance.integers(0, 120, (height, width, 3))
+            pixels[..., place] += 120
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / colour / f"{number}.jpg")
+    return folder
+
+
+def test_train_says_what_differs_what_happens_and_what_next(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = run(capsys, "train", *SHORT, "--optim.lr", "3e-4", "--out", str(tmp_path / "run"))
+    assert status == 0
+    for words in ("Differs from the recipe digits", "optim.lr", "0.002", "0.0003", "data: digits", "batch: 64 = 64 at once × 1 × 1 device",
+                  "weight decay 0.05 (times-lr)", "step 3/3", "validation: accuracy", "vitrail eval"):  # fmt: skip
+        assert words in out, words
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["recipe"]["optim"]["lr"] == 3e-4 and config["resolved"]["steps"] == 3
+    status, out, _ = run(capsys, "train", *SHORT, "--optim.lr", "3e-4", "--out", str(tmp_path / "run"))
+    assert status == 0 and "was finished already" in out
+    status, _, err = run(capsys, "train", *SHORT, "--optim.lr", "1e-3", "--out", str(tmp_path / "run"))
+    assert status == 2 and "optim.lr: 0.0003 → 0.001" in err and "Traceback" not in err
+
+
+def test_json_for_programs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = run(capsys, "train", *SHORT, "--out", str(tmp_path / "run"), "--json", "--tensorboard")
+    found = json.loads(out)
+    assert status == 0 and found["finished"] and found["steps"] == 3 and 0 <= found["metrics"]["accuracy"] <= 1
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_explain_shows_the_update_and_trains_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = run(capsys, "train", "digits", "--explain", "--out", str(tmp_path / "run"))
+    assert status == 0 and "p −= s·0.002·(u + 0.05·p)" in out and "Parameter groups" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "Did you mean digits" in run(capsys, "train", "digitz")[2]
+    status, out, err = run(capsys, "train", "--optim.lrr", "1")
+    assert status == 2 and "optim.lr" in out + err
+    assert "add --data.source" in run(capsys, "train", "tiny-imagenet", "--out", str(tmp_path / "x"))[2]
+    assert "add --from" in run(capsys, "finetune", "--data", "x")[2]
+    assert "add --data" in run(capsys, "finetune", "--from", "x")[2]
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "train", "--recipes", "--json")
+    rows = json.loads(out)
+    assert status == 0 and {"digits", "vit-b16-imagenet", "finetune-cifar10"} <= {row["name"] for row in rows}
+    assert "vit-h14-jft" in run(capsys, "train", "--recipes")[1]
+
+
+def test_help_gives_examples_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "finetune", "plan"):
+        status, out, _ = run(capsys, command, "--help")
+        assert status == 0 and f"Example: vitrail {command}" in out and "--optim.lr" in out, command
+
+
+@pytest.mark.slow
+def test_finetune_a_folder_from_a_published_file_and_predict(
+    capsys: pytest.CaptureFixture[str], photos: Path, tmp_path: Path
+) -> None:
+    from vitrail.checkpoints import load, save, write
+
+    save(tmp_path / "body", create_model("ViT-Ti/16", outputs=21, image_size=64, seed=0))
+    write(load(tmp_path / "body"), tmp_path / "Ti_16.npz", "google")
+    words = ["finetune", "--from", str(tmp_path / "Ti_16.npz"), "--data", str(photos), "--out", str(tmp_path / "run")]
+    status, out, err = run(capsys, *words, "--steps", "12", "--schedule.warmup", "2", "--data.workers", "0")
+    assert status == 0, err
+    assert "head: new, of zeros, 3 outputs (the checkpoint had 21)" in out
+    bundle = vitrail.load(tmp_path / "run")
+    assert bundle.classes == ("blue", "green", "red") and bundle.model.config.image_size == (64, 64)
+    answers = bundle.predict([photos / "red" / "0.jpg", photos / "blue" / "3.jpg"], top=1)
+    assert [row[0].label for row in answers] == ["red", "blue"]
+
+
+def test_a_sweep_finds_the_learning_rate_and_does_not_repeat_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["train", *SHORT, "--sweep", "--lr-grid", "1e-5", "3e-3", "--out", str(tmp_path / "run"), "--steps", "12"]
+    status, out, _ = run(capsys, *words)
+    assert status == 0 and "learning rate 0.003 is taken" in out
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["optim"]["lr"] == 3e-3
+    before = (tmp_path / "run" / "sweep" / "lr-1e-05" / "metrics.jsonl").stat().st_mtime_ns
+    run(capsys, *words)
+    assert (tmp_path / "run" / "sweep" / "lr-1e-05" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "digits", "--gpus", "2", "--memory", "1"]
+    status, out, _ = run(capsys, *words)
+    assert status == 0 and "largest micro-batch" in out and "fsdp" in out
+    found = json.loads(run(capsys, *words, "--json")[1])
+    assert [need["engine"] for need in found["needs"]] == ["ddp", "fsdp"] and found["needs"][0]["total"] > 0
+    assert "1 to 4096" in run(capsys, "plan", "digits", "--gpus", "0")[2]
+    assert "a number was expected" in run(capsys, "plan", "digits", "--gpus", "some")[2]
+
+
+def test_the_live_display_shows_everything(tmp_path: Path) -> None:
+    console = Console(force_terminal=True, width=100, record=True)
+    display = LiveDisplay(console)
+    facts = Facts(name="digits", out=tmp_path, steps=100, steps_per_epoch=20, first=0, headline="accuracy", config={"batch": 64})
+    display.started(facts)
+    speed = {"images_per_second": 640.0, "mfu": 0.412, "data_wait": 0.03, "memory": 2**31, "seconds": 1.0}
+    display.trained({"step": 50, "epoch": 2.5, "loss": 0.5, "lr": 1e-3, "grad_norm": 0.7, "skipped": 0, "speed": speed})
+    display.validated({"step": 50, "epoch": 2.5, "accuracy": 0.97, "loss": 0.1})
+    with console.capture() as shown:
+        console.print(display._shown())
+    display.closed()
+    for words in ("50/100", "left 0:00:05", "0.5000", "0.001", "640", "41.2%", "3%", "2.00 GiB", "accuracy 97.00%"):
+        assert words in shown.get(), words

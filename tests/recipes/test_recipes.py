@@ -1,0 +1,108 @@
+"""Recipes are what the papers say, and every one can be built."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from vitrail.errors import VitrailError
+from vitrail.models import create_model, parameters
+from vitrail.recipes import RECIPES, recipe_named, summary
+from vitrail.recipes.any_folder import any_folder
+from vitrail.train.config import ModelSpec, Recipe, differences, flatten
+from vitrail.train.optimizers import convert_decay
+from vitrail.train.plan import config_of
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_whole(name: str) -> None:
+    recipe = recipe_named(name)
+    assert recipe.name == name
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert summary(name)
+    assert (recipe.epochs is None) != (recipe.steps is None)
+    if recipe.model.start is None:
+        config = config_of(recipe.model, outputs=1000)
+        assert parameters(config) == sum(one.numel() for one in _built(recipe.model).parameters())
+
+
+def _built(spec: ModelSpec):
+    config = config_of(spec, outputs=1000)
+    return importlib.import_module("vitrail.models").build_model(config, device="meta")
+
+
+def test_each_file_gives_its_command() -> None:
+    for function in RECIPES.values():
+        module = importlib.import_module(getattr(function, "func", function).__module__)
+        assert "    vitrail " in module.__doc__ or "-m vitrail train" in module.__doc__
+        command = next(line for line in module.__doc__.splitlines() if "vitrail train" in line or "vitrail finetune" in line)
+        named = [word for word in command.split() if word in RECIPES]
+        assert named or command.split()[-1] == "train", f"{module.__name__} names no recipe in {command!r}"
+
+
+def test_table_3() -> None:
+    rows = {
+        "vit-b16-jft": (7, 8e-4, 0.1, 0.0, "linear"),
+        "vit-l16-jft": (14, 4e-4, 0.1, 0.0, "linear"),
+        "vit-h14-jft": (14, 3e-4, 0.1, 0.0, "linear"),
+        "r50-vit-l32-jft": (7, 2e-4, 0.1, 0.0, "linear"),
+        "vit-b16-imagenet21k": (90, 1e-3, 0.03, 0.1, "linear"),
+        "vit-l32-imagenet": (300, 3e-3, 0.3, 0.1, "cosine"),
+    }
+    for name, (epochs, lr, decay, dropout, kind) in rows.items():
+        recipe = recipe_named(name)
+        assert (recipe.epochs, recipe.optim.lr, recipe.optim.weight_decay) == (epochs, lr, decay), name
+        assert (recipe.model.dropout, recipe.schedule.kind) == (dropout, kind), name
+        assert (recipe.batch, recipe.schedule.warmup, recipe.optim.decay) == (4096, 10_000, "times-lr"), name
+        assert (recipe.optim.name, recipe.optim.beta1, recipe.optim.beta2) == ("adam", 0.9, 0.999), name
+    assert recipe_named("vit-b16-imagenet21k").model.head_bias == -10 and recipe_named("vit-b16-imagenet21k").task.loss == "sigmoid"
+    assert recipe_named("vit-b16-imagenet21k").schedule.end == 1e-5
+    assert recipe_named("vit-l16-imagenet").optim.clip == 1.0 and recipe_named("vit-l16-imagenet").task.loss == "softmax"
+    assert recipe_named("bit-r152x2-jft").optim.lr == 6e-4
+
+
+def test_table_4() -> None:
+    steps = {"imagenet": 20_000, "cifar10": 10_000, "cifar100": 10_000, "pets": 500, "flowers": 500, "vtab": 2_500}
+    for name, count in steps.items():
+        recipe = recipe_named(f"finetune-{name}")
+        assert (recipe.steps, recipe.batch, recipe.optim.name, recipe.optim.momentum) == (count, 512, "sgd", 0.9)
+        assert (recipe.optim.weight_decay, recipe.optim.clip, recipe.model.image_size, recipe.model.pre_logits) == (0, 1.0, 384, 0)
+    assert recipe_named("finetune-imagenet").lr_grid == (0.003, 0.01, 0.03, 0.06)
+    large, huge = recipe_named("finetune-imagenet-l16"), recipe_named("finetune-imagenet-h14")
+    assert (large.model.image_size, huge.model.image_size) == (512, 518)
+    assert large.ema == huge.ema == 0.9999
+
+
+def test_big_vision_s_decay_is_the_papers_in_other_words() -> None:
+    recipe = recipe_named("vit-s16-imagenet")
+    assert convert_decay(recipe.optim.weight_decay, recipe.optim.lr, "times-schedule", "times-lr") == pytest.approx(0.1)
+    assert (recipe.epochs, recipe.batch, recipe.model.pre_logits, recipe.augment.mixup) == (90, 1024, 384, 0.2)
+    bit = recipe_named("bit-r50x1-imagenet-sgd")
+    assert (bit.optim.lr, bit.optim.weight_decay) == (pytest.approx(1.6), pytest.approx(1.6e-3))
+
+
+def test_augreg_levels() -> None:
+    found = {name: recipe_named(f"augreg-{name}-imagenet").augment for name in ("vit-ti16", "vit-b16")}
+    assert (found["vit-ti16"].randaugment_magnitude, found["vit-ti16"].mixup) == (0, 0)
+    assert (found["vit-b16"].randaugment_magnitude, found["vit-b16"].mixup) == (15, 0.5)
+    assert recipe_named("augreg-vit-ti16-imagenet21k").augment.randaugment == "none"
+
+
+@pytest.mark.parametrize(("images", "steps"), [(90, 100), (1_000, 250), (5_000, 500), (50_000, 10_000), (1_300_000, 20_000)])
+def test_length_follows_the_number_of_images(images: int, steps: int) -> None:
+    recipe = any_folder("REF", "FOLDER", images=images)
+    assert recipe.steps == steps
+    assert recipe.batch <= images and recipe.schedule.warmup < steps
+
+
+def test_names_differences_and_unknown_keys() -> None:
+    with pytest.raises(VitrailError, match="Did you mean digits"):
+        recipe_named("digit")
+    one = recipe_named("digits")
+    assert differences(one, one.replace(batch=8)) == {"batch": (64, 8)}
+    assert flatten(one)["optim.lr"] == one.optim.lr
+    with pytest.raises(VitrailError, match=r"There is no setting optim\.lrr\. Did you mean lr"):
+        Recipe.from_dict({"optim": {"lrr": 1}})
+    assert create_model("ViT-Ti/4", image_size=8, device="meta") is not None

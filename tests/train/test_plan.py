@@ -1,0 +1,117 @@
+"""Plans against arithmetic, and simulated memory against what autograd really keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vitrail.errors import VitrailError
+from vitrail.models import create_model, model_config, parameters
+from vitrail.train.config import ModelSpec, OptimSpec, Recipe
+from vitrail.train.memory import simulate, simulate_sharded
+from vitrail.train.plan import communication, make_plan
+
+TINY = model_config("ViT-Ti/16", image_size=64, depth=3)
+
+
+def test_weights_and_gradients_are_four_bytes_a_parameter() -> None:
+    found = simulate(TINY, 4, precision="fp32")
+    assert found.weights == pytest.approx(4 * parameters(TINY), rel=0.01)  # rounded up to the allocator's pieces
+    assert found.peak > found.weights + found.gradients
+
+
+def test_activations_are_what_autograd_saves() -> None:
+    """An independent count: the bytes of all tensors kept for the backward pass, on a real model."""
+    batch = 16
+    model = create_model("ViT-Ti/16", image_size=64, depth=3, seed=0)
+    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    images, labels = torch.randn(batch, 3, 64, 64), torch.zeros(batch, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = F.cross_entropy(model(images), labels, reduction="sum")
+    del loss
+    by_image = (simulate(TINY, 2 * batch, precision="fp32").peak - simulate(TINY, batch, precision="fp32").peak) / batch
+    # The images are alive too, and at the peak the first gradients.
+    assert by_image == pytest.approx(sum(saved.values()) / batch + 3 * 64 * 64 * 4, rel=0.1)
+
+
+def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_should() -> None:
+    full = simulate(TINY, 32, precision="fp32")
+    assert simulate(TINY, 32, precision="bf16").activations < full.activations
+    assert simulate(TINY, 32, precision="fp32", recompute=-1).activations < 0.6 * full.activations
+    held = simulate(TINY, 32, precision="fp32", accumulates=True)
+    assert 0 < held.peak - full.peak <= full.gradients * 1.01
+
+
+def test_shards_beyond_the_pretended_ranks_are_computed_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vitrail.train.memory as memory
+
+    exact = simulate_sharded(TINY, 8, precision="fp32", ranks=8)
+    monkeypatch.setattr(memory, "_PRETENDED", 2)
+    computed = simulate_sharded(TINY, 8, precision="fp32", ranks=8)
+    assert computed.weights == exact.weights == pytest.approx(4 * parameters(TINY) / 8, rel=0.02)
+    assert computed.peak == pytest.approx(exact.peak, rel=0.05)
+
+
+def test_communication_by_hand() -> None:
+    config = model_config("ViT-B/16")
+    count = parameters(config)
+    assert communication(config, "ddp", 8, 1, "bf16") == round(2 * 7 / 8 * 4 * count)
+    blocks = 12 * (12 * 768**2 + 13 * 768)  # qkv, out, up, down with their biases, and two norms
+    once = 7 / 8 * (2 * 2 * blocks + 4 * (count - blocks))
+    assert communication(config, "fsdp", 8, 1, "bf16") == pytest.approx(once + 7 / 8 * 4 * count)
+    assert communication(config, "fsdp", 8, 3, "bf16") == pytest.approx(3 * once + 7 / 8 * 4 * count)
+    assert communication(config, "single", 1, 1, "bf16") == 0
+
+
+def small_plan(**changes: object) -> Recipe:
+    return Recipe(model=ModelSpec(name="ViT-Ti/16", image_size=64, depth=3), batch=256, epochs=1, **changes)
+
+
+def test_the_largest_micro_batch_fits_and_one_more_tenth_does_not() -> None:
+    made = make_plan(small_plan(optim=OptimSpec(name="adam")), gpus=1, memory=0.6)
+    need = made.needs[0]
+    assert 0 < need.largest_micro_batch < 256
+    assert need.total <= made.memory
+    over = make_plan(
+        small_plan(optim=OptimSpec(name="adam")), gpus=1, memory=0.6, micro_batch=round(need.largest_micro_batch * 1.1) + 1
+    )
+    assert over.needs[0].total > made.memory
+    assert need.optimizer == 2 * need.weights and need.average == 0
+
+
+def test_sgd_needs_less_and_averaging_more() -> None:
+    sgd = make_plan(small_plan(optim=OptimSpec(name="sgd"), ema=0.99), gpus=1, memory=8).needs[0]
+    assert sgd.optimizer == sgd.weights == sgd.average
+
+
+def test_many_gpus() -> None:
+    made = make_plan(small_plan(), gpus=256, memory=1)
+    ddp, fsdp = made.needs
+    assert (ddp.engine, fsdp.engine) == ("ddp", "fsdp")
+    assert fsdp.weights < ddp.weights / 50
+    assert ddp.micro_batch == fsdp.micro_batch == 1
+
+
+def test_impossible_plans_are_sentences() -> None:
+    with pytest.raises(VitrailError, match="1 to 4096"):
+        make_plan(small_plan(), gpus=5000, memory=1)
+    with pytest.raises(VitrailError, match="cannot be shared by 512 GPUs"):
+        make_plan(small_plan(), gpus=512, memory=1)
+    nothing = make_plan(small_plan(), gpus=1, memory=0.51).needs[0]
+    assert nothing.largest_micro_batch == 0
+
+
+@pytest.mark.parametrize("name", ["BiT-R26x1", "R26+ViT-S/32"])
+def test_bit_and_hybrids_can_be_planned(name: str) -> None:
+    config = model_config(name, image_size=64)
+    found = simulate(config, 2, precision="bf16")
+    assert found.weights == pytest.approx(4 * parameters(config), rel=0.01) and found.activations > 0

@@ -19,7 +19,7 @@ from vitrail.errors import VitrailError, nearest
 from vitrail.evaluate.features import FeatureSpec, extract
 from vitrail.evaluate.measuring import bundle_preprocess
 from vitrail.evaluate.predicting import find_images
-from vitrail.evaluate.running import Running
+from vitrail.evaluate.running import Running, on_own_device
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 
@@ -88,7 +88,7 @@ def embed(
     running: Running | None = None,
 ) -> Embeddings:
     """Features of files, folders and lists, as `vitrail predict` takes them, or of a split. Bad images are left out and named."""
-    spec, running = spec or FeatureSpec(), running or Running(bad_images="skip")
+    spec, running = spec or FeatureSpec(), running or on_own_device(bundle.model, bad_images="skip")
     split = images if isinstance(images, Split) else find_images(images)
     preprocess = bundle_preprocess(bundle)
     found = extract(bundle.model, split, preprocess, spec, running)

@@ -20,7 +20,7 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate.features import FeatureSpec, extract
 from vitrail.evaluate.measuring import bundle_preprocess
 from vitrail.evaluate.ridge import BIAS, L2, fit_ridge
-from vitrail.evaluate.running import Running
+from vitrail.evaluate.running import Running, on_own_device
 from vitrail.evaluate.shots import Choice, ShortClass, choose_shots
 from vitrail.models import Model
 
@@ -108,7 +108,7 @@ def few_shot(
     running: Running | None = None,
 ) -> FewShot:
     """Few-shot accuracy of a checkpoint on any classes: its own head is not used. `test` is val, or else test."""
-    running = running or Running()
+    running = running or on_own_device(bundle.model)
     support, held = support_and_test(data, train, test, running)
     evaluator = FewShotEvaluator(support, held, bundle_preprocess(bundle), protocol=protocol, features=features)
     return evaluator.run(bundle.model, running)
@@ -135,7 +135,8 @@ def support_and_test(data: str, train: str, test: str | None, running: Running) 
 class FewShotEvaluator:
     """Few-shot accuracy again and again, as a model is trained: `evaluator(model)` gives {"5shot": 0.61, …}.
 
-    The images are chosen once, so scores of different steps differ by the model alone.
+    The images are chosen once, so scores of different steps differ by the model alone. The model stays on its device and in
+    its mode; with several ranks, `running` has to hold their world.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class FewShotEvaluator:
         running: Running | None = None,
     ) -> None:
         self.protocol, self.features = protocol or FewShotSpec(), features or FeatureSpec()
-        self.preprocess, self.running = preprocess, running or Running()
+        self.preprocess, self.running = preprocess, running
         if self.features.what == "patches":
             raise VitrailError("Few-shot needs one vector an image; take mean instead of patches.")
         spec = self.protocol
@@ -160,7 +161,7 @@ class FewShotEvaluator:
         self.drawn = np.unique(np.concatenate([choice.indices for choice in self.choices]))
 
     def __call__(self, model: Model) -> dict[str, float]:
-        found = self.run(model, self.running)
+        found = self.run(model, self.running or on_own_device(model))
         return {f"{shots}shot": found.mean(shots) for shots in self.protocol.shots}
 
     def run(self, model: Model, running: Running) -> FewShot:

@@ -20,7 +20,7 @@ from vitrail.evaluate import classification, labels, numbers
 from vitrail.evaluate.classification import Answers
 from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import real_hits
-from vitrail.evaluate.running import BadImages, Running, all_bad, check_finite
+from vitrail.evaluate.running import BadImages, Running, all_bad, check_finite, on_own_device
 
 Array = npt.NDArray[Any]
 Match = Literal["name", "order"]
@@ -91,7 +91,7 @@ def measure(
     `real` gives reassessed labels, as `real_labels.read_real` reads them.
     """
     bundle.check_head()
-    running = running or Running()
+    running = running or on_own_device(bundle.model)
     opened = data if isinstance(data, Split) else open_split(bundle, data, split, match=match, bad_images=running.bad_images)
     notes = check_fits(bundle, opened)
     preprocess = bundle_preprocess(bundle)

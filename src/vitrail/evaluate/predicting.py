@@ -15,7 +15,7 @@ from vitrail.data.sources.layout import images_under
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.measuring import bundle_preprocess
-from vitrail.evaluate.running import Pass, Running
+from vitrail.evaluate.running import Pass, Running, on_own_device
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def predict(
     if top < 1:
         raise VitrailError(f"top is {top}; at least one answer must be asked for.")
     split = images if isinstance(images, Split) else find_images(images)
-    running = running or Running(bad_images="skip")
+    running = running or on_own_device(bundle.model, bad_images="skip")
     model = bundle.model.to(running.world.device)
     passed = running.over(split, bundle_preprocess(bundle), model, lambda batch: bundle.read(model(batch), top))
     return _in_order(split, passed)

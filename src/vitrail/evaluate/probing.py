@@ -27,7 +27,7 @@ from vitrail.evaluate.features import FeatureSpec, extract
 from vitrail.evaluate.fewshot import support_and_test
 from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.measuring import bundle_preprocess
-from vitrail.evaluate.running import Running
+from vitrail.evaluate.running import Running, on_own_device
 
 Array = npt.NDArray[Any]
 _CHUNK = 4096
@@ -105,7 +105,7 @@ def probe(
     running: Running | None = None,
 ) -> Probed:
     """Fit a probe on the features of one split and measure it on another (val, or else test)."""
-    running = running or Running()
+    running = running or on_own_device(bundle.model)
     learn, held = support_and_test(data, train, test, running)
     return probe_splits(bundle, learn, held, spec or ProbeSpec(), features or FeatureSpec(), running)
 

@@ -53,6 +53,11 @@ class Running:
         return Pass(self, split, preprocess, model, compute)
 
 
+def on_own_device(model: Model, *, bad_images: BadImages = "error") -> Running:
+    """How to run a model where it is, for callers who did not say."""
+    return Running(world=World(model.norm.weight.device), bad_images=bad_images)
+
+
 class Pass(Iterator[tuple[T, Batch]]):
     """An iterator over batches with what was computed of them, in order. Afterwards `bad` says what could not be read."""
 

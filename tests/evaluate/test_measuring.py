@@ -268,3 +268,15 @@ def test_threads_are_given_back(bundle: Bundle, photos: Path) -> None:
     before = torch.get_num_threads()
     measure(bundle, f"folder:{photos}", running=Running(batch=4))
     assert torch.get_num_threads() == before
+
+
+def test_what_processes_read_for_a_gpu_is_what_lanes_read(bundle: Bundle, photos: Path) -> None:
+    split = open_source(f"folder:{photos}").split("val")
+    assert bundle.preprocess is not None
+    running = Running(batch=5, workers=2)
+    lanes = list(running.over(split, bundle.preprocess, bundle.model, bundle.model.__call__))
+    other = list(running.over(split, bundle.preprocess, bundle.model, bundle.model.__call__)._one_by_one())
+    assert len(lanes) == len(other) == 8
+    for (ours, batch), (theirs, same) in zip(lanes, other, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5) and torch.equal(batch.images, same.images)
+        assert torch.equal(batch.indices, same.indices) and torch.equal(batch.targets, same.targets)

@@ -85,7 +85,7 @@ class Resident:
     """Stands in for the loader: always the same batch, already on the device."""
 
     def __init__(self, loader: Any, images: torch.Tensor, targets: torch.Tensor) -> None:
-        self.steps, self.note, self.bad, self.wait = loader.steps, "", {}, loader.wait
+        self.steps, self.note, self.bad, self.wait, self.workers = loader.steps, "", {}, loader.wait, 0
         self._batch = Batch(images, targets, torch.arange(len(images)), 0, 0, 0, 1, len(images))
 
     def __iter__(self) -> Iterator[Batch]:

@@ -59,7 +59,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_train_says_what_differs_what_happens_and_what_next(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out, _ = run(capsys, "train", *SHORT, "--optim.lr", "3e-4", "--out", str(tmp_path / "run"))
     assert status == 0
-    for words in ("Differs from the recipe digits", "optim.lr", "0.002", "0.0003", "data: digits", "batch: 64 = 64 at once × 1 × 1 device",
+    for words in ("Differs from the recipe digits", "optim.lr", "0.002", "0.0003", "data: digits", "batch: 64 = 64 at once × 1 × 1",
                   "weight decay 0.05 (times-lr)", "step 3/3", "validation: accuracy", "vitrail eval"):  # fmt: skip
         assert words in out, words
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -304,3 +304,22 @@ def test_the_run_folder_holds_what_it_promises(tmp_path):
     assert "decay 0.9" in bundle.provenance["weights"]
     end = RunFolder(tmp_path / "run").end()
     assert end["headline"] == "accuracy" and end["step"] == 6
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch):
+    import sys
+
+    from vitrail.train.listeners import WeightsAndBiases
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(VitrailError, match=r"pip install vitrail\[wandb\]"):
+        WeightsAndBiases("project")
+
+
+def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
+    from vitrail.data.waiting import WaitMeter
+
+    monkeypatch.setattr(WaitMeter, "share", lambda self: 0.6)
+    heard = Heard()
+    train(small(steps=8, log_every=1), tmp_path / "run", listeners=[heard])
+    assert len([note for note in heard.notes if "waits for data 60% of the time" in note]) == 1

@@ -58,7 +58,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "changes", [{"optim__name": "sgd", "optim__lr": 0.05}, {"precision": "bf16"}, {"data__sampling": "balanced"}]
+    "changes",
+    [{"optim__name": "sgd", "optim__lr": 0.05}, {"precision": "bf16"}, {"precision": "fp16"}, {"data__sampling": "balanced"}],
 )
 def test_so_it_is_for_other_settings(changes, tmp_path, monkeypatch):
     recipe = small(**changes)

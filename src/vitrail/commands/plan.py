@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 
 from rich import box
 from rich.console import Console
@@ -13,7 +14,7 @@ from vitrail.commands.finetune import taken_out
 from vitrail.commands.train import parsed
 from vitrail.errors import VitrailError
 from vitrail.recipes import recipe_named
-from vitrail.train.plan import GIB, Plan, make_plan
+from vitrail.train.plan import GIB, Need, Plan, make_plan
 
 _FLAGS = ("--gpus", "--memory", "--outputs")
 
@@ -89,7 +90,7 @@ def _size(number: int) -> str:
     return f"{number / GIB:,.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"
 
 
-_ROWS = (
+_ROWS: tuple[tuple[str, Callable[[Need], str]], ...] = (
     ("largest micro-batch", lambda need: str(need.largest_micro_batch)),
     ("micro-batch × accumulation", lambda need: f"{need.micro_batch} × {need.accumulation}"),
     ("weights", lambda need: _size(need.weights)),

@@ -170,9 +170,8 @@ def farewell(result: Result, console: Console) -> None:
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
     console.print(f"\n[bold]{result.out}[/bold] {state}: {result.steps} steps", highlight=False, soft_wrap=True)
     if result.metrics:
-        console.print(
-            f"[bold green]{measured(result.metrics)}[/bold green] on {result.metrics['images']:.0f} images", highlight=False
-        )
+        figures, images = measured(result.metrics), result.metrics["images"]
+        console.print(f"[bold green]{figures}[/bold green] on {images:.0f} images", highlight=False, soft_wrap=True)
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)
     console.print("\nNext:")
     for command, purpose in (

@@ -2,7 +2,7 @@
 
     vitrail train
 
-1,439 training images of 8×8 pixels as four patches of 4×4; 358 images are measured on.
+1,438 training images of 8×8 pixels as four patches of 4×4; 359 others are measured on. Half a minute on one core.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def digits() -> Recipe:
         threads=1,
         eval_every=5,
         log_every=10,
+        expected="98.9 % of the held-out digits (measured; 98.9 to 99.2 with seeds 0 to 2)",
     )
 
 

@@ -1,0 +1,34 @@
+"""The one loop: a `Recipe` into a run folder, resumed exactly, from a laptop to a cluster.
+
+Names are fetched on first use, so that importing one small part of this room stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitrail.train.config import Recipe as Recipe
+    from vitrail.train.listeners import Listener as Listener
+    from vitrail.train.loop import Result as Result
+    from vitrail.train.loop import train as train
+    from vitrail.train.prepare import Prepared as Prepared
+
+_HOMES = {
+    "Listener": "vitrail.train.listeners",
+    "Prepared": "vitrail.train.prepare",
+    "Recipe": "vitrail.train.config",
+    "Result": "vitrail.train.loop",
+    "train": "vitrail.train.loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

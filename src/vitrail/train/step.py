@@ -88,7 +88,7 @@ class Step:
         if self.scaler is not None and self.world.sharded:
             raise VitrailError("fp16 with loss scaling cannot be combined with sharding; use --precision bf16.")
         # Once a gradient was bad, `stop` and `rollback` leave the weights as they are until somebody looks.
-        self.freezes = recipe.on_nonfinite != "skip" and self.scaler is None
+        self.freezes = recipe.on_nonfinite != "skip"
         self._loss, self._norm, self._skipped, self._frozen = (torch.zeros((), device=device) for _ in range(4))
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         self._steps = 0
@@ -127,17 +127,14 @@ class Step:
         norm = whole(torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None]))
         if self.recipe.optim.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.optim.clip, norm)
-        bad = (~norm.isfinite()).float()
+        bad = fault = (~norm.isfinite()).float()
         if self.scaler is not None:
-            self.scaler.step(self.optimizer.torch_optimizer)
             self.scaler.update()
-            # Overflow is how the scale finds its level; only a loss that is bad by itself is a fault.
-            scale = torch.as_tensor(self.scaler._scale)
-            fault = torch.maximum((~loss.isfinite()).float(), (scale < 1).float() * bad)
-        else:
-            fault = bad
-            self._frozen = torch.maximum(self._frozen, bad) if self.freezes else bad
-            self.optimizer.step(skip=self._frozen)
+            # Overflow is how the scale finds its level; it is a fault only when no scale helps.
+            fault = bad * (torch.as_tensor(self.scaler._scale) < 1)
+        if self.freezes:
+            self._frozen = torch.maximum(self._frozen, fault)
+        self.optimizer.step(skip=torch.maximum(self._frozen, bad))
         self.optimizer.zero_grad()
         self._first_bad = torch.where((self._first_bad < 0) & (fault > 0), number, self._first_bad)
         self._skipped += bad

@@ -18,7 +18,7 @@ class Window:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.peak = peak_flops(loop.world.device, loop.precision)
-        self.fresh = True
+        self.records = 0
         self.restart()
         self.fresh = True
 
@@ -44,6 +44,7 @@ class Window:
             "memory": memory(loop.world.device),
             "seconds": round(seconds, 4),
         }
+        self._advise()
         record = {
             "kind": "train",
             "step": loop.done,
@@ -56,3 +57,12 @@ class Window:
         }
         self.restart()
         return record
+
+    def _advise(self) -> None:
+        """Once, when the run has found its pace: what to do if it waits for data."""
+        loop = self.loop
+        self.records += 1
+        if self.records == 3:
+            advice = loop.loader.wait.advice(loop.loader.workers, loop.world.ranks_here)
+            if advice:
+                loop.say(advice.replace("--workers", "--data.workers"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,8 +70,11 @@ def convert(
     if json_:
         print(json.dumps(_plain(bundle, written), indent=2))  # noqa: T201
         return
-    console = Console()
-    console.print(_table(bundle.report, every=all_rows))
+    # Tensor names are long; where nobody looks at a screen there is no reason to fold them.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for report, title in ((bundle.report, f"read from {source}"), (written, f"written to {target}")):
+        if report.format != "vitrail" or bundle.report.format == to == "vitrail":  # our own folder keeps our own names
+            console.print(_table(report, title, every=all_rows))
     console.print(bundle.report.summary(), highlight=False)
     for note in [*bundle.report.notes, *written.notes]:
         console.print(f"· {note}", highlight=False)
@@ -86,8 +90,8 @@ def _class_names(path: Path) -> tuple[str, ...]:
         raise VitrailError(f"The class names cannot be read from {path}: {error}.") from error
 
 
-def _table(report: Report, *, every: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+def _table(report: Report, title: str, *, every: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in ("in the file", "in the model", "shape there → here", "how"):
         table.add_column(column, overflow="fold")
     for row, count in [(row, 1) for row in report.mapped] if every else _collapsed(report.mapped):
@@ -131,6 +135,7 @@ def _plain(bundle: Bundle, written: Report) -> dict[str, Any]:
         "parameters": read.parameters,
         "percent": read.percent,
         "mapped": [dataclasses.asdict(row) for row in read.mapped],
+        "written": [dataclasses.asdict(row) for row in written.mapped],
         "dropped": [{"name": name, "why": why} for name, why in read.dropped],
         "notes": [*read.notes, *written.notes],
     }

@@ -39,19 +39,6 @@ def launch(ranks: int, what: str, out: Path) -> None:
             process.kill()
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("parallel")
-    train(run_of(steps=3), out / "teacher")
-    launch(2, "begin", out)
-    for engine in ("ddp", "fsdp"):
-        for ranks in (1, 3):
-            shutil.copytree(out / f"cut-{engine}", out / f"cut-{engine}-{ranks}")
-    launch(3, "go_on", out)
-    train(run_of(), out / "alone")
-    return out
-
-
 def close(one: Path, two: Path) -> float:
     """The largest difference between two runs' weights."""
     ours, theirs = weights(one), weights(two)
@@ -59,36 +46,28 @@ def close(one: Path, two: Path) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "hybrid"])
-def test_two_ranks_are_one(engine: str, runs: Path) -> None:
-    assert close(runs / engine, runs / "alone") < 1e-5
-    ours, theirs = ([one["loss"] for one in RunFolder(runs / name).records() if one["kind"] == "val"] for name in (engine, "alone"))
-    assert ours == pytest.approx(theirs, abs=1e-5)
-    assert RunFolder(runs / engine).records()[-1]["images"] == RunFolder(runs / "alone").records()[-1]["images"]
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_run_of_two_ranks_goes_on_with_three(engine: str, runs: Path) -> None:
-    assert close(runs / f"cut-{engine}-3", runs / "alone") < 1e-5
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_run_of_two_ranks_goes_on_with_one(engine: str, runs: Path) -> None:
-    train(run_of(), runs / f"cut-{engine}-1")
-    assert close(runs / f"cut-{engine}-1", runs / "alone") < 1e-5
-    steps = [one["step"] for one in RunFolder(runs / f"cut-{engine}-1").records() if one["kind"] == "train"]
-    assert steps == [2, 4, 5]
-
-
-def test_adam_under_sharding(runs: Path) -> None:
-    train(run_of(**ADAM), runs / "alone-adam")
-    assert close(runs / "fsdp-adam", runs / "alone-adam") < 1e-5
-
-
-def test_two_heads_under_sharding(runs: Path) -> None:
-    train(distilling(runs), runs / "distilled-alone")
-    assert close(runs / "distilled", runs / "distilled-alone") < 1e-5
-    assert not torch.equal(*(weights(runs / "distilled")[f"{head}.weight"] for head in ("head", "distill_head")))
+@pytest.mark.slow
+def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(tmp_path: Path) -> None:
+    """One test, because starting processes is what takes the time."""
+    train(run_of(steps=3), tmp_path / "teacher")
+    launch(2, "begin", tmp_path)
+    for engine in ("ddp", "fsdp"):
+        for ranks in (1, 3):
+            shutil.copytree(tmp_path / f"cut-{engine}", tmp_path / f"cut-{engine}-{ranks}")
+    launch(3, "go_on", tmp_path)
+    train(run_of(), tmp_path / "alone")
+    for engine in ("ddp", "fsdp", "hybrid"):
+        assert close(tmp_path / engine, tmp_path / "alone") < 1e-5, engine
+        ours, theirs = (RunFolder(tmp_path / name).records()[-1] for name in (engine, "alone"))
+        assert ours["images"] == theirs["images"] and ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    for engine in ("ddp", "fsdp"):
+        train(run_of(), tmp_path / f"cut-{engine}-1")
+        for ranks in (1, 3):
+            gone_on = tmp_path / f"cut-{engine}-{ranks}"
+            assert close(gone_on, tmp_path / "alone") < 1e-5, f"{engine}, then {ranks} ranks"
+            assert [one["step"] for one in RunFolder(gone_on).records() if one["kind"] == "train"] == [2, 4, 5]
+    train(run_of(**ADAM), tmp_path / "alone-adam")
+    assert close(tmp_path / "fsdp-adam", tmp_path / "alone-adam") < 1e-5
+    train(distilling(tmp_path), tmp_path / "distilled-alone")
+    assert close(tmp_path / "distilled", tmp_path / "distilled-alone") < 1e-5
+    assert not torch.equal(*(weights(tmp_path / "distilled")[f"{head}.weight"] for head in ("head", "distill_head")))

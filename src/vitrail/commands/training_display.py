@@ -17,6 +17,7 @@ from vitrail.train.config import Recipe, differences
 from vitrail.train.listeners import Facts, Listener, Record
 from vitrail.train.loop import Result
 from vitrail.train.optimizers import Group as ParameterGroup
+from vitrail.train.run import RunFolder
 
 _PAUSE = 2.0  # seconds between plain lines
 
@@ -173,14 +174,18 @@ def farewell(result: Result, console: Console) -> None:
         figures, images = measured(result.metrics), result.metrics["images"]
         console.print(f"[bold green]{figures}[/bold green] on {images:.0f} images", highlight=False, soft_wrap=True)
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)
+    saved = RunFolder(result.out).saved_recipe()
+    source = saved.data.source if saved is not None else "SOURCE"
+    commands = {
+        f"vitrail info {result.out}": "what the checkpoint holds",
+        f"vitrail eval {result.out} --data {source}": "measure it, with a report",
+        f"vitrail predict {result.out} IMAGE": "use it",
+        f"vitrail finetune --from {result.out} --data FOLDER": "teach it something else",
+    }
+    width = max(map(len, commands))
     console.print("\nNext:")
-    for command, purpose in (
-        (f"vitrail info {result.out}", "what the checkpoint holds"),
-        (f"vitrail eval {result.out}", "measure it, with a report"),
-        (f"vitrail predict {result.out} IMAGE", "use it"),
-        (f"vitrail finetune --from {result.out} --data FOLDER", "teach it something else"),
-    ):
-        console.print(f"  {command:<46} {purpose}", highlight=False, soft_wrap=True)
+    for command, purpose in commands.items():
+        console.print(f"  {command:<{width}}  {purpose}", highlight=False, soft_wrap=True)
 
 
 def _plain(value: Any) -> str:

@@ -1,0 +1,161 @@
+"""How much memory a training step needs, found by taking it without any: shapes are computed, numbers are not.
+
+The model runs forward and backward on fake tensors while every allocation and release is counted, as a GPU's allocator would
+do it. Sharded training runs through torch's own engine, over a process group that only pretends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vitrail.models import BiT, BiTConfig, Model, ModelConfig, ViT, ViTConfig
+from vitrail.models import empty_model as model_without_memory
+from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
+
+_PRETENDED = 8  # ranks
+_GRAIN = 512  # bytes: the allocator's smallest piece
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one device for a step's forward and backward pass."""
+
+    weights: int
+    gradients: int
+    peak: int
+    """The most at any moment, weights and gradients included; optimiser state is not."""
+
+    @property
+    def activations(self) -> int:
+        """What is not weights or gradients at the peak: activations, and copies of weights in low precision."""
+        return self.peak - self.weights - self.gradients
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all tensors alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive[key] = -(-storage.nbytes() // _GRAIN) * _GRAIN
+            self.now += self._alive[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.now -= self._alive.pop(key, 0)
+
+
+def simulate(config: ModelConfig, micro_batch: int, *, precision: str, recompute: int = 0, accumulates: bool = False) -> Footprint:
+    """One device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
+    with _fake(), Allocations() as memory:
+        model = _model(config, recompute)
+        weights = memory.now
+        for _ in range(2 if accumulates else 1):
+            _forward_and_backward(model, config, micro_batch, precision)
+        return Footprint(weights, weights, memory.peak)
+
+
+def simulate_sharded(config: ModelConfig, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0) -> Footprint:
+    """One of many devices under FSDP2, every block a unit. Up to eight are pretended; beyond, shards are computed."""
+    pretended = min(ranks, _PRETENDED)
+    world = World(torch.device("cpu"), 0, pretended, pretended, "fsdp")
+    low = torch.bfloat16 if precision == "bf16" else None
+    with _pretended_group(pretended):
+        mesh = mesh_of(world)
+        with _fake(), Allocations() as memory:
+            runner = Runner(_model(config, recompute), world, low_precision=low, mesh=mesh)
+            memory.peak = memory.now  # the whole model, from which shards were cut, is not there in earnest
+            for _ in range(2):
+                _forward_and_backward(runner, config, micro_batch, precision)
+            peak = memory.peak
+    shards, reference = shard_bytes(config, ranks), shard_bytes(config, pretended)
+    # Two blocks are gathered at a time, the one in use and the next; many ranks pad small tensors up.
+    padding = 2 * (_gathered_block(config, ranks) - _gathered_block(config, pretended)) * (2 if low is not None else 4)
+    return Footprint(shards, shards, peak + 2 * (shards - reference) + padding)
+
+
+def shard_bytes(config: ModelConfig, ranks: int) -> int:
+    """Bytes of one rank's share of float32 weights; each tensor is cut along its first axis, rounded up."""
+    return sum(4 * _padded(parameter, ranks) // ranks for parameter in model_without_memory(config).parameters())
+
+
+def _gathered_block(config: ModelConfig, ranks: int) -> int:
+    """Values of the largest block as it is gathered, padding included."""
+    blocks = blocks_of(model_without_memory(config))
+    return max(sum(_padded(parameter, ranks) for parameter in block.parameters()) for block in blocks)
+
+
+def _padded(parameter: Tensor, ranks: int) -> int:
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return -(-rows // ranks) * ranks * (parameter.numel() // max(rows, 1))
+
+
+def _model(config: ModelConfig, recompute: int) -> Model:
+    assert isinstance(config, ViTConfig | BiTConfig)
+    with torch.device("cpu"):
+        model = ViT(config).train() if isinstance(config, ViTConfig) else BiT(config).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            # A GPU keeps a byte for each value, the processor's own dropout a whole number: count the GPU's.
+            module.forward = partial(_dropout, rate=module.p)  # type: ignore[method-assign]
+    if recompute:
+        model.checkpoint_activations(None if recompute < 0 else recompute)
+    return model
+
+
+def _forward_and_backward(run: Any, config: ModelConfig, micro_batch: int, precision: str) -> None:
+    images = torch.empty(micro_batch, config.channels, *config.image_size)
+    labels = torch.zeros(micro_batch, dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != "fp32"):
+        logits = run(images)
+    F.cross_entropy(logits.float(), labels, reduction="sum").backward()
+
+
+def _dropout(x: Tensor, rate: float) -> Tensor:
+    return torch.native_dropout(x, rate, True)[0]
+
+
+@contextmanager
+def _fake() -> Iterator[None]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        yield
+
+
+@contextmanager
+def _pretended_group(ranks: int) -> Iterator[None]:
+    """A process group whose messages go nowhere, for engines that ask for one."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

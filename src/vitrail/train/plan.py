@@ -1,0 +1,168 @@
+"""What a recipe needs on hardware that is not at hand: memory and communication for each GPU, by engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vitrail.errors import VitrailError
+from vitrail.models import ModelConfig, model_config, parameters
+from vitrail.models import empty_model as model_without_memory
+from vitrail.train.config import ModelSpec, Recipe
+from vitrail.train.memory import Footprint, simulate, simulate_sharded
+from vitrail.train.parallel import blocks_of
+from vitrail.train.speed import training_flops
+
+GIB = 2**30
+# Held by every process besides tensors: the driver's context and kernels (measured about 0.5 GiB), cuBLAS workspaces.
+_CONTEXT = GIB // 2
+_WORKSPACE = 32 * 2**20
+_FRAGMENTS = 0.05  # share lost between blocks of the allocator
+
+
+@dataclass(frozen=True)
+class Need:
+    """One GPU's needs under one engine, in bytes."""
+
+    engine: str
+    micro_batch: int
+    largest_micro_batch: int
+    accumulation: int
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    activations: int
+    communication: int
+    """Bytes each GPU sends in an optimiser step."""
+
+    @property
+    def tensors(self) -> int:
+        """The most torch will hold: what `torch.cuda.max_memory_allocated` reports."""
+        return self.weights + self.gradients + self.optimizer + self.average + self.activations + _WORKSPACE
+
+    @property
+    def total(self) -> int:
+        """What the GPU must have."""
+        return math.ceil(self.tensors * (1 + _FRAGMENTS)) + _CONTEXT
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe on a number of GPUs."""
+
+    model: str
+    parameters: int
+    image_size: tuple[int, int]
+    batch: int
+    gpus: int
+    memory: int
+    precision: str
+    flops: int
+    """Operations of an optimiser step, over all GPUs."""
+    needs: tuple[Need, ...]
+
+
+def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, micro_batch: int | None = None) -> Plan:
+    """Needs under DDP and FSDP2 (one GPU: without either). `micro_batch` None takes the largest that fits and is needed."""
+    if not 1 <= gpus <= 4096:
+        raise VitrailError(f"--gpus is {gpus}; plans are made for 1 to 4096.")
+    if gpus > recipe.batch:
+        raise VitrailError(f"A batch of {recipe.batch} cannot be shared by {gpus} GPUs; each needs at least one image.")
+    config = config_of(recipe.model, outputs)
+    precision = "bf16" if recipe.precision == "auto" else recipe.precision
+    engines = ("single",) if gpus == 1 else ("ddp", "fsdp")
+    needs = tuple(_need(recipe, config, engine, gpus, round(memory * GIB), precision, micro_batch) for engine in engines)
+    return Plan(
+        config.name,
+        parameters(config),
+        config.image_size,
+        recipe.batch,
+        gpus,
+        round(memory * GIB),
+        precision,
+        training_flops(config) * recipe.batch,
+        needs,
+    )
+
+
+def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
+    """The model a recipe will build, without its data or its weights."""
+    if spec.start is not None:
+        from vitrail.checkpoints import load
+
+        config = load(spec.start, verify="none").model.config.replace(outputs=outputs)
+        return config if spec.image_size is None else config.replace(image_size=spec.image_size)
+    own = ("name", "start", "image_size", "recompute", "freeze")
+    values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in own}
+    changes = {name: value or None if name == "pre_logits" else value for name, value in values.items() if value is not None}
+    return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **changes)
+
+
+def _need(
+    recipe: Recipe, config: ModelConfig, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None
+) -> Need:
+    share = math.ceil(recipe.batch / gpus)
+
+    def footprint(size: int, accumulates: bool = True) -> Footprint:
+        if engine == "fsdp":
+            return simulate_sharded(config, size, precision=precision, ranks=gpus, recompute=recipe.model.recompute)
+        held = accumulates or engine == "ddp"
+        return simulate(config, size, precision=precision, recompute=recipe.model.recompute, accumulates=held)
+
+    states = _states(recipe, footprint(1).weights)
+    largest = _largest(footprint, (memory - _CONTEXT) / (1 + _FRAGMENTS) - _WORKSPACE - sum(states))
+    taken = min(micro_batch or largest, share)
+    # Where nothing fits, the least there is shows what is missing.
+    exact = footprint(taken, accumulates=taken < share) if taken else footprint(1)
+    accumulation = math.ceil(share / taken) if taken else 0
+    return Need(
+        engine,
+        taken,
+        largest,
+        accumulation,
+        exact.weights,
+        exact.gradients,
+        *states,
+        exact.activations,
+        communication(config, engine, gpus, accumulation, precision),
+    )
+
+
+def _largest(footprint: Callable[[int], Footprint], room: float) -> int:
+    """The most images whose step stays within `room` bytes. Memory grows in nearly straight lines: a few guesses suffice."""
+    low, high = (8, footprint(8).peak), (16, footprint(16).peak)
+    for _ in range(5):
+        guess = math.floor(low[0] + (room - low[1]) * (high[0] - low[0]) / max(high[1] - low[1], 1))
+        if guess < 1:
+            return 0
+        peak = footprint(guess).peak
+        if peak <= room:
+            return guess
+        high = (guess, peak)
+        low = low if low[0] < guess else (1, footprint(1).peak)
+    return low[0] if low[1] <= room else 0
+
+
+def _states(recipe: Recipe, weights: int) -> tuple[int, int]:
+    """Optimiser state and average, beside so many bytes of weights."""
+    moments = (1 if recipe.optim.momentum else 0) if recipe.optim.name == "sgd" else 2
+    return moments * weights, weights if recipe.ema else 0
+
+
+def communication(config: ModelConfig, engine: str, gpus: int, accumulation: int, precision: str) -> int:
+    """Bytes each GPU sends in a step, by ring algorithms.
+
+    DDP sums float32 gradients once. FSDP2 gathers every block for the forward and again for the backward pass of each
+    micro-batch, in the precision of the products, the rest once in float32, and scatters float32 gradients once.
+    """
+    total, ring = parameters(config), (gpus - 1) / gpus
+    if engine == "single":
+        return 0
+    if engine == "ddp":
+        return round(2 * ring * 4 * total)
+    inner = sum(parameter.numel() for block in blocks_of(model_without_memory(config)) for parameter in block.parameters())
+    gathered = 2 * inner * (4 if precision == "fp32" else 2) + 4 * (total - inner)
+    return round(ring * (max(accumulation, 1) * gathered + 4 * total))

@@ -16,6 +16,7 @@ from vitrail.cli import main
 from vitrail.commands.training_display import LiveDisplay
 from vitrail.models import create_model
 from vitrail.train.listeners import Facts
+from vitrail.train.run import RunFolder
 
 SHORT = [
     "--steps",
@@ -156,3 +157,14 @@ def test_the_live_display_shows_everything(tmp_path: Path) -> None:
     display.closed()
     for words in ("50/100", "left 0:00:05", "0.5000", "0.001", "640", "41.2%", "3%", "2.00 GiB", "accuracy 97.00%"):
         assert words in shown.get(), words
+
+
+def test_few_shot_accuracy_is_measured_along_the_way(tmp_path, capsys):
+    out = tmp_path / "run"
+    words = ["--steps", "40", "--schedule.warmup", "5", "--few-shot", "1", "5", "--eval-every", "0.9", "--plain"]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "digits", *words, "--out", str(out)])
+    assert not ended.value.code
+    measured = [one for one in RunFolder(out).records() if one["kind"] == "val"]
+    assert len(measured) == 2 and all(0.2 < one["1shot"] < one["5shot"] <= 1 for one in measured)
+    assert "5-shot" in capsys.readouterr().out

@@ -323,3 +323,17 @@ def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
     heard = Heard()
     train(small(steps=8, log_every=1), tmp_path / "run", listeners=[heard])
     assert len([note for note in heard.notes if "waits for data 60% of the time" in note]) == 1
+
+
+def test_evaluators_measure_along_the_way_and_leave_the_run_as_it_was(tmp_path):
+    seen = []
+
+    def make(prepared, world):
+        seen.append((prepared.train.name, world.ranks))
+        return lambda model: {"weight_norm": float(model.head.weight.norm())}
+
+    recipe = small(steps=4, eval_every=0.0)
+    with_them = train(recipe, tmp_path / "with", evaluators=[make])
+    train(recipe, tmp_path / "without")
+    assert seen == [("train", 1)] and with_them.metrics["weight_norm"] > 0
+    assert same(weights(tmp_path / "with"), weights(tmp_path / "without"))

@@ -15,13 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.training_display import deviations, display_for, farewell, group_table
+from vitrail.errors import VitrailError
+from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotSpec
+from vitrail.evaluate.running import Running
 from vitrail.recipes import RECIPES, recipe_named, summary
 from vitrail.train.config import Recipe, flatten
 from vitrail.train.listeners import Listener, TensorBoard, WeightsAndBiases
-from vitrail.train.loop import Result
+from vitrail.train.loop import MakeEvaluator, Result
 from vitrail.train.loop import train as run_training
 from vitrail.train.optimizers import explain as explain_update
 from vitrail.train.optimizers import parameter_groups
+from vitrail.train.parallel import World
+from vitrail.train.prepare import Prepared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class Options:
     """Settings that may differ from those the run was begun with, such as optim.lr."""
     sweep: bool = False
     """First try the recipe's learning rates on a held-out part of the training split, then train with the best."""
+    few_shot: tuple[int, ...] = ()
+    """Also measure few-shot accuracy whenever the model is validated, with so many training images a class: --few-shot 5."""
     tensorboard: bool = False
     """Also write for TensorBoard, into the run folder."""
     wandb: str | None = None
@@ -101,7 +108,8 @@ def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
         from vitrail.train.sweep import sweep
 
         chosen = sweep(chosen, out, say=lambda text: console.print(text, soft_wrap=True, highlight=False))
-    result = run_training(chosen, out, listeners=listeners, allow_change=options.allow_change)
+    evaluators = [_few_shot(options.few_shot)] if options.few_shot else []
+    result = run_training(chosen, out, listeners=listeners, evaluators=evaluators, allow_change=options.allow_change)
     if not _main_rank():
         return 0
     if options.json:
@@ -109,6 +117,19 @@ def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
     else:
         farewell(result, console)
     return 130 if result.ended_by == signal.SIGINT else 0
+
+
+def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
+    """The paper's running measure: a closed-form classifier on frozen features, from the training to the validation split."""
+
+    def make(prepared: Prepared, world: World) -> FewShotEvaluator:
+        if prepared.validation is None or prepared.train.task != "classify":
+            raise VitrailError("--few-shot needs one label an image, and a validation split to measure on.")
+        protocol = FewShotSpec(shots=shots, short_class="drop")
+        running = Running(world=world)
+        return FewShotEvaluator(prepared.train, prepared.validation, prepared.preprocess, protocol=protocol, running=running)
+
+    return make
 
 
 def explain(recipe: Recipe, console: Console) -> None:

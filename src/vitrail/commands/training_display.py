@@ -123,6 +123,7 @@ def measured(record: dict[str, Any]) -> str:
         if name in record:
             value = f"{record[name]:.2%}" if name in shares else f"{record[name]:.4g}"
             parts.append(f"{name.replace('_', ' ')} {value}")
+    parts += [f"{name.replace('shot', '-shot')} {value:.2%}" for name, value in record.items() if name.endswith("shot")]
     return ", ".join(parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from vitrail.data.batch import Batch
 from vitrail.data.loader import TrainLoader
 from vitrail.errors import VitrailError
+from vitrail.models import Model
 from vitrail.tasks import Meter
 from vitrail.train.averaging import Average
 from vitrail.train.config import Recipe
@@ -33,6 +34,10 @@ from vitrail.train.stopping import Stop
 from vitrail.train.trouble import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
 from vitrail.train.validate import validate
 from vitrail.train.window import Window
+
+Evaluator = Callable[[Model], dict[str, float]]
+MakeEvaluator = Callable[[Prepared, World], Evaluator]
+"""Called once, when data and devices are known."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,14 @@ def train(
     out: str | Path,
     *,
     listeners: Sequence[Listener] = (),
+    evaluators: Sequence[MakeEvaluator] = (),
     allow_change: Sequence[str] = (),
     prepared: Prepared | None = None,
 ) -> Result:
     """Train as a recipe says, into a run folder; where that folder holds the same run, go on with it.
 
-    `prepared` takes the place of the recipe's own data and model, for those who build them in Python.
+    `evaluators` measure the model besides the task's own metrics, each time these are measured. `prepared` takes the place
+    of the recipe's own data and model, for those who build them in Python.
     """
     with joined(recipe.device, recipe.parallel) as world, deterministic(recipe.deterministic), threads(recipe.threads):
         run = RunFolder(out)
@@ -73,7 +80,7 @@ def train(
             if end is not None and not changed:
                 figures = {name: value for name, value in end.items() if name not in ("kind", "step", "headline", "seconds")}
                 return Result(run.path, end["step"], end["headline"], figures, end["seconds"], before=True)
-            loop = Loop(recipe, run, world, prepared or prepare(recipe), listeners)
+            loop = Loop(recipe, run, world, prepared or prepare(recipe), listeners, evaluators)
             try:
                 return loop.run_to_the_end()
             finally:
@@ -85,8 +92,19 @@ def train(
 class Loop:
     """A run in progress. Its state lives in `step` (weights, optimiser, average) and `done`, the number of steps taken."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, world: World, prepared: Prepared, listeners: Sequence[Listener]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        world: World,
+        prepared: Prepared,
+        listeners: Sequence[Listener],
+        evaluators: Sequence[MakeEvaluator] = (),
+    ) -> None:
         self.recipe, self.run, self.world, self.prepared = recipe, run, world, prepared
+        if evaluators and world.sharded:
+            raise VitrailError("Evaluators need the whole model on each device; use --parallel ddp with them.")
+        self.evaluators = [make(prepared, world) for make in evaluators]
         self.listeners = [MetricsFile(run), *listeners] if world.main else []
         self.precision = chosen_precision(recipe.precision, world.device)
         self.micro_batch = first_micro_batch(recipe, world)
@@ -98,6 +116,7 @@ class Loop:
         self.done, self.passed_over, self.rollbacks = 0, set[int](), 0
         self.clock = Clock()
         self._measured: tuple[int, Meter] | None = None
+        self._besides: dict[str, float] = {}
 
     # Setting up
 
@@ -284,8 +303,10 @@ class Loop:
                 workers=self.recipe.data.workers,
                 bad_images=self.recipe.data.bad_images,
             )
+            for evaluator in self.evaluators:
+                self._besides |= evaluator(self.prepared.model)
         self._measured = (self.done, meter)
-        metrics = meter.metrics()
+        metrics = {**meter.metrics(), **self._besides}
         self.tell("validated", {"kind": "val", "step": self.done, "epoch": self.done / self.loader.steps, **metrics})
         if metrics.get("predicted_classes") == 1 and self.prepared.task.outputs > 1:
             self.say("warning: the model gives every image the same class. Lower the learning rate, or lengthen the warm-up.")
@@ -322,7 +343,7 @@ class Loop:
         if self._measured is None or self._measured[0] != self.done:
             self._validate()
         meter = self._measured[1] if self._measured is not None else None
-        metrics = meter.metrics() if meter is not None else {}
+        metrics = {**meter.metrics(), **self._besides} if meter is not None else {}
         with self._averaged():
             export_model(self.run, self.recipe, self.prepared, self.world, metrics, meter, self.done)
         seconds = sum(one["speed"]["seconds"] for one in self.run.records() if one["kind"] == "train")

@@ -330,7 +330,7 @@ def test_evaluators_measure_along_the_way_and_leave_the_run_as_it_was(tmp_path):
 
     def make(prepared, world):
         seen.append((prepared.train.name, world.ranks))
-        return lambda model: {"weight_norm": float(model.head.weight.norm())}
+        return lambda model: {"weight_norm": model.head.weight.detach().norm().item()}
 
     recipe = small(steps=4, eval_every=0.0)
     with_them = train(recipe, tmp_path / "with", evaluators=[make])

@@ -175,3 +175,12 @@ def test_mistakes_are_sentences(tmp_path: Path, pictures: list[Path], capsys: py
 def test_help_defines_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     status, said, _ = run(capsys, "inspect", "--help")
     assert status == 0 and "Example:" in said and "Euclidean distance" in said and "counts as distance 0" in " ".join(said.split())
+
+
+def test_a_file_that_is_no_image_is_named_without_advice_this_command_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "note.jpg").write_text("hello")
+    status, _, err = run(capsys, "inspect", checkpoint(tmp_path / "model"), tmp_path / "note.jpg", "--out", tmp_path / "inside")
+    assert status == 2 and "a text file and not an image" in err and "--bad-images" not in err
+    assert not (tmp_path / "inside").exists()

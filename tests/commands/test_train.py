@@ -168,3 +168,22 @@ def test_few_shot_accuracy_is_measured_along_the_way(tmp_path, capsys):
     measured = [one for one in RunFolder(out).records() if one["kind"] == "val"]
     assert len(measured) == 2 and all(0.2 < one["1shot"] < one["5shot"] <= 1 for one in measured)
     assert "5-shot" in capsys.readouterr().out
+
+
+def test_the_flags_that_messages_advise_are_taken(tmp_path, capsys):
+    for number in range(24):
+        split, name = ("train", "ab"[number % 2]) if number < 16 else ("val", "abc"[number % 3])
+        place = tmp_path / "photos" / split / name
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number * 10).save(place / f"{number}.png")
+    (tmp_path / "photos/train/a/broken.png").write_text("not an image")
+    words = ["train", "digits", "--data.source", f"folder:{tmp_path / 'photos'}", *SHORT, "--batch", "8"]
+    for flags, advised in (([], "--ignore-unknown-classes"), (["--ignore-unknown-classes"], "--bad-images skip")):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *flags, "--out", str(tmp_path / "refused")])
+        assert ended.value.code == 2 and advised in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--ignore-unknown-classes", "--bad-images=skip", "--workers", "0", "--out", str(tmp_path / "run")])
+    assert not ended.value.code
+    saved = RunFolder(tmp_path / "run").saved_recipe()
+    assert saved is not None and saved.data.bad_images == "skip" and saved.data.workers == 0

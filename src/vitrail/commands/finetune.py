@@ -56,7 +56,7 @@ def _recipe(given: dict[str, str]) -> Recipe:
         )
     from vitrail.data import open_source
 
-    images = len(open_source(data).split("train"))
+    images = len(open_source(data, bad_images="skip", ignore_unknown=True).split("train"))
     return any_folder(start, data, images=images, name=f"{Path(start).stem}-on-{Path(data.split(':')[-1]).name}")
 
 

@@ -28,6 +28,9 @@ from vitrail.train.optimizers import parameter_groups
 from vitrail.train.parallel import World
 from vitrail.train.prepare import Prepared
 
+# Flags of every command that reads images, as sentences advise them; a recipe keeps these settings under `data`.
+SHARED = {flag: flag.replace("--", "--data.") for flag in ("--bad-images", "--ignore-unknown-classes", "--workers")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -78,6 +81,7 @@ train.reads_words = True  # type: ignore[attr-defined]  # its options are those 
 
 def parsed(recipe: Recipe, words: list[str], *, command: str, description: str | None) -> tuple[Recipe, Options]:
     """The recipe with the changes the words ask for; an unknown word ends the program with a hint."""
+    words = [SHARED.get(flag, flag) + equals + value for flag, equals, value in (word.partition("=") for word in words)]
     for length, other in (("steps", "epochs"), ("epochs", "steps")):
         if any(word.split("=")[0] == f"--{length}" for word in words):
             recipe = recipe.replace(**{other: None})  # the one that is asked for takes the recipe's place

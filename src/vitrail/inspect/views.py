@@ -13,7 +13,7 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle
 from vitrail.data import open_source
 from vitrail.data.preprocess import Preprocess, read_file
-from vitrail.data.types import Payload
+from vitrail.data.types import BadImage, Payload
 from vitrail.errors import VitrailError
 from vitrail.inspect.subject import Array
 
@@ -62,7 +62,10 @@ def views(bundle: Bundle, originals: Originals, shown: int) -> Views:
             "Pass --preprocess google-vit (Google's ViTs: [−1, 1], square resize), or another preset."
         )
     pairs = zip(originals.payloads, originals.names, strict=True)
-    images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])
+    try:
+        images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])
+    except BadImage as bad:
+        raise VitrailError(f"{bad.name}: {bad.fault}. Replace it, or look at other images.") from bad
     return Views(originals.names, images, [picture(image, preprocess) for image in images[:shown]])
 
 

@@ -73,6 +73,8 @@ class DataSpec:
     workers: int | None = None
     """Processes that read images; None: as many as there are processors to spare."""
     bad_images: Literal["error", "skip"] = "error"
+    ignore_unknown_classes: bool = False
+    """Leave out images of other splits whose class the training split does not have, instead of refusing them."""
 
 
 @dataclass(frozen=True, kw_only=True)

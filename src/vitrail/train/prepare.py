@@ -41,7 +41,8 @@ def prepare(recipe: Recipe) -> Prepared:
     notes: list[str] = []
     if not recipe.data.source:
         raise VitrailError(f"The recipe {recipe.name} does not say where the images are: add --data.source, such as folder:DIR.")
-    source = open_source(recipe.data.source, seed=recipe.seed, bad_images=recipe.data.bad_images)
+    spec = recipe.data
+    source = open_source(spec.source, seed=recipe.seed, bad_images=spec.bad_images, ignore_unknown=spec.ignore_unknown_classes)
     notes.append(f"data: {source.describe()}")
     train, validation = chosen_splits(recipe, source)
     task = make_task(recipe, train)

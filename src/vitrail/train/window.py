@@ -65,4 +65,4 @@ class Window:
         if self.records == 3:
             advice = loop.loader.wait.advice(loop.loader.workers, loop.world.ranks_here)
             if advice:
-                loop.say(advice.replace("--workers", "--data.workers"))
+                loop.say(advice)

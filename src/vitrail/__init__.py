@@ -7,8 +7,9 @@ Importing this package is cheap: torch comes in with the first name that needs i
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vitrail.lazy import fetched_from
 
 if TYPE_CHECKING:
     from vitrail import evaluate, inspect
@@ -28,13 +29,4 @@ _ROOMS = {
 
 __all__ = ["VitrailError", "create_model", "evaluate", "inspect", "load", "save"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        room = importlib.import_module(_ROOMS[name])
-        return room if room.__name__ == f"{__name__}.{name}" else getattr(room, name)
-    raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+__getattr__, __dir__ = fetched_from(__name__, _ROOMS)

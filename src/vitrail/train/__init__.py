@@ -5,8 +5,9 @@ Names are fetched on first use, so that importing one small part of this room st
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vitrail.lazy import fetched_from
 
 if TYPE_CHECKING:
     from vitrail.train.config import Recipe as Recipe
@@ -23,12 +24,4 @@ _HOMES = {
     "train": "vitrail.train.loop",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOMES)
+__getattr__, __dir__ = fetched_from(__name__, _HOMES)

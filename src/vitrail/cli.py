@@ -26,6 +26,7 @@ COMMANDS = {
     "embed": ("vitrail.commands.embed:embed", "Write features of images to a file."),
     "neighbours": ("vitrail.commands.neighbours:neighbours", "Find the images nearest to an image."),
     "inspect": ("vitrail.commands.inspect:inspect", "Draw the paper's figures of what a checkpoint has learnt."),
+    "bench": ("vitrail.commands.bench:bench", "Measure speed and memory, against other libraries and the machine's limit."),
     "data check": ("vitrail.commands.data:check", "Look at every image of a data set and say what is wrong."),
     "data split": ("vitrail.commands.data:split", "Divide a data set by class, and write the division down."),
     "data pack": ("vitrail.commands.data:pack", "Decode and resize a data set once, for fast training."),

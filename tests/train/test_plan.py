@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from vitrail.errors import VitrailError
 from vitrail.models import create_model, model_config, parameters
 from vitrail.train.config import ModelSpec, OptimSpec, Recipe
-from vitrail.train.memory import simulate, simulate_sharded
+from vitrail.train.memory import Subject, simulate, simulate_sharded
 from vitrail.train.plan import communication, make_plan
 
 TINY = model_config("ViT-Ti/16", image_size=64, depth=3)
 
 
 def test_weights_and_gradients_are_four_bytes_a_parameter() -> None:
-    found = simulate(TINY, 4, precision="fp32")
+    found = simulate(Subject(TINY), 4, precision="fp32")
     assert found.weights == pytest.approx(4 * parameters(TINY), rel=0.01)  # rounded up to the allocator's pieces
     assert found.peak > found.weights + found.gradients
 
@@ -38,25 +38,27 @@ def test_activations_are_what_autograd_saves() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = F.cross_entropy(model(images), labels, reduction="sum")
     del loss
-    by_image = (simulate(TINY, 2 * batch, precision="fp32").peak - simulate(TINY, batch, precision="fp32").peak) / batch
+    by_image = (
+        simulate(Subject(TINY), 2 * batch, precision="fp32").peak - simulate(Subject(TINY), batch, precision="fp32").peak
+    ) / batch
     # The images are alive too, and at the peak the first gradients.
     assert by_image == pytest.approx(sum(saved.values()) / batch + 3 * 64 * 64 * 4, rel=0.1)
 
 
 def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_should() -> None:
-    full = simulate(TINY, 32, precision="fp32")
-    assert simulate(TINY, 32, precision="bf16").activations < full.activations
-    assert simulate(TINY, 32, precision="fp32", recompute=-1).activations < 0.6 * full.activations
-    held = simulate(TINY, 32, precision="fp32", accumulates=True)
+    full = simulate(Subject(TINY), 32, precision="fp32")
+    assert simulate(Subject(TINY), 32, precision="bf16").activations < full.activations
+    assert simulate(Subject(TINY), 32, precision="fp32", recompute=-1).activations < 0.6 * full.activations
+    held = simulate(Subject(TINY), 32, precision="fp32", accumulates=True)
     assert 0 < held.peak - full.peak <= full.gradients * 1.01
 
 
 def test_shards_beyond_the_pretended_ranks_are_computed_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
     import vitrail.train.memory as memory
 
-    exact = simulate_sharded(TINY, 8, precision="fp32", ranks=8)
+    exact = simulate_sharded(Subject(TINY), 8, precision="fp32", ranks=8)
     monkeypatch.setattr(memory, "_PRETENDED", 2)
-    computed = simulate_sharded(TINY, 8, precision="fp32", ranks=8)
+    computed = simulate_sharded(Subject(TINY), 8, precision="fp32", ranks=8)
     assert computed.weights == exact.weights == pytest.approx(4 * parameters(TINY) / 8, rel=0.02)
     assert computed.peak == pytest.approx(exact.peak, rel=0.05)
 
@@ -64,12 +66,12 @@ def test_shards_beyond_the_pretended_ranks_are_computed_rightly(monkeypatch: pyt
 def test_communication_by_hand() -> None:
     config = model_config("ViT-B/16")
     count = parameters(config)
-    assert communication(config, "ddp", 8, 1, "bf16") == round(2 * 7 / 8 * 4 * count)
+    assert communication(Subject(config), "ddp", 8, 1, "bf16") == round(2 * 7 / 8 * 4 * count)
     blocks = 12 * (12 * 768**2 + 13 * 768)  # qkv, out, up, down with their biases, and two norms
     once = 7 / 8 * (2 * 2 * blocks + 4 * (count - blocks))
-    assert communication(config, "fsdp", 8, 1, "bf16") == pytest.approx(once + 7 / 8 * 4 * count)
-    assert communication(config, "fsdp", 8, 3, "bf16") == pytest.approx(3 * once + 7 / 8 * 4 * count)
-    assert communication(config, "single", 1, 1, "bf16") == 0
+    assert communication(Subject(config), "fsdp", 8, 1, "bf16") == pytest.approx(once + 7 / 8 * 4 * count)
+    assert communication(Subject(config), "fsdp", 8, 3, "bf16") == pytest.approx(3 * once + 7 / 8 * 4 * count)
+    assert communication(Subject(config), "single", 1, 1, "bf16") == 0
 
 
 def small_plan(**changes: object) -> Recipe:
@@ -113,5 +115,5 @@ def test_impossible_plans_are_sentences() -> None:
 @pytest.mark.parametrize("name", ["BiT-R26x1", "R26+ViT-S/32"])
 def test_bit_and_hybrids_can_be_planned(name: str) -> None:
     config = model_config(name, image_size=64)
-    found = simulate(config, 2, precision="bf16")
+    found = simulate(Subject(config), 2, precision="bf16")
     assert found.weights == pytest.approx(4 * parameters(config), rel=0.01) and found.activations > 0

@@ -103,6 +103,7 @@ def shown(record: Record) -> dict[str, str]:
     found = {
         "epoch": f"{record['epoch']:.2f}",
         "loss": f"{record['loss']:.4f}",
+        "of constant": f"{record['relative_loss']:.1%}" if "relative_loss" in record else "",
         "lr": f"{record['lr']:.3g}",
         "grad norm": f"{record['grad_norm']:.3g}",
         "images/s": f"{speed['images_per_second']:,.0f}",
@@ -116,9 +117,12 @@ def shown(record: Record) -> dict[str, str]:
 
 def measured(record: dict[str, Any]) -> str:
     """A measurement in words."""
-    shares = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1")
-    order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "loss")
+    shares = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")
+    order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "patch_accuracy", "loss")
     parts = []
+    if "relative_loss" in record:
+        known = f"{record['constant_loss']:.4g}; targets of {record['target_entropy']:.2f} bits"
+        parts.append(f"loss {record['relative_loss']:.1%} of the best constant prediction's {known}")
     for name in order:
         if name in record:
             value = f"{record[name]:.2%}" if name in shares else f"{record[name]:.4g}"
@@ -177,12 +181,19 @@ def farewell(result: Result, console: Console) -> None:
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)
     saved = RunFolder(result.out).saved_recipe()
     source = saved.data.source if saved is not None else "SOURCE"
-    commands = {
-        f"vitrail info {result.out}": "what the checkpoint holds",
-        f"vitrail eval {result.out} --data {source}": "measure it, with a report",
-        f"vitrail predict {result.out} IMAGE": "use it",
-        f"vitrail finetune --from {result.out} --data FOLDER": "teach it something else",
-    }
+    if result.headline == "relative_loss":  # learnt without labels: there is nothing to predict with yet
+        commands = {
+            f"vitrail inspect {result.out} --what reconstruction --out FOLDER": "see what it makes of hidden patches",
+            f"vitrail finetune --from {result.out} --data FOLDER": "teach it classes",
+            f"vitrail fewshot {result.out} --data FOLDER --what mean": "what its features are worth",
+        }
+    else:
+        commands = {
+            f"vitrail info {result.out}": "what the checkpoint holds",
+            f"vitrail eval {result.out} --data {source}": "measure it, with a report",
+            f"vitrail predict {result.out} IMAGE": "use it",
+            f"vitrail finetune --from {result.out} --data FOLDER": "teach it something else",
+        }
     width = max(map(len, commands))
     console.print("\nNext:")
     for command, purpose in commands.items():

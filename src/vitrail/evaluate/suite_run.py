@@ -124,7 +124,7 @@ def run_task(
     recipe = recipe_for(task, checkpoint, settings, data.origin)
     notes: list[str] = []
     goal = make_task(recipe, data.train)
-    model, preprocess = make_model(recipe, goal, data.train.classes, notes)
+    model, preprocess = make_model(recipe, goal.outputs, data.train.classes, notes)
     prepared = Prepared(model, goal, preprocess, data.train, data.test, data.train.classes, data.origin, notes)
     result = train(recipe, out / task.name, listeners=listeners, prepared=prepared)
     if result.ended_by is not None:

@@ -22,12 +22,18 @@ def initialise(model: ViT | BiT, seed: int | None = None) -> None:
     """Fill every parameter: from torch's global state, or with `seed` from a stream of its own."""
     device = next(model.parameters()).device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    for module in model.modules():
-        _initialise_module(module, generator)
+    initialise_parts(model, generator)
     if isinstance(model, ViT):
         _initialise_vit(model, generator)
     for head in model.head.parameters() if isinstance(model, BiT) else ():
         nn.init.zeros_(head)
+
+
+@torch.no_grad()
+def initialise_parts(model: nn.Module, generator: torch.Generator | None) -> None:
+    """Fill norms, attention, MLPs and embeddings, wherever they are in a module."""
+    for module in model.modules():
+        _initialise_module(module, generator)
 
 
 def _initialise_module(module: nn.Module, generator: torch.Generator | None) -> None:

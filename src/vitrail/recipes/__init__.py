@@ -11,6 +11,7 @@ from vitrail.train.config import Recipe
 # Each file, and the recipes in it, in the order in which they are listed.
 _FILES = (
     "digits", "cifar10_scratch", "tiny_imagenet", "plain_vit", "deit", "paper_pretrain", "paper_finetune", "augreg", "bit",
+    "masked_patch", "mae",
 )  # fmt: skip
 
 

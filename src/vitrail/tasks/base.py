@@ -17,8 +17,8 @@ class Meter(ABC):
     """Sums over a split from which its metrics follow. Meters of several ranks add up, so no image counts twice."""
 
     @abstractmethod
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take in a batch of the model's outputs."""
+    def update(self, outputs: Any, targets: Tensor) -> None:
+        """Take in a batch of what `Task.predict` gave."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -31,6 +31,10 @@ class Meter(ABC):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """The figures, over everything taken in."""
+
+
+# Headlines of which less is better.
+LOWER_IS_BETTER = ("mae", "relative_loss")
 
 
 class Sums(Meter):
@@ -62,7 +66,6 @@ class Task(ABC):
     """Width of the head."""
     headline: str
     """The metric by which a run is judged, among those of the meter."""
-    higher_is_better: bool = True
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -74,6 +77,14 @@ class Task(ABC):
     def objective(self, run: Callable[..., Any], images: Tensor, targets: Tensor) -> Tensor:
         """The loss of every image, from the images. `run(images)` is the model, whatever it is wrapped in."""
         return self.loss(run(images), targets)
+
+    def predict(self, run: Callable[..., Any], images: Tensor, indices: Tensor) -> Any:
+        """What the meter takes in of images that are measured; `indices` say which of their split they are."""
+        return run(images)
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """What else to log beside a mean training loss."""
+        return {}
 
     def to(self, device: Any) -> Task:
         """Bring whatever the loss needs to a device."""

@@ -17,7 +17,6 @@ class Regress(Task):
 
     kind = "regress"
     headline = "mae"
-    higher_is_better = False
 
     def __init__(self, targets: Array, names: tuple[str, ...]) -> None:
         """`targets` are those of the training split [n, K]."""

@@ -79,10 +79,11 @@ class DataSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What is learnt from the targets."""
+    """What is learnt from the targets, or without any."""
 
-    kind: Literal["auto", "classify", "multilabel", "regress"] = "auto"
-    """`auto` follows the data."""
+    kind: Literal["auto", "classify", "multilabel", "regress", "masked-patch", "masked-autoencoder"] = "auto"
+    """`auto` follows the data. The masked kinds need no labels: masked patch prediction is the paper's, masked autoencoding
+    is not."""
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """For one label an image. The paper's ImageNet-21k and JFT models were trained with sigmoid."""
     class_weights: str | None = None
@@ -94,6 +95,14 @@ class TaskSpec:
     """Weight of the teacher's part of the loss; the labels have the rest."""
     temperature: float = 3.0
     """Of the softmax, for soft distillation."""
+    mask_rate: float | None = None
+    """Share of the patches that is hidden. None: 0.5 for masked-patch, 0.75 for masked-autoencoder."""
+    patch_target: Literal["mean-colour", "downsized", "pixels"] | None = None
+    """For masked-patch: the patch's mean colour in 512 classes (None), a 4×4 version of it, or all its pixels."""
+    decoder_width: int | None = None
+    """For masked-autoencoder. None: 512."""
+    decoder_depth: int | None = None
+    """For masked-autoencoder. None: 4 blocks; its authors have 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +210,8 @@ class Recipe:
         return from_plain(Recipe, values)
 
 
+SELF_SUPERVISED = ("masked-patch", "masked-autoencoder")
+
 # What may differ when a run goes on: it changes speed, place or talk, not what is computed.
 FREE = (
     "expected", "lr_grid", "sweep_holdout", "micro_batch", "log_every", "keep", "checkpoint_every", "device", "threads",
@@ -269,6 +280,7 @@ def check(recipe: Recipe) -> None:
         raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a share of the training split, from 0 to below 1.")
     _check_optimiser(recipe.optim)
     _check_distillation(recipe.task)
+    _check_masked(recipe)
 
 
 def _check_choices(part: Any) -> None:
@@ -306,3 +318,35 @@ def _check_distillation(task: TaskSpec) -> None:
         raise VitrailError("Distillation needs both: task.teacher, a checkpoint, and task.distil, hard or soft.")
     if not 0 <= task.distil_share <= 1 or task.temperature <= 0:
         raise VitrailError("task.distil_share lies between 0 and 1, task.temperature above 0.")
+
+
+def _check_masked(recipe: Recipe) -> None:
+    """Settings of one kind of task given to another would be ignored in silence."""
+    task = recipe.task
+    homes = {"mask_rate": SELF_SUPERVISED, "patch_target": ("masked-patch",)}
+    homes |= dict.fromkeys(("decoder_width", "decoder_depth"), ("masked-autoencoder",))
+    for name, kinds in homes.items():
+        if getattr(task, name) is not None and task.kind not in kinds:
+            raise VitrailError(f"task.{name} goes with --task.kind {' or '.join(kinds)}, not with {task.kind}. Leave it out.")
+    if task.kind not in SELF_SUPERVISED:
+        return
+    labelled = {
+        "augment.mixup": recipe.augment.mixup,
+        "augment.cutmix": recipe.augment.cutmix,
+        "augment.smoothing": recipe.augment.smoothing,
+        "augment.erase": recipe.augment.erase,
+        "model.head_bias": recipe.model.head_bias,
+        "model.pre_logits": recipe.model.pre_logits,
+    }
+    given = [name for name, value in labelled.items() if value]
+    if given:
+        off = " ".join(f"--{name.replace('_', '-')} {'None' if name.startswith('model') else '0'}" for name in given)
+        raise VitrailError(
+            f"{task.kind} predicts the patches of single, whole images and has no labels or head, so {', '.join(given)} cannot be "
+            f"used with it. Switch off with {off}."
+        )
+    if task.class_weights or task.distil != "none" or recipe.model.freeze or recipe.optim.layer_decay != 1:
+        raise VitrailError(
+            f"{task.kind} learns the whole model without labels: task.class_weights, task.distil, model.freeze and "
+            "optim.layer_decay are for learning with them. Leave them out."
+        )

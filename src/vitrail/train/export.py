@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from vitrail.models import Model, build_model
-from vitrail.tasks import Meter, Regress
+from vitrail.tasks import Masked, Meter, Regress
 from vitrail.tasks.multilabel import LabelMeter
 from vitrail.train.config import Recipe
 from vitrail.train.optimizers import explain
 from vitrail.train.parallel import World, whole
 from vitrail.train.prepare import Prepared
+from vitrail.train.pretext import save_parts
 from vitrail.train.run import RunFolder
 
 
@@ -26,6 +27,8 @@ def export_model(
     from vitrail.checkpoints import save
 
     model, task = plain_copy(prepared.model), prepared.task
+    if prepared.around is not None and isinstance(task, Masked):
+        save_parts(run.path, prepared.around, task, write=world.main)
     if not world.main:
         return
     if isinstance(task, Regress):
@@ -44,7 +47,15 @@ def export_model(
         "task": described,
         "vitrail": our_version(),
     }
-    save(run.model, model, preprocess=prepared.preprocess, classes=prepared.classes, task=task.kind, provenance=provenance)
+    alone = isinstance(task, Masked)  # nothing was said about labels, and there is no head to name
+    save(
+        run.model,
+        model,
+        preprocess=prepared.preprocess,
+        classes=None if alone else prepared.classes,
+        task="unlabelled" if alone else task.kind,
+        provenance=provenance,
+    )
 
 
 def plain_copy(model: Model) -> Model:

@@ -139,7 +139,7 @@ class Loop:
         )
 
     def _make_step(self) -> Step:
-        recipe, model = self.recipe, self.prepared.model.to(self.world.device)
+        recipe, model = self.recipe, self.prepared.trained.to(self.world.device)
         self.prepared.task.to(self.world.device)
         model.train()
         runner = Runner(model, self.world, low_precision=low_precision(self.precision))

@@ -7,21 +7,24 @@ do it. Sharded training runs through torch's own engine, over a process group th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vitrail.data.preprocess import preset
 from vitrail.models import BiT, BiTConfig, Model, ModelConfig, ViT, ViTConfig
-from vitrail.models import empty_model as model_without_memory
+from vitrail.models.masked import Pretraining
+from vitrail.tasks import Classify, Task
+from vitrail.train.config import SELF_SUPERVISED, TaskSpec
 from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
+from vitrail.train.pretext import pretext, settled
 
 _PRETENDED = 8  # ranks
 _GRAIN = 512  # bytes: the allocator's smallest piece
@@ -70,17 +73,40 @@ class Allocations(TorchDispatchMode):
         self.now -= self._alive.pop(key, 0)
 
 
-def simulate(config: ModelConfig, micro_batch: int, *, precision: str, recompute: int = 0, accumulates: bool = False) -> Footprint:
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: a model, alone or inside what it needs to learn without labels."""
+
+    config: ModelConfig
+    task: TaskSpec = field(default_factory=TaskSpec)
+
+    def build(self) -> tuple[Model, Model | Pretraining, Task]:
+        """The model, everything that learns, and the task, on torch's default device."""
+        assert isinstance(self.config, ViTConfig | BiTConfig)
+        if self.task.kind not in SELF_SUPERVISED:
+            model = ViT(self.config) if isinstance(self.config, ViTConfig) else BiT(self.config)
+            return model, model, Classify(self.config.outputs)
+        assert isinstance(self.config, ViTConfig)
+        encoder = ViT(self.config)
+        seen = preset("google-vit", size=self.config.image_size, channels=self.config.channels)
+        return encoder, *pretext(encoder, settled(self.task), seen)
+
+    def without_memory(self) -> Model | Pretraining:
+        with torch.device("meta"):
+            return self.build()[1]
+
+
+def simulate(subject: Subject, micro_batch: int, *, precision: str, recompute: int = 0, accumulates: bool = False) -> Footprint:
     """One device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
     with _fake(), Allocations() as memory:
-        model = _model(config, recompute)
-        weights = memory.now
+        model, task = _ready(subject, recompute)
+        weights = sum(-(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters())
         for _ in range(2 if accumulates else 1):
-            _forward_and_backward(model, config, micro_batch, precision)
+            _forward_and_backward(model, task, subject.config, micro_batch, precision)
         return Footprint(weights, weights, memory.peak)
 
 
-def simulate_sharded(config: ModelConfig, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0) -> Footprint:
+def simulate_sharded(subject: Subject, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0) -> Footprint:
     """One of many devices under FSDP2, every block a unit. Up to eight are pretended; beyond, shards are computed."""
     pretended = min(ranks, _PRETENDED)
     world = World(torch.device("cpu"), 0, pretended, pretended, "fsdp")
@@ -88,25 +114,26 @@ def simulate_sharded(config: ModelConfig, micro_batch: int, *, precision: str, r
     with _pretended_group(pretended):
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
-            runner = Runner(_model(config, recompute), world, low_precision=low, mesh=mesh)
+            model, task = _ready(subject, recompute)
+            runner = Runner(model, world, low_precision=low, mesh=mesh)
             memory.peak = memory.now  # the whole model, from which shards were cut, is not there in earnest
             for _ in range(2):
-                _forward_and_backward(runner, config, micro_batch, precision)
+                _forward_and_backward(runner, task, subject.config, micro_batch, precision)
             peak = memory.peak
-    shards, reference = shard_bytes(config, ranks), shard_bytes(config, pretended)
+    shards, reference = shard_bytes(subject, ranks), shard_bytes(subject, pretended)
     # Two blocks are gathered at a time, the one in use and the next; many ranks pad small tensors up.
-    padding = 2 * (_gathered_block(config, ranks) - _gathered_block(config, pretended)) * (2 if low is not None else 4)
+    padding = 2 * (_gathered_block(subject, ranks) - _gathered_block(subject, pretended)) * (2 if low is not None else 4)
     return Footprint(shards, shards, peak + 2 * (shards - reference) + padding)
 
 
-def shard_bytes(config: ModelConfig, ranks: int) -> int:
+def shard_bytes(subject: Subject, ranks: int) -> int:
     """Bytes of one rank's share of float32 weights; each tensor is cut along its first axis, rounded up."""
-    return sum(4 * _padded(parameter, ranks) // ranks for parameter in model_without_memory(config).parameters())
+    return sum(4 * _padded(parameter, ranks) // ranks for parameter in subject.without_memory().parameters())
 
 
-def _gathered_block(config: ModelConfig, ranks: int) -> int:
+def _gathered_block(subject: Subject, ranks: int) -> int:
     """Values of the largest block as it is gathered, padding included."""
-    blocks = blocks_of(model_without_memory(config))
+    blocks = blocks_of(subject.without_memory())
     return max(sum(_padded(parameter, ranks) for parameter in block.parameters()) for block in blocks)
 
 
@@ -115,25 +142,25 @@ def _padded(parameter: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * ranks * (parameter.numel() // max(rows, 1))
 
 
-def _model(config: ModelConfig, recompute: int) -> Model:
-    assert isinstance(config, ViTConfig | BiTConfig)
+def _ready(subject: Subject, recompute: int) -> tuple[nn.Module, Task]:
     with torch.device("cpu"):
-        model = ViT(config).train() if isinstance(config, ViTConfig) else BiT(config).train()
-    for module in model.modules():
+        model, trained, task = subject.build()
+    trained.train()
+    for module in trained.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             # A GPU keeps a byte for each value, the processor's own dropout a whole number: count the GPU's.
             module.forward = partial(_dropout, rate=module.p)  # type: ignore[method-assign]
     if recompute:
         model.checkpoint_activations(None if recompute < 0 else recompute)
-    return model
+    return trained, task
 
 
-def _forward_and_backward(run: Any, config: ModelConfig, micro_batch: int, precision: str) -> None:
+def _forward_and_backward(run: Callable[..., Any], task: Task, config: ModelConfig, micro_batch: int, precision: str) -> None:
     images = torch.empty(micro_batch, config.channels, *config.image_size)
     labels = torch.zeros(micro_batch, dtype=torch.int64)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision != "fp32"):
-        logits = run(images)
-    F.cross_entropy(logits.float(), labels, reduction="sum").backward()
+        losses = task.objective(run, images, labels)
+    losses.sum().backward()
 
 
 def _dropout(x: Tensor, rate: float) -> Tensor:

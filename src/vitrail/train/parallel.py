@@ -116,12 +116,12 @@ class Forward(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor, heads: int = 1) -> Any:
-        return self.model.distilled_logits(images) if heads == 2 else self.model(images)  # type: ignore[operator]
+    def forward(self, *inputs: Tensor, heads: int = 1) -> Any:
+        return self.model.distilled_logits(*inputs) if heads == 2 else self.model(*inputs)  # type: ignore[operator]
 
 
 class Runner:
-    """A model as training runs it: `runner(images)`; the model itself stays as it is, with its own names."""
+    """A model as training runs it: `runner(images)`, or with whatever else it takes; it stays as it is, with its own names."""
 
     def __init__(self, model: nn.Module, world: World, *, low_precision: torch.dtype | None = None, mesh: Any = None) -> None:
         self.model, self.world = model, world
@@ -132,8 +132,8 @@ class Runner:
             ids = [world.device.index] if world.device.type == "cuda" else None
             self._forward = nn.parallel.DistributedDataParallel(self._forward, device_ids=ids, gradient_as_bucket_view=True)
 
-    def __call__(self, images: Tensor, heads: int = 1) -> Any:
-        return self._forward(images, heads)
+    def __call__(self, *inputs: Tensor, heads: int = 1) -> Any:
+        return self._forward(*inputs, heads=heads)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Around each micro-batch: gradients meet those of other ranks only with the last one of a step."""

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vitrail.errors import VitrailError
-from vitrail.models import ModelConfig, model_config, parameters
-from vitrail.models import empty_model as model_without_memory
-from vitrail.train.config import ModelSpec, Recipe
-from vitrail.train.memory import Footprint, simulate, simulate_sharded
+from vitrail.models import ModelConfig, ViTConfig, model_config
+from vitrail.models.masked import Pretraining
+from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
+from vitrail.train.memory import Footprint, Subject, simulate, simulate_sharded
 from vitrail.train.parallel import blocks_of
 from vitrail.train.speed import training_flops
 
@@ -71,19 +71,24 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
         raise VitrailError(f"--gpus is {gpus}; plans are made for 1 to 4096.")
     if gpus > recipe.batch:
         raise VitrailError(f"A batch of {recipe.batch} cannot be shared by {gpus} GPUs; each needs at least one image.")
-    config = config_of(recipe.model, outputs)
+    alone = recipe.task.kind in SELF_SUPERVISED
+    config = config_of(recipe.model, 0 if alone else outputs)
+    if alone and not isinstance(config, ViTConfig):
+        raise VitrailError(f"{config.name} is a ResNet without patches; {recipe.task.kind} needs a Vision Transformer.")
+    subject = Subject(config, recipe.task)
+    trained = subject.without_memory()
     precision = "bf16" if recipe.precision == "auto" else recipe.precision
     engines = ("single",) if gpus == 1 else ("ddp", "fsdp")
-    needs = tuple(_need(recipe, config, engine, gpus, round(memory * GIB), precision, micro_batch) for engine in engines)
+    needs = tuple(_need(recipe, subject, engine, gpus, round(memory * GIB), precision, micro_batch) for engine in engines)
     return Plan(
         config.name,
-        parameters(config),
+        sum(one.numel() for one in trained.parameters()),
         config.image_size,
         recipe.batch,
         gpus,
         round(memory * GIB),
         precision,
-        training_flops(config) * recipe.batch,
+        (3 * trained.flops() if isinstance(trained, Pretraining) else training_flops(config)) * recipe.batch,
         needs,
     )
 
@@ -101,16 +106,14 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
     return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **changes)
 
 
-def _need(
-    recipe: Recipe, config: ModelConfig, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None
-) -> Need:
+def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None) -> Need:
     share = math.ceil(recipe.batch / gpus)
 
     def footprint(size: int, accumulates: bool = True) -> Footprint:
         if engine == "fsdp":
-            return simulate_sharded(config, size, precision=precision, ranks=gpus, recompute=recipe.model.recompute)
+            return simulate_sharded(subject, size, precision=precision, ranks=gpus, recompute=recipe.model.recompute)
         held = accumulates or engine == "ddp"
-        return simulate(config, size, precision=precision, recompute=recipe.model.recompute, accumulates=held)
+        return simulate(subject, size, precision=precision, recompute=recipe.model.recompute, accumulates=held)
 
     states = _states(recipe, footprint(1).weights)
     largest = _largest(footprint, (memory - _CONTEXT) / (1 + _FRAGMENTS) - _WORKSPACE - sum(states))
@@ -127,7 +130,7 @@ def _need(
         exact.gradients,
         *states,
         exact.activations,
-        communication(config, engine, gpus, accumulation, precision),
+        communication(subject, engine, gpus, accumulation, precision),
     )
 
 
@@ -152,17 +155,18 @@ def _states(recipe: Recipe, weights: int) -> tuple[int, int]:
     return moments * weights, weights if recipe.ema else 0
 
 
-def communication(config: ModelConfig, engine: str, gpus: int, accumulation: int, precision: str) -> int:
+def communication(subject: Subject, engine: str, gpus: int, accumulation: int, precision: str) -> int:
     """Bytes each GPU sends in a step, by ring algorithms.
 
     DDP sums float32 gradients once. FSDP2 gathers every block for the forward and again for the backward pass of each
     micro-batch, in the precision of the products, the rest once in float32, and scatters float32 gradients once.
     """
-    total, ring = parameters(config), (gpus - 1) / gpus
+    trained, ring = subject.without_memory(), (gpus - 1) / gpus
+    total = sum(parameter.numel() for parameter in trained.parameters())
     if engine == "single":
         return 0
     if engine == "ddp":
         return round(2 * ring * 4 * total)
-    inner = sum(parameter.numel() for block in blocks_of(model_without_memory(config)) for parameter in block.parameters())
+    inner = sum(parameter.numel() for block in blocks_of(trained) for parameter in block.parameters())
     gathered = 2 * inner * (4 if precision == "fp32" else 2) + 4 * (total - inner)
     return round(ring * (max(accumulation, 1) * gathered + 4 * total))

@@ -14,8 +14,11 @@ from vitrail.data.sampler import class_weights
 from vitrail.data.split import stratified
 from vitrail.errors import VitrailError
 from vitrail.models import Model, ViT, ViTConfig, create_model
+from vitrail.models.masked import Pretraining
 from vitrail.tasks import Classify, Distil, MultiLabel, Regress, Task
-from vitrail.train.config import ModelSpec, Recipe
+from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
+from vitrail.train.pretext import make_pretext, named_parts
+from vitrail.train.speed import training_flops
 
 log = logging.getLogger("vitrail.train")
 
@@ -34,6 +37,18 @@ class Prepared:
     classes: tuple[str, ...]
     source: str
     notes: list[str] = field(default_factory=list)
+    around: Pretraining | None = None
+    """What the model is inside of while it learns without labels."""
+
+    @property
+    def trained(self) -> Model | Pretraining:
+        """Everything that learns."""
+        return self.model if self.around is None else self.around
+
+    @property
+    def flops(self) -> int:
+        """Operations to learn from one image."""
+        return training_flops(self.model.config) if self.around is None else 3 * self.around.flops()
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -45,8 +60,13 @@ def prepare(recipe: Recipe) -> Prepared:
     source = open_source(spec.source, seed=recipe.seed, bad_images=spec.bad_images, ignore_unknown=spec.ignore_unknown_classes)
     notes.append(f"data: {source.describe()}")
     train, validation = chosen_splits(recipe, source)
+    if recipe.task.kind in SELF_SUPERVISED:
+        model, preprocess = make_model(recipe, 0, (), notes)
+        around, pretext = make_pretext(recipe, model, preprocess, train, notes)
+        notes += warnings_for(recipe, model, len(train))
+        return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, around)
     task = make_task(recipe, train)
-    model, preprocess = make_model(recipe, task, train.classes, notes)
+    model, preprocess = make_model(recipe, task.outputs, train.classes, notes)
     if recipe.task.distil != "none":
         task = make_distillation(recipe, task, model, preprocess, train.classes, notes)
     notes += warnings_for(recipe, model, len(train))
@@ -69,7 +89,10 @@ def chosen_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
 def make_task(recipe: Recipe, split: Split) -> Task:
     spec = recipe.task
     if split.task == "unlabelled":
-        raise VitrailError(f"{recipe.data.source} has no labels to learn from. Put the images of each class in a folder.")
+        raise VitrailError(
+            f"{recipe.data.source} has no labels to learn from. Put the images of each class in a folder, "
+            "or learn without labels: --task.kind masked-patch."
+        )
     if spec.kind not in ("auto", split.task):
         hint = " To ask each class yes or no, use --task.loss sigmoid." if split.task == "classify" else ""
         raise VitrailError(f"task.kind is {spec.kind}, but the targets of {recipe.data.source} are for {split.task}.{hint}")
@@ -81,16 +104,16 @@ def make_task(recipe: Recipe, split: Split) -> Task:
     return Classify(len(split.classes), loss=spec.loss, weights=weights)
 
 
-def make_model(recipe: Recipe, task: Task, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
+def make_model(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
     spec = recipe.model
     if spec.start is None:
         changes = {name: _meant(name, value) for name, value in _changes(spec).items()}
-        model = create_model(spec.name, outputs=task.outputs, image_size=spec.image_size or 224, seed=recipe.seed, **changes)
+        model = create_model(spec.name, outputs=outputs, image_size=spec.image_size or 224, seed=recipe.seed, **changes)
         size, channels = model.config.image_size, model.config.channels
         named = "google-vit" if recipe.data.preprocess == "auto" else recipe.data.preprocess
         preprocess = preset(named, size=size, channels=channels)
     else:
-        model, preprocess = _continued(recipe, task, classes, notes)
+        model, preprocess = _continued(recipe, outputs, classes, notes)
     if spec.freeze:
         model.requires_grad_(False)
         for head in (model.head, getattr(model, "distill_head", None)):
@@ -103,7 +126,7 @@ def make_model(recipe: Recipe, task: Task, classes: tuple[str, ...], notes: list
     return model, preprocess
 
 
-def _continued(recipe: Recipe, task: Task, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
+def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
     """A checkpoint made ready for these targets: a new head of zeros unless its classes are the same (§3.2)."""
     from vitrail.checkpoints import load
 
@@ -118,15 +141,20 @@ def _continued(recipe: Recipe, task: Task, classes: tuple[str, ...], notes: list
     bundle = load(spec.start, image_size=spec.image_size, channels=channels, stem="sum" if channels else None, **fields)
     notes.append(f"start: {spec.start}, {bundle.model.config.name}")
     model = bundle.model
-    if bundle.classes == classes and model.config.outputs == task.outputs:
-        notes.append(f"head: kept, the checkpoint has the same {task.outputs} classes")
+    if bundle.reading.get("parts"):
+        notes.append(f"dropped: {named_parts(bundle.reading['parts'])}, which served {bundle.reading['kind']} pre-training only")
+    if not outputs:
+        notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), nothing is classified here")
+        model.replace_head(0)
+    elif bundle.classes == classes and model.config.outputs == outputs:
+        notes.append(f"head: kept, the checkpoint has the same {outputs} classes")
     else:
         without = ""
         if changes.get("pre_logits") == 0 and isinstance(model, ViT) and model.pre_logits is not None:
             model.pre_logits, model.config = None, model.config.replace(pre_logits=None)
             without = "; the tanh layer before it is left out"
-        notes.append(f"head: new, of zeros, {task.outputs} outputs (the checkpoint had {model.config.outputs or 'none'}){without}")
-        model.replace_head(task.outputs)
+        notes.append(f"head: new, of zeros, {outputs} outputs (the checkpoint had {model.config.outputs or 'none'}){without}")
+        model.replace_head(outputs)
     notes += [note for note in bundle.report.notes if note.startswith(("image size", "input channels"))]
     if recipe.data.preprocess != "auto":
         return model, preset(recipe.data.preprocess, size=model.config.image_size, channels=model.config.channels)
@@ -182,7 +210,8 @@ def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
             f"warning: heads of {config.width // config.heads} channels ({config.width} / {config.heads}) are small; "
             "below 32 attention learns poorly. Use fewer heads or a larger width."
         )
-    if recipe.model.start is None and isinstance(config, ViTConfig) and 2_000 <= images < 100_000:
+    learns_labels = recipe.task.kind not in SELF_SUPERVISED
+    if learns_labels and recipe.model.start is None and isinstance(config, ViTConfig) and 2_000 <= images < 100_000:
         found.append(
             f"warning: {images:,} images are few for a Vision Transformer from scratch (the paper's Fig. 3 and 4); "
             "`vitrail finetune` starts from a trained one."

@@ -81,7 +81,7 @@ def _fault_of(loop: Loop, batch: Batch, number: int) -> str:
         with step.runner.accumulating(last=False), autocast(loop.precision, loop.world.device):
             return loop.prepared.task.objective(step.runner, batch.images, batch.targets).sum() / batch.total
 
-    return first_fault(loop.prepared.model, compute)
+    return first_fault(loop.prepared.trained, compute)
 
 
 def find_micro_batch(loop: Loop) -> None:
@@ -123,7 +123,7 @@ def halve_micro_batch(loop: Loop, error: Exception | None) -> None:
 
 def without_compiling(loop: Loop, error: Exception) -> None:
     """Give up compiling; an error that has another cause is raised again."""
-    parts = (loop.prepared.model, *blocks_of(loop.prepared.model))
+    parts = (loop.prepared.trained, *blocks_of(loop.prepared.trained))
     if all(part._compiled_call_impl is None for part in parts):
         raise error
     for part in parts:

@@ -42,11 +42,11 @@ def validate(
     with evaluating(runner.model):
         for part in loader:
             with autocast(precision, world.device):
-                outputs = runner(part.images)
-            meter.update(outputs.float(), part.targets)
+                outputs = task.predict(runner, part.images, part.indices)
+            meter.update(outputs, part.targets)
             taken += 1
         if world.sharded:
-            _keep_step(runner, preprocess, max(world.gather(taken)) - taken)
+            _keep_step(runner, task, preprocess, max(world.gather(taken)) - taken)
     states = world.gather(meter.state())
     for rank, state in enumerate(states):
         if rank != world.rank:
@@ -54,8 +54,8 @@ def validate(
     return meter
 
 
-def _keep_step(runner: Runner, preprocess: Preprocess, missing: int) -> None:
+def _keep_step(runner: Runner, task: Task, preprocess: Preprocess, missing: int) -> None:
     """Shards are gathered by all ranks together, so one that has no batch left still has to take part."""
     nothing = torch.zeros(1, preprocess.channels, *preprocess.size, device=runner.world.device)
     for _ in range(missing):
-        runner(nothing)
+        task.predict(runner, nothing, torch.zeros(1, dtype=torch.int64))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.train.speed import memory, peak_flops, training_flops
+from vitrail.train.speed import memory, peak_flops
 
 if TYPE_CHECKING:
     from vitrail.train.loop import Loop
@@ -39,7 +39,7 @@ class Window:
         per_device = images / loop.world.ranks
         speed = {
             "images_per_second": round(images, 3),
-            "mfu": round(per_device * training_flops(loop.prepared.model.config) / self.peak, 5) if self.peak else None,
+            "mfu": round(per_device * loop.prepared.flops / self.peak, 5) if self.peak else None,
             "data_wait": round(loop.loader.wait.share(), 5),
             "memory": memory(loop.world.device),
             "seconds": round(seconds, 4),
@@ -50,6 +50,7 @@ class Window:
             "step": loop.done,
             "epoch": round(loop.done / loop.loader.steps, 5),
             "loss": reading.loss,
+            **loop.prepared.task.figures(reading.loss),
             "lr": loop.step.rate(loop.done - 1) * loop.recipe.optim.lr,
             "grad_norm": reading.grad_norm,
             "skipped": reading.skipped,

@@ -1,0 +1,125 @@
+"""Masked autoencoding (MAE, He et al. 2021): the encoder sees a quarter of the patches, a light decoder paints the rest.
+
+Not in the ViT paper. It is here because it is the stronger way to learn without labels, and because an encoder that really runs
+on a quarter of the tokens makes it cheap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import VitrailError
+from vitrail.models.config import ViTConfig
+from vitrail.models.initialise import initialise_parts
+from vitrail.models.masked import Pretraining, at, count_of
+from vitrail.models.positions import sincos_table
+from vitrail.models.vit import Block, ViT
+
+_HEAD = 32  # channels of a decoder's head, as its authors have it
+
+
+class MaskedAutoencoder(Pretraining):
+    """Drops `rate` of the patches after their positions were added, encodes the others, and predicts the pixels of the dropped.
+
+    The decoder gets the encoded tokens at their places and a learned [mask] at all others, each with a fixed position.
+    """
+
+    draws = 1
+    positions: Tensor
+
+    def __init__(self, encoder: ViT, outputs: int, rate: float = 0.75, *, width: int = 512, depth: int = 4) -> None:
+        config = encoder.config
+        check_droppable(config)
+        super().__init__(encoder, count_of(rate, config))
+        if self.hidden >= self.patches:
+            raise VitrailError(f"A mask rate of {rate:g} leaves none of the {self.patches} patches to see; lower it.")
+        self.decoder = decoder_config(config, width, depth)
+        self.narrow = nn.Linear(config.width, width)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width))
+        self.decoder_blocks = nn.ModuleList(Block(self.decoder, number) for number in range(depth))
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.head = nn.Linear(width, outputs)
+        self.register_buffer("positions", sincos_table(config.grid, width), persistent=False)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder.blocks, *self.decoder_blocks]
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        for module in (self.decoder_blocks, self.norm):
+            initialise_parts(module, generator)
+        with torch.no_grad():
+            nn.init.normal_(self.mask_token, std=0.02, generator=generator)
+            for layer in (self.narrow, self.head):
+                nn.init.xavier_uniform_(layer.weight, generator=generator)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        order = noise[..., 0].argsort(dim=1)
+        places, seen = order[:, : self.hidden], order[:, self.hidden :]
+        return self.head(self.norm(self.decode(self.encode(images, seen), places, seen))), places
+
+    def encode(self, images: Tensor, seen: Tensor) -> Tensor:
+        """The prefix tokens and the patches at the places `seen` [image, place]: nothing else goes through the encoder."""
+        tokens, prefix = self.encoder.assemble(self.encoder.embed_patches(images)), self.config.prefix
+        visible = at(tokens[:, prefix:], seen)
+        tokens = torch.cat([tokens[:, :prefix], visible], dim=1) if prefix else visible
+        return self._finished(self.encoder.encode(tokens))
+
+    def decode(self, encoded: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+        """The decoder's last tokens of the hidden patches [image, place, width]."""
+        prefix = self.config.prefix
+        narrow: Tensor = self.narrow(encoded)
+        x = torch.cat(
+            [
+                # Hidden patches first, so that the last block can leave out the others: positions say where each one is.
+                self.mask_token + self.positions[places],
+                narrow[:, :prefix].to(self.positions.dtype),
+                narrow[:, prefix:] + self.positions[seen],
+            ],
+            dim=1,
+        )
+        last = len(self.decoder_blocks) - 1
+        for number, block in enumerate(self.decoder_blocks):
+            x = block(x, None, self.hidden if number == last else None)
+        return x
+
+    def flops(self) -> int:
+        config, seen = self.config, self.config.tokens - self.hidden
+        embedding = 2 * self.patches * config.patch_channels * config.patch[0] * config.patch[1] * config.width
+        between = 2 * seen * config.width * self.decoder.width + 2 * self.hidden * self.decoder.width * self.head.out_features
+        return embedding + between + _block_flops(config, seen) + _block_flops(self.decoder, config.tokens)
+
+
+def check_droppable(config: ViTConfig) -> None:
+    """Refuse encoders that cannot run on some of their patches, or that would have seen the others."""
+    reason = None
+    if config.resnet is not None:
+        reason = "its ResNet has looked at the whole image before any patch is dropped, so there is nothing left to guess"
+    elif config.attention != "full":
+        reason = "axial attention needs whole rows and columns of patches"
+    elif config.position_at != "input":
+        reason = f"its {config.position} positions act inside the layers, which know only the whole grid"
+    if reason is not None:
+        raise VitrailError(
+            f"Masked autoencoding drops patches from the encoder, and that does not go with {config.name}: {reason}. Use a plain "
+            "ViT with positions added at the input, or the task masked-patch, which keeps all patches."
+        )
+
+
+def decoder_config(config: ViTConfig, width: int, depth: int) -> ViTConfig:
+    """The decoder's blocks: the encoder's numerics in another size, without its regularisation."""
+    if width < _HEAD or width % _HEAD or depth < 1:
+        raise VitrailError(
+            f"The decoder is {depth} blocks of width {width}; it has at least one, and its width is a multiple of {_HEAD}."
+        )
+    return config.replace(
+        name="decoder", width=width, depth=depth, heads=width // _HEAD, mlp=4 * width, layer_scale=None,
+        dropout=0.0, attention_dropout=0.0, stochastic_depth=0.0, position="sincos2d", position_prefix=False, pre_logits=None,
+    )  # fmt: skip
+
+
+def _block_flops(config: ViTConfig, tokens: int) -> int:
+    dense = 2 * tokens * config.width * (4 * config.width + 2 * config.mlp)
+    return config.blocks * (dense + 4 * config.width * tokens**2)

@@ -1,0 +1,180 @@
+"""Learning without labels, made ready: the parts around the model, the task, and a look at its targets before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.data import Preprocess, Split
+from vitrail.data.loader import TrainLoader
+from vitrail.errors import VitrailError
+from vitrail.files import atomic_folder
+from vitrail.models import Model, ViT, ViTConfig
+from vitrail.models.autoencoder import MaskedAutoencoder
+from vitrail.models.masked import MaskedPatches, Pretraining
+from vitrail.tasks.masked import Masked, survey
+from vitrail.tasks.patch_targets import Colours, PatchTarget, PixelValues
+from vitrail.train.config import Recipe, TaskSpec
+from vitrail.train.parallel import whole
+
+FOLDER = "reconstruction"
+_WEIGHTS, _CONFIG = "parts.safetensors", "config.json"
+_LOOK_AT = 100_000  # patches, whose entropy is then known to a percent of a bit
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "masked-patch": {"mask_rate": 0.5, "patch_target": "mean-colour"},
+    "masked-autoencoder": {"mask_rate": 0.75, "decoder_width": 512, "decoder_depth": 4},
+}
+
+
+def make_pretext(
+    recipe: Recipe, model: Model, preprocess: Preprocess, train: Split, notes: list[str]
+) -> tuple[Pretraining, Masked]:
+    """The model with its parts, and its task; refused where there is nothing to hide or nothing to learn."""
+    spec = settled(recipe.task)
+    if not isinstance(model, ViT):
+        raise VitrailError(
+            f"{model.config.name} is a ResNet: it has no patch embeddings that could be hidden. {spec.kind} needs a Vision "
+            "Transformer, such as --model.name ViT-B/16."
+        )
+    around, task = pretext(model, spec, preprocess)
+    around.reset(torch.Generator().manual_seed(recipe.seed))
+    found = survey(task.target, _looked_at(recipe, train, preprocess, around.patches))
+    found.check(preprocess.describe())
+    task.baseline = found
+    notes.append(_said(around, spec))
+    notes.append(found.describe(task.unit))
+    if model.config.resnet is not None:
+        notes.append(
+            "warning: the ResNet of a hybrid looks beyond the borders of a patch, so hidden patches can partly be seen in their "
+            "neighbours; the task is easier than for a plain ViT."
+        )
+    if model.config.pooling == "class":
+        notes.append(
+            "the loss is on patches, so the class token's last output learns nothing by itself: for probes and few-shot take "
+            "the mean of the patches (--what mean), or pre-train with --model.pooling mean"
+        )
+    return around, task
+
+
+def settled(spec: TaskSpec) -> TaskSpec:
+    """The settings with what was left to us filled in."""
+    missing = {name: value for name, value in _DEFAULTS[spec.kind].items() if getattr(spec, name) is None}
+    return dataclasses.replace(spec, **missing)
+
+
+def pretext(model: ViT, spec: TaskSpec, preprocess: Preprocess) -> tuple[Pretraining, Masked]:
+    """The parts and the task of a settled specification, not yet initialised."""
+    config = model.config
+    if config.pooling == "map":
+        raise VitrailError(
+            f"{config.name} pools by attention, and that pooling would stay untrained: {spec.kind} has its loss on the patches. "
+            "Use --model.pooling mean or class."
+        )
+    target = target_of(spec, config, preprocess)
+    assert spec.mask_rate is not None
+    around: Pretraining
+    if spec.kind == "masked-patch":
+        around = MaskedPatches(model, target.outputs, spec.mask_rate)
+    else:
+        assert spec.decoder_width is not None and spec.decoder_depth is not None
+        around = MaskedAutoencoder(model, target.outputs, spec.mask_rate, width=spec.decoder_width, depth=spec.decoder_depth)
+    settings = {name: getattr(spec, name) for name in _DEFAULTS[spec.kind]}
+    settings["parts"] = list(around.parts())
+    kind: Any = spec.kind
+    return around, Masked(kind, target, patches=around.patches, draws=around.draws, settings=settings)
+
+
+def target_of(spec: TaskSpec, config: ViTConfig, preprocess: Preprocess) -> PatchTarget:
+    if spec.kind == "masked-autoencoder":
+        return PixelValues(preprocess, config.stride, normalised=True)
+    if spec.patch_target == "pixels":
+        return PixelValues(preprocess, config.stride)
+    return Colours(preprocess, config.stride, cells=4 if spec.patch_target == "downsized" else 1)
+
+
+def _looked_at(recipe: Recipe, train: Split, preprocess: Preprocess, patches: int) -> Iterator[Tensor]:
+    """The first training images, cropped and changed as in training: enough to know their colours."""
+    loader = TrainLoader(
+        train,
+        preprocess=preprocess,
+        augment=recipe.augment,
+        batch=recipe.batch,
+        seed=recipe.seed,
+        sampling=recipe.data.sampling,
+        micro_batch=64,
+        workers=0,
+        bad_images=recipe.data.bad_images,
+    )
+    wanted, seen = min(len(train), max(512, min(_LOOK_AT // patches, 2048))), 0
+    for batch in loader:
+        yield batch.images
+        seen += len(batch)
+        if seen >= wanted:
+            break
+    loader.close()
+
+
+def _said(around: Pretraining, spec: TaskSpec) -> str:
+    start = f"{spec.kind}: {around.hidden} of {around.patches} patches hidden"
+    if isinstance(around, MaskedPatches):
+        kept = around.hidden - around.masked - around.replaced
+        return f"{start} ({around.masked} masked, {around.replaced} replaced, {kept} kept), predicting {spec.patch_target}"
+    return f"{start} from the encoder, decoder of {spec.decoder_depth} blocks of width {spec.decoder_width} (not in the paper)"
+
+
+def named_parts(names: Sequence[str]) -> str:
+    """Tensors by name; those of a decoder's blocks as one."""
+    short = [name for name in names if not name.startswith("decoder_blocks.")]
+    blocks = len(names) - len(short)
+    return ", ".join([*short, *([f"decoder_blocks ({blocks} tensors)"] if blocks else [])])
+
+
+def save_parts(run: Path, around: Pretraining, task: Masked, *, write: bool) -> None:
+    """Write what the checkpoint of the model leaves out into the run folder. Every rank takes part, one writes."""
+    from safetensors.torch import save_file
+
+    parts = {name: whole(value).detach().cpu().contiguous() for name, value in around.parts().items()}
+    if not write:
+        return
+    with atomic_folder(run / FOLDER) as temporary:
+        save_file(parts, temporary / _WEIGHTS, metadata={"format": "pt"})
+        (temporary / _CONFIG).write_text(json.dumps(task.describe(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretraining, Masked]:
+    """The parts of a finished run, around its model."""
+    from safetensors.torch import load_file
+
+    described: Mapping[str, Any] = _read(run)
+    spec = TaskSpec(**{name: described[name] for name in ("kind", *_DEFAULTS[described["kind"]])})
+    assert isinstance(model, ViT)
+    around, task = pretext(model, spec, preprocess)
+    missing, unknown = around.load_state_dict(load_file(run / FOLDER / _WEIGHTS), strict=False)
+    lost = [name for name in missing if not name.startswith("encoder.")]
+    if lost or unknown:
+        raise VitrailError(
+            f"{run / FOLDER / _WEIGHTS} does not fit its config.json: {', '.join([*lost, *unknown][:3])}. It is damaged."
+        )
+    return around.to(model.norm.weight.device).eval(), task
+
+
+def _read(run: Path) -> dict[str, Any]:
+    file = run / FOLDER / _CONFIG
+    if not file.is_file():
+        raise VitrailError(
+            f"{run} holds no {FOLDER} folder. Reconstructions need the folder of a run with --task.kind masked-patch or "
+            "masked-autoencoder: a model alone has no prediction head."
+        )
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["kind"] in _DEFAULTS and all(name in found for name in _DEFAULTS[found["kind"]]):
+            return dict(found)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise VitrailError(f"{file} does not say what was predicted. It is damaged.")

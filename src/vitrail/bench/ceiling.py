@@ -10,16 +10,16 @@ from vitrail.models import ModelConfig, ViTConfig
 Shape = tuple[int, int, int]
 
 _ENOUGH = 0.15  # seconds a shape is timed for
-_CUBE = {"cuda": 8192}  # side of the large square product; 2048 elsewhere, where 8192 would take many seconds
-_ROWS = {"cuda": 2**17}
+_CUBE = {"cuda": 8192, "mps": 4096, "cpu": 2048}  # side of the large square product: large enough, and soon done
+_ROWS = {"cuda": 2**17, "mps": 2**14, "cpu": 2048}  # at most, of the model's own products
 
 
 def shapes(config: ModelConfig, batch: int, device_type: str) -> list[Shape]:
     """(rows, inner, columns): the model's own dense layers over a batch, and a large cube."""
-    side = _CUBE.get(device_type, 2048)
+    side = _CUBE[device_type]
     found = [(side, side, side)]
     if isinstance(config, ViTConfig):
-        rows = min(batch * config.tokens, _ROWS.get(device_type, 2048))
+        rows = min(batch * config.tokens, _ROWS[device_type])
         width, mlp = config.width, config.mlp
         found += [(rows, width, 3 * width), (rows, width, mlp), (rows, mlp, width)]
     return found

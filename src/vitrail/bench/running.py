@@ -85,7 +85,7 @@ class Bench:
         try:
             from vitrail.bench.drawing import draw
         except ModuleNotFoundError as error:
-            self.say(f"bench.png is not drawn: {error.name} is not installed.")
+            self.say(f"bench.png is not drawn: {str(error.name).split('.')[0]} is not installed.")
             return
         draw(self.ledger.rows, self.plan.out / "bench.png")
 

@@ -157,7 +157,7 @@ def _for_inference(case: Case, model: nn.Module) -> nn.Module:
 def _inference(case: Case, model: nn.Module, inputs: Inputs) -> Callable[[], Tensor]:
     images, begin = inputs.for_case(case), _step_marker(case)
     # Weights that are bf16 already, and layers that choose their own precision, are left alone.
-    casts = case.casts_weights or (case.fast and case.device.type == "cpu")
+    casts = case.casts_weights or case.fast
 
     def step() -> Tensor:
         begin()

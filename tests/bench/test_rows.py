@@ -1,0 +1,134 @@
+"""Rows, their file, ratios, the table and the figure; and the search for the largest batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from vitrail.bench import ratios
+from vitrail.bench.drawing import draw
+from vitrail.bench.largest import largest_batch, out_of_memory
+from vitrail.bench.rows import Ledger, Row, read_csv
+from vitrail.commands.bench_table import show, verdict
+from vitrail.errors import VitrailError
+
+
+def row(who: str, mode: str, **fields: Any) -> Row:
+    plain: dict[str, Any] = {
+        "model": "ViT-B/16", "task": "train", "measure": "throughput", "batch": 256, "image_size": "224x224", "precision": "bf16",
+        "status": "done", "images_per_s": 3460.2, "slowest": 3401.0, "fastest": 3502.0, "tflops": 365.1, "ceiling_tflops": 745.2,
+        "ceiling_share": 0.49, "peak_gib": 31.4, "first_step_s": 55.2, "finite": True, "rounds": 10, "steps": 7, "turns_with": 3,
+        "parameters": 86_567_656, "hardware": "NVIDIA H200", "torch": "2.11.0",
+    }  # fmt: skip
+    return Row(who=who, mode=mode, **{**plain, **fields})
+
+
+def test_our_best_is_held_against_the_fastest_mode_of_the_fastest_peer() -> None:
+    rows = [
+        row("vitrail", "default", images_per_s=4325.25, peak_gib=26.0),
+        row("vitrail", "compiled", images_per_s=4000.0),
+        row("timm", "eager", images_per_s=2500.0),
+        row("timm", "compiled", images_per_s=3460.2, peak_gib=32.5),
+        row("hf", "eager", images_per_s=2000.0),
+        row("vitrail", "default", task="infer", images_per_s=1.0),  # no peer to compare with
+    ]
+    (found,) = ratios(rows)
+    assert (found.ours.mode, found.peer.who, found.peer.mode) == ("default", "timm", "compiled")
+    assert found.speed == pytest.approx(1.25) and found.memory == pytest.approx(0.8)
+    assert verdict(found) == "vitrail default against timm compiled: 1.25× the images a second, 0.80× the memory"
+
+
+def test_what_did_not_stay_finite_or_did_not_run_does_not_count() -> None:
+    bad = row("vitrail", "compiled", images_per_s=9000.0, finite=False)
+    failed = row("timm", "compiled", images_per_s=None, status="failed")
+    (found,) = ratios([bad, row("vitrail", "default"), failed, row("timm", "eager", images_per_s=1730.1)])
+    assert found.ours.mode == "default" and found.speed == pytest.approx(2.0)
+    assert ratios([bad, row("timm", "eager")]) == []
+
+
+def test_latency_is_compared_by_time_and_the_largest_batch_by_size() -> None:
+    quick = {"task": "infer", "measure": "latency", "batch": 1}
+    ours = row("vitrail", "fast", p50_ms=0.8, p95_ms=0.9, images_per_s=1250.0, **quick)
+    (found,) = ratios([ours, row("timm", "graphs", p50_ms=1.0, p95_ms=1.1, images_per_s=1000.0, **quick)])
+    assert found.latency == pytest.approx(0.8) and "0.80× the time" in verdict(found)
+    large = {"measure": "largest-batch", "images_per_s": None, "batch": 0}
+    (found,) = ratios([row("vitrail", "default", largest_batch=900, **large), row("timm", "eager", largest_batch=600, **large)])
+    assert found.speed == 1.5 and "1.50× the batch" in verdict(found)
+
+
+def test_rows_come_back_from_the_file_as_they_were(tmp_path: Path) -> None:
+    rows = [
+        row("vitrail", "default", note="a, b", command="vitrail bench --model 'B/16'"),
+        row("timm", "eager", status="failed", images_per_s=None, finite=None, clip=1.0),
+    ]
+    ledger = Ledger(tmp_path / "new" / "bench.csv")
+    for one in rows:
+        ledger.put(one)
+    assert read_csv(tmp_path / "new" / "bench.csv") == rows
+    again = Ledger(tmp_path / "new" / "bench.csv")
+    assert again.rows == rows and again.finished(rows[0]) == rows[0]
+    assert again.finished(rows[1]) is None and again.finished(row("vitrail", "default", hardware="another")) is None
+    again.put(dataclasses.replace(rows[1], status="done"))
+    assert [one.status for one in read_csv(tmp_path / "new" / "bench.csv")] == ["done", "done"]
+    assert Ledger(tmp_path / "new" / "bench.csv", fresh=True).rows == []
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bench.csv").write_text("name,value\na,1\n")
+    with pytest.raises(VitrailError, match="--fresh"):
+        Ledger(tmp_path / "bench.csv")
+
+
+def test_the_table_keeps_to_a_hundred_columns_and_says_what_went_wrong() -> None:
+    rows = [
+        row("vitrail", "default", images_per_s=14_325.0, slowest=14_001.0, fastest=14_402.0),
+        row("torchvision", "compiled-bf16", images_per_s=11_000.0, slowest=10_001.0, fastest=12_402.0),
+        row("hf", "graphs", status="out of memory", images_per_s=None, slowest=None, rounds=0),
+        row("timm", "eager", finite=False, turns_with=0, note="1 parameters, ours has 2"),
+    ]
+    page = io.StringIO()
+    show(rows, Console(file=page, width=100))
+    text = page.getvalue()
+    lines = text.splitlines()
+    assert max(len(line.rstrip()) for line in lines if "│" not in line) <= 100
+    assert "…" not in text and "14,325" in text and "compiled-bf16" in text
+    assert "out of memory" in next(line for line in lines if line.lstrip().startswith("hf"))
+    for words in ("1.30× the images a second", "not finite", "ran alone", "ours has 2", "745 TFLOP/s"):
+        assert words in text
+
+
+def test_the_figure_is_a_picture(tmp_path: Path) -> None:
+    rows = [row("vitrail", "default"), row("timm", "compiled"), row("hf", "eager", status="failed", images_per_s=None)]
+    draw(rows, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    draw(rows[2:], tmp_path / "empty.png")
+    assert not (tmp_path / "empty.png").exists()
+
+
+@given(limit=st.integers(0, 70_000), first=st.integers(1, 512))
+def test_the_largest_batch_is_found_below_a_planted_limit(limit: int, first: int) -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= limit
+
+    found = largest_batch(fits, first=first)
+    assert found <= min(limit, 32_768)
+    assert found == 0 or found in tried
+    assert min(limit, 32_768) - found < max(1, found // 32) + 1
+    assert len(tried) == len(set(tried)) <= 32
+
+
+def test_memory_that_ran_out_is_known_in_every_wording() -> None:
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

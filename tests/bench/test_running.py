@@ -184,6 +184,31 @@ def test_subjects_that_do_not_fit_together_are_measured_one_after_the_other(monk
     assert any("does not fit beside the 2 before it" in words for words in said)
 
 
+def test_a_seat_is_taken_only_if_everyone_can_still_reach_their_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measured(Seat):
+        def __init__(self, case: Case, *rest: Any) -> None:
+            super().__init__(case, *rest)
+            self.resident, self.peak = 10, 70
+
+    monkeypatch.setattr(running, "Seat", Measured)
+    for room, company in ((79, [0, 0, 0]), (80, [1, 1, 0]), (90, [2, 2, 2])):  # 70 at the peak, and 10 for each other one
+        monkeypatch.setattr(running, "room_on", lambda device, room=room: room)
+        rows = run(tiny(against=("timm",), modes=("default", "plain", "eager")))
+        assert [row.turns_with for row in rows] == company
+        assert all(row.status == "done" for row in rows)
+
+
+def test_a_subject_that_fails_in_its_second_turn_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Brittle(Seat):
+        def take_turn(self) -> None:
+            if self.case.who == "timm" and self.turns:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            super().take_turn()
+
+    monkeypatch.setattr(running, "Seat", Brittle)
+    assert named(run(tiny(rounds=3))) == ["vitrail default done", "timm eager out of memory"]
+
+
 def test_a_subject_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(case: Case, inputs: Inputs) -> Any:
         if case.who == "timm":

@@ -16,8 +16,8 @@ OURS = "vitrail"
 PEERS: tuple[Peer, ...] = ("timm", "torchvision", "hf")
 
 # default: as the product runs it. plain: without our fused kernels. compiled: torch.compile. graphs: compiled, replayed as CUDA
-# graphs. loop: the whole step of `vitrail train`, with its guard against non-finite gradients. …-bf16: the weights themselves
-# are bf16, instead of being cast by autocast. fast: as `vitrail.models.inference.for_inference` makes it.
+# graphs. loop: the whole step of `vitrail train`, recorded, and with its guard against non-finite gradients. …-bf16: the weights
+# themselves are bf16, instead of being cast by autocast. fast: as `vitrail.models.inference.for_inference` makes it.
 _PEER_TRAINS = ("eager", "compiled", "graphs")
 _PEER_INFERS = (*_PEER_TRAINS, *(f"{mode}-bf16" for mode in _PEER_TRAINS))
 _OUR_PLAIN = ("default", "plain", "compiled", "graphs")
@@ -27,7 +27,7 @@ _ALL_MODES = tuple(dict.fromkeys((*_OUR_TRAINS, *_OUR_INFERS, *_PEER_INFERS)))
 
 # The modes that matter, when none are asked for: (ours, a peer's). Every compilation of a model costs about a minute.
 _USUAL: dict[tuple[bool, Task, Measure], tuple[tuple[str, ...], tuple[str, ...]]] = {
-    (True, "train", "throughput"): (("default", "compiled"), ("eager", "compiled")),
+    (True, "train", "throughput"): (("default", "loop", "compiled"), ("eager", "compiled")),
     (True, "infer", "throughput"): (("default", "fast"), ("compiled", "compiled-bf16")),
     (True, "infer", "latency"): (("default", "fast"), ("eager", "graphs", "graphs-bf16")),
     (True, "train", "largest-batch"): (("default",), ("eager",)),

@@ -18,7 +18,7 @@ from vitrail.bench.largest import free_memory, largest_batch, out_of_memory
 from vitrail.bench.machine import hardware, versions
 from vitrail.bench.plan import OURS, BenchPlan, Measure, Task
 from vitrail.bench.rows import DONE, PARTIAL, Ledger, Row
-from vitrail.bench.seat import Seat, fits
+from vitrail.bench.seat import Seat, crowded, fits, room_on
 from vitrail.bench.subjects import Case, Inputs, many_compilations
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, model_config
@@ -141,46 +141,58 @@ class Bench:
         seats: list[Seat] = []
         while waiting and not (seats and self._late(waiting[0])):
             try:
-                seat = self._seat(waiting[0], inputs, company=bool(seats))
+                seat = self._seat(waiting[0], inputs, seats)
             except _Full:
                 self.say(f"{waiting[0]}: does not fit beside the {len(seats)} before it, so it is measured after them.")
                 break
             waiting.pop(0)
-            if seat is not None:
-                seat.take_turn()
+            if seat is not None and self._take_turn(seat, top):
                 seats.append(seat)
-                self._keep(seat, top)
                 speed = seat.figures(top)["images_per_s"]
                 self.say(f"{seat.case}: first step {seat.first_step:.1f} s, {speed:,.0f} images/s in the first round")
         for seat in seats:
             seat.others = len(seats) - 1
         return seats
 
-    def _seat(self, case: Case, inputs: Inputs, *, company: bool) -> Seat | None:
+    def _seat(self, case: Case, inputs: Inputs, others: list[Seat]) -> Seat | None:
         """A subject ready for its turns; None, and a row that says why, if it cannot be."""
         free_memory(self.device, compiled=False)
         try:
-            return Seat(case, inputs, self.clock, self.plan.steps)
+            seat = Seat(case, inputs, self.clock, self.plan.steps)
         except Exception as error:  # whatever a subject dies of, the others shall be measured
             reason, full = _first_line(error), out_of_memory(error)
+        else:
+            if others and crowded([*others, seat], room_on(self.device)):
+                raise _Full
+            return seat
         free_memory(self.device, compiled=False)  # only now: until here the error's traceback held the subject's memory
-        if full and company:
+        if full and others:
             raise _Full
+        self._failed(case, reason, full=full)
+        return None
+
+    def _failed(self, case: Case, reason: str, *, full: bool) -> None:
         self.ledger.put(self._row(case, "out of memory" if full else "failed", note="" if full else reason))
         self.say(f"{case}: out of memory at batch {case.batch}" if full else f"{case} failed: {reason}")
-        return None
 
     def _turns(self, seats: list[Seat], top: float) -> None:
         for _ in range(self.plan.rounds - 1):
-            for seat in seats:
+            for seat in list(seats):
                 if time.monotonic() > self.deadline:
                     return
-                seat.take_turn()
-                self._keep(seat, top)
+                if not self._take_turn(seat, top):
+                    seats.remove(seat)
 
-    def _keep(self, seat: Seat, top: float) -> None:
+    def _take_turn(self, seat: Seat, top: float) -> bool:
+        """Whether it went well; the row is kept either way."""
+        try:
+            seat.take_turn()
+        except Exception as error:
+            self._failed(seat.case, _first_line(error), full=out_of_memory(error))
+            return False
         status = DONE if len(seat.turns) >= self.plan.rounds else PARTIAL
         self.ledger.put(self._row(seat.case, status, **seat.figures(top)))
+        return True
 
     def _search(self, case: Case) -> None:
         trouble: list[str] = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,18 +34,20 @@ class Seat:
     def __init__(self, case: Case, inputs: Inputs, clock: Clock, steps: int | None) -> None:
         self.case, self.clock = case, clock
         images = inputs.for_case(case)
-        before = _allocated(case.device)
+        memory = Memory(case.device)
         self.subject: Subject = prepare(case, inputs)
         self._last: Tensor = images
         self.first_step, steady = clock.warm(self._step)
         self.steps = steps or max(1, min(_STEPS, round(_ROUND / max(steady, 1e-6))))
-        self.peak = _peak(case.device, clock, self._step, before - images.nbytes)
+        self.peak, self.resident = memory.measured(clock, self._step)
+        self.peak = None if self.peak is None else self.peak + images.nbytes
         self.turns: list[Turn] = []
         self.finite = self._is_finite()
         self.others = 0
 
     def take_turn(self) -> None:
         """One round, and a look at its numbers once the time is taken."""
+        self._step()  # not counted: it takes the memory back that others have used since
         if self.case.measure == "latency":
             calls = self.clock.each(self._step, self.steps)
             self.turns.append(Turn(sum(calls), tuple(calls)))
@@ -82,26 +86,53 @@ class Seat:
             "steps": self.steps,
             "turns_with": self.others,
             "parameters": self.subject.parameters,
-            "note": count_note(case, self.subject),
+            "note": "; ".join(filter(None, (count_note(case, self.subject), self.subject.trouble()))),
         }
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+class Memory:
+    """What a subject takes of a GPU's memory, from here on; a processor does not keep count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._allocated, self._reserved = self._now()
+
+    def measured(self, clock: Clock, work: Callable[[], None]) -> tuple[int | None, int]:
+        """The most bytes held at any moment of a step, and those held between steps.
+
+        Recorded steps keep memory of their own, which counts as well.
+        """
+        if self.device.type != "cuda":
+            return None, 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        clock.steps(work, 1)
+        allocated = torch.cuda.max_memory_allocated(self.device) - self._allocated
+        torch.cuda.empty_cache()
+        resident = self._now()[1] - self._reserved
+        return max(allocated, resident), resident
+
+    def _now(self) -> tuple[int, int]:
+        if self.device.type != "cuda":
+            return 0, 0
+        return torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
 
 
-def _peak(device: torch.device, clock: Clock, work: Any, before: int) -> int | None:
-    """The most bytes held at any moment of a step, beyond `before`; a processor does not keep count."""
+def crowded(seats: Sequence[Seat], room: float) -> bool:
+    """Whether one of them, at its peak, would find too little room beside what the others hold between their steps."""
+    held = sum(seat.resident for seat in seats)
+    return held + max((seat.peak or 0) - seat.resident for seat in seats) > room
+
+
+def room_on(device: torch.device) -> float:
+    """Bytes that may be planned with: what is free or ours already, less a little for fragments."""
     if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    clock.steps(work, 1)
-    return torch.cuda.max_memory_allocated(device) - before
+        return math.inf
+    return 0.95 * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
 
 
 def fits(case: Case, clock: Clock) -> None:
-    """Take two steps, the second with everything the first leaves behind; raises if memory does not suffice."""
+    """Take steps until everything is there that steps leave behind; raises if memory does not suffice."""
     subject = prepare(case, Inputs(case.config, case.batch, case.device))
-    for _ in range(2):
+    for _ in range(5 if case.records else 2):
         subject.step()
     clock.wait()

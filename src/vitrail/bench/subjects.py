@@ -57,6 +57,11 @@ class Case:
         return self.mode.endswith("-bf16") and not self.fast
 
     @property
+    def records(self) -> bool:
+        """Whether the first steps are recorded, to be replayed later."""
+        return self.mode == "loop" or self.mode.startswith("graphs")
+
+    @property
     def fast(self) -> bool:
         return self.mode.split("-")[0] == "fast"
 
@@ -87,6 +92,8 @@ class Subject:
     parameters: int
     finite: Callable[[Tensor], bool] = field(default=lambda given: bool(given.isfinite().all()))
     """Whether all numbers were finite, judged by what the last step gave."""
+    trouble: Callable[[], str] = lambda: ""
+    """What did not go as it should, though the steps went on."""
 
 
 @contextmanager
@@ -189,7 +196,7 @@ def _training(case: Case, model: nn.Module, inputs: Inputs) -> Callable[[], Tens
 
 
 def _whole_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -> Subject:
-    """The training loop's own step: the same work, and the gradient's norm, which guards against numbers that are not finite."""
+    """The training loop's own step: the same work, recorded where it can be, and a norm that guards against non-finite numbers."""
     optim = dataclasses.replace(OPTIM, clip=case.clip)
     recipe = Recipe(optim=optim, schedule=ScheduleSpec(kind="constant"), batch=case.batch, on_nonfinite="skip")
     runner, task = Runner(model, World(case.device)), Classify(case.config.outputs)
@@ -204,7 +211,11 @@ def _whole_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -
         reading = one.read()  # the loop leaves a bad step out and counts it
         return not reading.skipped and math.isfinite(reading.loss)
 
-    return Subject(step, parameters, finite)
+    def trouble() -> str:
+        recording = getattr(one, "_recording", None)
+        return f"not recorded: {recording.failure}" if recording is not None and recording.failure else ""
+
+    return Subject(step, parameters, finite, trouble)
 
 
 def _step_marker(case: Case) -> Callable[[], None]:

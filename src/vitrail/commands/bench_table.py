@@ -12,6 +12,8 @@ from rich.table import Table
 
 from vitrail.bench.rows import Ratio, Row, ratios
 
+_UNEVEN = 1.3  # fastest over slowest round, beyond which figures are not to be relied on
+
 
 def console_for_tables() -> Console:
     """In a file or a pipe there is no width to keep to, but lines of a hundred columns are good to read."""
@@ -31,6 +33,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
         console.print(_table(entries, against.get(contest)))
         if contest in against:
             console.print(verdict(against[contest]), highlight=False, soft_wrap=True)
+        uneven = max((row.fastest / row.slowest for row in entries if row.fastest and row.slowest), default=1.0)
+        if uneven > _UNEVEN and entries[0].measure == "throughput":
+            words = f"Rounds of the same subject differ by up to {uneven:.1f}×: the machine was busy with something else as well."
+            console.print(words, style="yellow", highlight=False, soft_wrap=True)
         for row in entries:
             for remark in _remarks(row):
                 console.print(f"{row.who} {row.mode}: {remark}", style="yellow", highlight=False, soft_wrap=True, markup=False)
@@ -112,10 +118,12 @@ def _remarks(row: Row) -> list[str]:
     return found
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def _number(value: float | None) -> str:
+    """Three digits or so."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits if value >= 1 else 2}g}"
+    places = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{places}f}" if value >= 1 else f"{value:.2g}"
 
 
 def _spread(row: Row) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.console import Console
 from vitrail.checkpoints import load
 from vitrail.commands.options import Json
 from vitrail.errors import VitrailError
+from vitrail.inspect.reconstruction import examine_reconstruction, own_source
 from vitrail.inspect.report import INDEX, Section, Wishes, check_free, compare, examine, write_report
 from vitrail.inspect.views import Originals, from_files, from_source, views
 from vitrail.train.parallel import choose_device
@@ -26,6 +27,7 @@ def inspect(
     /,
     *,
     out: Path,
+    what: Literal["figures", "reconstruction"] = "figures",
     data: str | None = None,
     split: str | None = None,
     count: int = 128,
@@ -60,10 +62,14 @@ def inspect(
 
     Example: vitrail inspect runs/scratch --compare runs/finetuned --data folder:pets --out before-after
 
+    Example: vitrail inspect runs/masked-patch-tiny-imagenet --what reconstruction --out painted
+
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
         images: Image files to look at.
         out: The folder to make; index.html in it shows everything.
+        what: The figures above; or, of a run that learnt without labels, what it makes of hidden patches: the original, what
+            was hidden and what is predicted, side by side. Without images, those are taken from the run's own data.
         data: Take images from a source such as folder:DIR, csv:FILE or torchvision:CIFAR10 instead.
         split: Which split of the source; val, or else test, if not said.
         count: How many images of the source to average over, drawn at random.
@@ -81,10 +87,13 @@ def inspect(
     """
     console = Console(stderr=json_)
     check_free(out, overwrite)
-    originals = _originals(images, data, split, count, seed)
     if show < 1:
         raise VitrailError(f"--show is {show}; at least one image must be drawn.")
     size = _size(image_size)
+    if what == "reconstruction":
+        data, count = (data if data or images else own_source(checkpoint)), min(count, show)
+        _check_reconstruction(data, images, size)
+    originals = _originals(images, data, split, count, seed)
     references = (checkpoint, *compare_with)
     names = short_names(references)
     wishes = Wishes(layers=layers or None, patch=patch, batch=batch)
@@ -95,11 +104,15 @@ def inspect(
             view = views(bundle, originals, show) if originals is not None else None
             folder = "." if len(references) == 1 else re.sub(r"[^A-Za-z0-9._+-]+", "-", name)
             step = lambda words, name=name: status.update(f"{name}: {words}")  # noqa: E731
-            sections.append(examine(name, folder, bundle, view, wishes, step))
+            if what == "reconstruction":
+                assert view is not None
+                sections.append(examine_reconstruction(name, folder, reference, bundle, view, seed))
+            else:
+                sections.append(examine(name, folder, bundle, view, wishes, step))
             bundles.append(bundle)
             seen.append(view)
         status.update("drawing")
-        together = compare(sections, bundles, seen)
+        together = compare(sections, bundles, seen) if what == "figures" else None
         everything = [together, *sections] if together is not None else sections
         about = {"checkpoints": list(references), "titles": names, "data": data, "version": version("vitrail")}
         write_report(out, everything, {**about, "images": originals.names if originals else []})
@@ -114,6 +127,13 @@ def _originals(images: tuple[Path, ...], data: str | None, split: str | None, co
             raise VitrailError(f"--count is {count}; at least one image must be looked at.")
         return from_source(data, split, count, seed)
     return from_files(images) if images else None
+
+
+def _check_reconstruction(data: str | None, images: tuple[Path, ...], size: int | tuple[int, int] | None) -> None:
+    if data is None and not images:
+        raise VitrailError("Which images to hide patches of is not said: give image files, or --data such as folder:DIR.")
+    if size is not None:
+        raise VitrailError("--image-size cannot be changed for reconstructions: the prediction head fits the trained size alone.")
 
 
 def _size(numbers: tuple[int, ...]) -> int | tuple[int, int] | None:

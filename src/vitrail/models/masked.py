@@ -101,7 +101,8 @@ class MaskedPatches(Pretraining):
         """The embeddings [image, patch, width] with some spoilt: in each image's `order` first the masked, then the replaced."""
         mask = self.mask_token.to(patches.dtype).expand(len(patches), self.masked, -1)
         changed = order[:, : self.masked + self.replaced]
-        others = patches.flatten(0, 1)[self.donors(changed[:, self.masked :], noise)]
+        donors = self.donors(changed[:, self.masked :], noise)
+        others = patches.flatten(0, 1).index_select(0, donors.flatten()).reshape(len(patches), self.replaced, patches.shape[2])
         return patches.scatter(1, changed[..., None].expand(-1, -1, patches.shape[2]), torch.cat([mask, others], dim=1))
 
     def encode(self, patches: Tensor, order: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from vitrail.models import Model, ViT, ViTConfig, create_model
 from vitrail.models.masked import Pretraining
 from vitrail.tasks import Classify, Distil, MultiLabel, Regress, Task
 from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
-from vitrail.train.pretext import make_pretext, named_parts
+from vitrail.train.pretext import make_pretext
 from vitrail.train.speed import training_flops
 
 log = logging.getLogger("vitrail.train")
@@ -142,7 +142,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     notes.append(f"start: {spec.start}, {bundle.model.config.name}")
     model = bundle.model
     if bundle.reading.get("parts"):
-        notes.append(f"dropped: {named_parts(bundle.reading['parts'])}, which served {bundle.reading['kind']} pre-training only")
+        notes.append(f"dropped: {bundle.reading['parts']}, which served {bundle.reading['kind']} pre-training only")
     if not outputs:
         notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), nothing is classified here")
         model.replace_head(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def pretext(model: ViT, spec: TaskSpec, preprocess: Preprocess) -> tuple[Pretrai
         assert spec.decoder_width is not None and spec.decoder_depth is not None
         around = MaskedAutoencoder(model, target.outputs, spec.mask_rate, width=spec.decoder_width, depth=spec.decoder_depth)
     settings = {name: getattr(spec, name) for name in _DEFAULTS[spec.kind]}
-    settings["parts"] = list(around.parts())
+    settings["parts"] = named_parts(around.parts())
     kind: Any = spec.kind
     return around, Masked(kind, target, patches=around.patches, draws=around.draws, settings=settings)
 
@@ -128,8 +128,9 @@ def _said(around: Pretraining, spec: TaskSpec) -> str:
     return f"{start} from the encoder, decoder of {spec.decoder_depth} blocks of width {spec.decoder_width} (not in the paper)"
 
 
-def named_parts(names: Sequence[str]) -> str:
+def named_parts(names: Iterable[str]) -> str:
     """Tensors by name; those of a decoder's blocks as one."""
+    names = list(names)
     short = [name for name in names if not name.startswith("decoder_blocks.")]
     blocks = len(names) - len(short)
     return ", ".join([*short, *([f"decoder_blocks ({blocks} tensors)"] if blocks else [])])

@@ -222,7 +222,10 @@ class LoopRound:
 
 
 def by_hand(model: Model) -> int:
-    """Operations to learn from one image, written out for a plain ViT: three times the forward pass."""
+    """Operations to learn from one image, written out for a plain ViT: three times the forward pass.
+
+    The logits read the class token alone, so the last block computes keys and values for all tokens, and the rest for that one.
+    """
     config = model.config
     rows, columns = config.grid
     patches, width, hidden = rows * columns, config.width, config.mlp
@@ -231,7 +234,8 @@ def by_hand(model: Model) -> int:
     projections = 2 * tokens * (3 * width * width + width * width)
     attention = 2 * (2 * tokens * tokens * width)
     mlp = 2 * (2 * tokens * width * hidden)
-    return 3 * (embedding + config.depth * (projections + attention + mlp) + 2 * width * config.outputs)
+    last = 2 * tokens * 2 * width * width + 2 * 2 * width * width + 2 * (2 * tokens * width) + 2 * (2 * width * hidden)
+    return 3 * (embedding + (config.depth - 1) * (projections + attention + mlp) + last + 2 * width * config.outputs)
 
 
 def planned_memory(options: argparse.Namespace, device: torch.device) -> list[Row]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from tests.models.peers import randomise
 from vitrail import VitrailError, create_model
+from vitrail.models import ViT
 
 SMALL = {"width": 24, "heads": 3, "depth": 4, "mlp": 32, "outputs": 5, "patch": 4, "image_size": (12, 16)}
 IMAGES = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(0))
@@ -41,7 +44,7 @@ def test_features_by_name(fields: dict[str, object], prefix: int) -> None:
     assert features.pooled.shape == (2, 24) and features.pre_logits.shape == (2, fields.get("pre_logits", 24))
     assert list(features.layers) == [0, 3]
     if not fields.get("distill_token"):
-        assert torch.equal(model.head(features.pre_logits), model(IMAGES))
+        assert torch.allclose(model.head(features.pre_logits), model(IMAGES), atol=1e-6)
     if fields.get("final_norm") == "after-pool":
         assert torch.equal(features.layers[3], features.tokens)
     else:
@@ -60,7 +63,7 @@ def test_bit_features() -> None:
 
 def test_without_a_head_the_representation_comes_out() -> None:
     model = build(outputs=0)
-    assert torch.equal(model(IMAGES), model.features(IMAGES).pre_logits)
+    assert torch.allclose(model(IMAGES), model.features(IMAGES).pre_logits, atol=1e-6)
 
 
 def test_initial_values_are_the_references() -> None:
@@ -218,3 +221,20 @@ def test_a_resnet_too_small_for_its_stride() -> None:
 def test_distilled_logits_need_the_token() -> None:
     with pytest.raises(VitrailError, match="distill_token=True"):
         build().distilled_logits(IMAGES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"attention": "axial"}, {"position": "relative"}, {"position_at": "every-layer"}, {"distill_token": True}],
+    ids=lambda change: next(iter(change), "plain"),
+)
+def test_the_last_block_computes_only_what_is_read(change: dict[str, Any]) -> None:
+    """Logits come from the class token, so nothing else of the last block is needed, and nothing else changes."""
+    model = randomise(create_model("ViT-Ti/16", image_size=64, depth=2, outputs=5, seed=0, **change))
+    assert isinstance(model, ViT)
+    images = torch.randn(2, 3, 64, 64)
+    x = model.assemble(model.embed_patches(images))
+    count = 1 + model.config.distill_token
+    few, whole = model.encode(x, first=count), model.encode(x)
+    assert few.shape[1] == count and torch.allclose(few, whole[:, :count], atol=2e-6)
+    assert torch.allclose(model(images), model._logits(whole), atol=2e-6)

@@ -48,7 +48,7 @@ def test_activations_are_what_autograd_saves() -> None:
 def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_should() -> None:
     full = simulate(Subject(TINY), 32, precision="fp32")
     assert simulate(Subject(TINY), 32, precision="bf16").activations < full.activations
-    assert simulate(Subject(TINY), 32, precision="fp32", recompute=-1).activations < 0.6 * full.activations
+    assert simulate(Subject(TINY), 32, precision="fp32", recompute=-1).activations < 0.7 * full.activations
     held = simulate(Subject(TINY), 32, precision="fp32", accumulates=True)
     assert 0 < held.peak - full.peak <= full.gradients * 1.01
 

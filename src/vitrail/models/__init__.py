@@ -9,7 +9,7 @@ import torch
 from vitrail.errors import VitrailError
 from vitrail.models.bit import BiT
 from vitrail.models.config import BiTConfig, ModelConfig, Pair, ResNetConfig, ViTConfig
-from vitrail.models.cost import flops, parameters
+from vitrail.models.cost import flops, needed_flops, parameters
 from vitrail.models.features import Features
 from vitrail.models.initialise import initialise
 from vitrail.models.positions import RULES, SinCosPositions, resize_grid
@@ -20,7 +20,8 @@ Model = ViT | BiT
 
 __all__ = [
     "RULES", "VARIANTS", "BiT", "BiTConfig", "Features", "Model", "ModelConfig", "ResNetConfig", "ViT", "ViTConfig",
-    "build_model", "canonical_name", "create_model", "flops", "initialise", "model_config", "parameters", "resize_grid",
+    "build_model", "canonical_name", "create_model", "flops", "initialise", "model_config", "needed_flops", "parameters",
+    "resize_grid",
 ]  # fmt: skip
 
 

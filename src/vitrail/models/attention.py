@@ -30,9 +30,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = config.attention_dropout
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, first: int | None = None) -> Tensor:
+        """With `first` only for so many of the first tokens, which must be prefix tokens: those see everything in every kind."""
         q, k, v = self._split(x)
-        return self._merge(self._fused(q, k, v, bias))
+        if first is None:
+            return self._merge(self._fused(q, k, v, bias))
+        return self._merge(Attention._fused(self, q[:, :, :first], k, v, None if bias is None else bias[..., :first, :]))
 
     def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The output, and the attention [batch, head, query, key] that produced it. Without dropout."""

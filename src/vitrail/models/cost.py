@@ -45,6 +45,20 @@ def flops(config: ModelConfig) -> int:
     return total + 2 * represented * config.outputs * (2 if config.distill_token else 1)
 
 
+def needed_flops(config: ModelConfig) -> int:
+    """Operations that the logits need: fewer than `flops` where they are read from one token.
+
+    Then the last block computes keys and values for all tokens, and everything else for that one alone.
+    """
+    total = flops(config)
+    if not isinstance(config, ViTConfig) or config.pooling != "class":
+        return total
+    unread = config.tokens - 1 - config.distill_token
+    own = 2 * config.width * (2 * config.width + 2 * config.mlp)  # query, output projection, MLP
+    pairs = _attended(config, config.blocks - 1) - (1 + config.distill_token) * config.tokens
+    return total - unread * own - 4 * config.width * pairs
+
+
 def _attended(config: ViTConfig, block: int) -> int:
     """Pairs of query and key in a block's attention."""
     if config.attention == "full":

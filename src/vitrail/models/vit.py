@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from vitrail.errors import VitrailError
 from vitrail.models.attention import AttentionPool, AxialAttention, attention_for
 from vitrail.models.config import Pair, PositionRule, ViTConfig
 from vitrail.models.features import Features, check_images, chosen_layers, evaluating
+from vitrail.models.fused import encoder as fused
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS
 from vitrail.models.resnet import HybridStem
@@ -35,8 +37,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.skip = StochasticDepth(config.stochastic_depth * number / max(config.blocks - 1, 1))
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._after_attention(x, self.attention(self.norm1(x), bias))
+    def forward(self, x: Tensor, bias: Tensor | None = None, first: int | None = None) -> Tensor:
+        """With `first` only the first tokens come out, though they still look at all."""
+        attended = self.attention(self.norm1(x), bias, first)
+        return self._after_attention(x if first is None else x[:, :first], attended)
 
     def with_attention(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The block's output, and its attention [batch, head, query, key]."""
@@ -72,16 +76,17 @@ class ViT(nn.Module):
         self.head = self._new_head(config.outputs)
         self.distill_head = self._new_head(config.outputs) if config.distill_token else None
         self.checkpointed = 0
+        self.kernels: Literal["auto", "plain"] = "auto"  # plain: never the fused ones, which compute the same on a GPU
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, outputs]; for a distilled model the mean of its two heads; without a head what it would see."""
-        return self._logits(self._tokens(images))
+        return self._logits(self._tokens(images, first=self._read))
 
     def distilled_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of the class token and of the distillation token, each from its own head."""
         if self.distill_head is None:
             raise VitrailError(f"{self.config.name} has no distillation token; build it with distill_token=True.")
-        return self._both_logits(self._tokens(images), self.distill_head)
+        return self._both_logits(self._tokens(images, first=self._read), self.distill_head)
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
         """Everything by name from one pass; `layers` also keeps the tokens after those blocks."""
@@ -207,24 +212,48 @@ class ViT(nn.Module):
         x = torch.cat([*given, patches], dim=1) if given else patches
         return self.dropout(self.positions.at_input(x))  # type: ignore[no-any-return]
 
-    def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
-        """All blocks, and the final norm if the model has it before pooling; `kept` is filled with the layers it names."""
+    def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None, first: int | None = None) -> Tensor:
+        """All blocks, and the final norm if the model has it before pooling; `kept` is filled with the layers it names.
+
+        With `first` only so many prefix tokens come out: the last block then computes nothing else.
+        """
+        if not kept and self._can_fuse(x):
+            return self._encode_fused(x, first)
         for number, block in enumerate(self.blocks):
             x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
+            few = first if number == len(self.blocks) - 1 else None
             if number < self.checkpointed and torch.is_grad_enabled():
-                x = checkpoint(block, x, bias, use_reentrant=False)
+                x = checkpoint(block, x, bias, few, use_reentrant=False)
             else:
-                x = block(x, bias)
+                x = block(x, bias, few)
             if kept and number in kept:
                 kept[number] = x
         return self._finished(x)
+
+    def _blocks(self) -> list[Block]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    def _can_fuse(self, x: Tensor) -> bool:
+        inside = self.config.position_at != "input"  # positions that act in the layers
+        return self.kernels == "auto" and not inside and fused.can_fuse(self._blocks(), x)
+
+    def _encode_fused(self, x: Tensor, first: int | None) -> Tensor:
+        stream = fused.run_blocks(self._blocks(), x, checkpointed=self.checkpointed, first=first)
+        if self.config.final_norm == "before-pool":
+            return fused.add_norm(stream, self.norm, stream.x.dtype)[1]
+        return fused.added(stream)
+
+    @property
+    def _read(self) -> int | None:
+        """How many tokens, from the first, the logits are read from; None: all."""
+        return 1 + self.config.distill_token if self.config.pooling == "class" else None
 
     def _finished(self, x: Tensor) -> Tensor:
         """What pooling sees of the last block's tokens."""
         return self.norm(x) if self.config.final_norm == "before-pool" else x
 
-    def _tokens(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
-        return self.encode(self.assemble(self.embed_patches(images)), kept)
+    def _tokens(self, images: Tensor, kept: dict[int, Tensor] | None = None, first: int | None = None) -> Tensor:
+        return self.encode(self.assemble(self.embed_patches(images)), kept, first)
 
     def _pooled(self, tokens: Tensor, token: int = 0) -> Tensor:
         if self.pool is not None:

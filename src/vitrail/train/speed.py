@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vitrail.models import ModelConfig, flops
+from vitrail.models import ModelConfig, needed_flops
 
 # Dense peak of the tensor cores in bf16 or fp16, in teraflops, from the vendors' data sheets. The first match counts.
 _PEAKS = {
@@ -31,7 +31,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def training_flops(config: ModelConfig) -> int:
     """Operations to learn from one image: forward, and twice that backward. What is recomputed does not count."""
-    return 3 * flops(config)
+    return 3 * needed_flops(config)
 
 
 class Clock:

@@ -20,6 +20,7 @@ from vitrail.errors import VitrailError
 from vitrail.tasks import Task
 from vitrail.train.averaging import Average
 from vitrail.train.config import Recipe
+from vitrail.train.graphs import Recording
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, whole
 from vitrail.train.schedules import factor
@@ -92,6 +93,7 @@ class Step:
         self._loss, self._norm, self._skipped, self._frozen = (torch.zeros((), device=device) for _ in range(4))
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         self._steps = 0
+        self._recording = self._make_recording()
 
     def take(self, batches: Iterable[Batch], number: int) -> int:
         """Step `number`, over this rank's micro-batches; returns how many images this rank saw."""
@@ -108,13 +110,26 @@ class Step:
 
     def backward(self, batch: Batch) -> Tensor:
         """Add a micro-batch's gradient; returns its part of the step's mean loss."""
+        alone = batch.part == 0 and batch.last
+        if self._recording is not None and alone and batch.total == self.recipe.batch:
+            return self._recording(batch.images, batch.targets)
         with self.runner.accumulating(batch.last):
-            with autocast(self.precision, self.world.device):
-                losses = self.task.objective(self.runner, batch.images, batch.targets)
-            # Engines average over ranks; the step is a mean over its images, wherever they were computed.
-            loss = losses.sum() * (self.world.ranks / batch.total)
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            return self._backward(batch.images, batch.targets, batch.total)
+
+    def _backward(self, images: Tensor, targets: Tensor, total: int) -> Tensor:
+        with autocast(self.precision, self.world.device):
+            losses = self.task.objective(self.runner, images, targets)
+        # Engines average over ranks; the step is a mean over its images, wherever they were computed.
+        loss = losses.sum() * (self.world.ranks / total)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
+
+    def _make_recording(self) -> Recording | None:
+        """Where one GPU takes the whole step at once, it can be recorded."""
+        recipe, device = self.recipe, self.world.device
+        if device.type != "cuda" or self.world.ranks > 1 or self.scaler is not None or recipe.compile or not recipe.cuda_graph:
+            return None
+        return Recording(lambda images, targets: self._backward(images, targets, recipe.batch), self.optimizer.parameters)
 
     def rate(self, number: int) -> float:
         return factor(self.recipe.schedule, number, self.total, self.recipe.optim.lr)

@@ -1,0 +1,86 @@
+"""GELU and its gradient, each in one pass over memory; the backward pass also gives the bias' gradient and GELU's value again.
+
+The error function is Abramowitz and Stegun's 7.1.26 (off by at most 1.5e-7): its exponential is the normal density's, which
+the gradient needs anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vitrail.models.fused.launching import ceil_div, is_fake, processors
+
+
+@triton.jit
+def share(x, TANH: tl.constexpr):
+    """Φ(x), by which GELU multiplies x, and its derivative."""
+    if TANH:
+        inner = x * (0.7978845608028654 + 0.035677408136300125 * x * x)
+        chance = 1.0 / (1.0 + tl.exp2(inner * -2.8853900817779268))
+        density = 2.0 * chance * (1.0 - chance) * (0.7978845608028654 + 0.10703222440890037 * x * x)
+    else:
+        distance = tl.abs(x) * 0.7071067811865476
+        bell = tl.exp2(x * x * -0.7213475204444817)
+        t = 1.0 / (1.0 + 0.3275911 * distance)
+        tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))) * bell * 0.5
+        chance = tl.where(x < 0, tail, 1.0 - tail)
+        density = bell * 0.3989422804014327
+    return chance, density
+
+
+@triton.jit
+def _forward_kernel(h, g, size, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
+    chance, _ = share(x, TANH)
+    tl.store(g + place, (x * chance).to(g.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    h, dg, dh, g, sums, rows, width,
+    TANH: tl.constexpr, RECOMPUTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    inside = column < width
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(program * ROWS, rows, programs * ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        place = row.to(tl.int64)[:, None] * width + column[None, :]
+        x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
+        slope = tl.load(dg + place, mask=mask, other=0.0).to(tl.float32)
+        chance, density = share(x, TANH)
+        slope *= chance + x * density
+        tl.store(dh + place, slope.to(dh.dtype.element_ty), mask=mask)
+        if RECOMPUTES:
+            tl.store(g + place, (x * chance).to(g.dtype.element_ty), mask=mask)
+        total += slope
+    tl.store(sums + program * width + column, tl.sum(total, axis=0), mask=inside)
+
+
+def gelu(h: Tensor, tanh: bool) -> Tensor:
+    """GELU of `h`, computed in float32."""
+    g, block = torch.empty_like(h), 8192
+    if not is_fake(h):
+        _forward_kernel[(ceil_div(h.numel(), block),)](h, g, h.numel(), TANH=tanh, BLOCK=block, num_warps=8)
+    return g
+
+
+def gelu_backward(h: Tensor, dg: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient at `h` [..., column], its sum over all but columns in float32, and GELU of `h` again."""
+    width, rows = h.shape[-1], h.numel() // h.shape[-1]
+    dh, g = torch.empty_like(h), torch.empty_like(h)
+    at_once, columns = 4, 512
+    programs = max(1, min(ceil_div(rows, at_once), processors(h.device) * 16 // ceil_div(width, columns)))
+    sums = torch.empty(programs, width, dtype=torch.float32, device=h.device)
+    if not is_fake(h):
+        _backward_kernel[(ceil_div(width, columns), programs)](
+            h, dg, dh, g, sums, rows, width, TANH=tanh, RECOMPUTES=True, ROWS=at_once, COLUMNS=columns, num_warps=4
+        )
+    return dh, sums.sum(0), g

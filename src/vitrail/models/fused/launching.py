@@ -1,0 +1,43 @@
+"""What the kernels share: when they can run, and how many programs to start."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the compiler of the kernels is here; torch brings it along where there are CUDA GPUs."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors the device has; a few on a processor, where kernels run interpreted, in tests."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape and no numbers, as when memory is planned: then nothing is launched."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+Kernel = Any  # triton.JITFunction, which is only importable where Triton is

@@ -1,0 +1,66 @@
+"""Forward and backward of a micro-batch as a CUDA graph: recorded once, then replayed without the processor's help.
+
+A GPU finishes a small model's operations sooner than a processor can start them one by one. What is recorded reads its images and
+targets from fixed places and writes its gradients to fixed places; between them it is the same sequence of kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+_BEFORE = 3  # steps in the ordinary way first: kernels are compiled and chosen then, and memory is found
+
+
+class Recording:
+    """`backward(images, targets)` → loss, leaving gradients behind: recorded after a few calls, replayed from then on.
+
+    Only for calls that find no gradients there yet. A call of another shape goes the ordinary way.
+    """
+
+    def __init__(self, backward: Callable[[Tensor, Tensor], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        self._backward, self._parameters = backward, parameters
+        self._calls, self._shapes = 0, (_kind(torch.empty(0)),) * 2
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.failure = ""
+        """Why nothing can be recorded, once that was tried in vain."""
+
+    def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
+        shapes = (_kind(images), _kind(targets))
+        if self._graph is None and not self.failure:
+            self._calls = self._calls + 1 if shapes == self._shapes else 1
+            self._shapes = shapes
+            if self._calls > _BEFORE:
+                self._record(images, targets)
+        if self._graph is None or shapes != self._shapes:
+            return self._backward(images, targets)
+        self._images.copy_(images)
+        self._targets.copy_(targets)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._loss
+
+    def _record(self, images: Tensor, targets: Tensor) -> None:
+        self._images, self._targets = images.clone(), targets.clone()
+        torch.cuda.empty_cache()  # what is recorded has memory of its own
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._loss = self._backward(self._images, self._targets)
+        except Exception as error:  # whatever cannot be recorded still runs
+            self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            return
+        finally:
+            self._gradients = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+        self._graph = graph
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()

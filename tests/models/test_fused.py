@@ -1,0 +1,220 @@
+"""The fused kernels compute what the plain blocks do, forward and backward.
+
+Without a GPU they run in Triton's interpreter (tests/conftest.py switches it on), in float32 and to float32's accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.models.peers import randomise
+from vitrail.models import ViT, create_model
+from vitrail.models.fused import encoder
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOW = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+CLOSE = 3e-2 if torch.cuda.is_available() else 3e-6  # of the largest value
+
+
+def near(a: Tensor, b: Tensor, tolerance: float = CLOSE) -> bool:
+    scale = max(float(b.detach().abs().max()), 0.3)
+    return bool((a.detach().float() - b.detach().float()).abs().max() <= tolerance * scale)
+
+
+@pytest.fixture
+def fusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fused kernels wherever the block allows them, though this may be a processor and float32."""
+    monkeypatch.setattr(encoder, "low_precision", lambda x: LOW)
+    real = encoder.can_fuse
+    monkeypatch.setattr(encoder, "can_fuse", lambda blocks, x: DEVICE == "cpu" or real(blocks, x))
+    yield
+
+
+def small(**changes: Any) -> ViT:
+    changes = {"image_size": 48, "depth": 3, "outputs": 7, "heads": 3, **changes}
+    model = randomise(create_model("ViT-Ti/16", seed=0, **changes)).train().to(DEVICE)
+    assert isinstance(model, ViT)
+    return model
+
+
+def results(model: ViT, images: Tensor, kernels: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model.kernels = kernels  # type: ignore[assignment]
+    model.zero_grad()
+    torch.manual_seed(3)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+        logits = model(images)
+    (logits.float() * torch.linspace(-1, 1, logits.shape[1], device=DEVICE)).sum().backward()
+    return logits, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "the paper's": {},
+    "erf": {"gelu": "erf"},
+    "mean pooling": {"pooling": "mean", "final_norm": "after-pool"},
+    "attention pooling": {"pooling": "map"},
+    "distilled": {"distill_token": True},
+    "registers": {"registers": 2},
+    "no bias": {"qkv_bias": False},
+    "sincos": {"position": "sincos2d"},
+    "wide heads": {"heads": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_the_plain_ones(case: str, fusing: None) -> None:
+    model, images = small(**CASES[case]), torch.randn(2, 3, 48, 48, device=DEVICE)
+    plain, plain_gradients = results(model, images, "plain")
+    fused, fused_gradients = results(model, images, "auto")
+    assert near(fused, plain)
+    assert fused_gradients.keys() == plain_gradients.keys()
+    for name, gradient in plain_gradients.items():
+        assert near(fused_gradients[name], gradient, 2 * CLOSE), name
+
+
+def test_the_fused_path_is_really_taken(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    run = encoder.run_blocks
+
+    def watched(blocks: Any, x: Tensor, **options: Any) -> Any:
+        seen.append(len(blocks))
+        return run(blocks, x, **options)
+
+    monkeypatch.setattr(encoder, "run_blocks", watched)
+    model = small()
+    results(model, torch.randn(1, 3, 48, 48, device=DEVICE), "auto")
+    results(model, torch.randn(1, 3, 48, 48, device=DEVICE), "plain")
+    assert seen == [3]
+
+
+def test_stochastic_depth_drops_the_same_branches(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = [torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.5, 1.0])] * 2
+    model, images = small(stochastic_depth=0.5), torch.randn(2, 3, 48, 48, device=DEVICE)
+    drawn = iter(factors)
+    for block in model.blocks:
+        monkeypatch.setattr(block.skip, "forward", lambda x: x * next(drawn).to(x)[:, None, None])
+    plain, plain_gradients = results(model, images, "plain")
+    drawn = iter(factors)
+    monkeypatch.setattr(encoder, "_keep", lambda block, x: next(drawn).to(DEVICE))
+    fused, fused_gradients = results(model, images, "auto")
+    assert near(fused, plain)
+    assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
+
+
+def test_stochastic_depth_keeps_the_mean() -> None:
+    block = small(stochastic_depth=0.5).blocks[-1]
+    kept = encoder._keep(block, torch.zeros(10_000, 1, device=DEVICE))  # type: ignore[arg-type]
+    assert kept is not None and set(kept.unique().tolist()) == {0.0, 2.0} and abs(float(kept.mean()) - 1) < 0.1
+    assert encoder._keep(block.eval(), torch.zeros(4, 1)) is None  # type: ignore[arg-type]
+
+
+def test_many_tokens_go_to_the_library(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import attention
+
+    monkeypatch.setattr(attention, "MOST_TOKENS", 4)
+    monkeypatch.setattr(attention, "attention", None)
+    model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    plain, plain_gradients = results(model, images, "plain")
+    fused, fused_gradients = results(model, images, "auto")
+    assert near(fused, plain)
+    assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
+
+
+def test_recomputed_blocks_give_the_same(fusing: None) -> None:
+    model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    _, kept = results(model, images, "auto")
+    model.checkpoint_activations(2)
+    _, recomputed = results(model, images, "auto")
+    assert all(near(recomputed[name], one, 1e-6) for name, one in kept.items())
+
+
+def test_weights_without_gradients_may_be_frozen(fusing: None) -> None:
+    model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    _, whole = results(model, images, "auto")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head"))
+    _, frozen = results(model, images, "auto")
+    assert set(frozen) == {"head.weight", "head.bias"}
+    assert all(near(frozen[name], whole[name], 1e-6) for name in frozen)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 3), st.sampled_from([16, 32]), st.booleans(), st.randoms())
+def test_attention_gradients(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
+    from vitrail.models.fused.attention import attention, attention_backward
+
+    torch.manual_seed(random.randint(0, 10_000))
+    width, queries = heads * channels, 1 if few else tokens
+    kv = torch.randn(images, tokens, 2 * width, device=DEVICE, dtype=LOW, requires_grad=True)
+    q = torch.randn(images, queries, width, device=DEVICE, dtype=LOW, requires_grad=True)
+    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, *kv.chunk(2, -1))]
+    expected = F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+    slope = torch.randn_like(expected)
+    dq, dkv = torch.autograd.grad(expected, (q, kv), slope)
+    with torch.no_grad():
+        parts = (q, *kv.chunk(2, -1))
+        out, lse = attention(*parts, heads)
+        found_q, found_kv = torch.full_like(q, torch.nan), torch.full_like(kv, torch.nan)
+        sums = attention_backward(*parts, out, slope, lse, heads, (found_q, *found_kv.chunk(2, -1)))
+    assert near(out, expected) and near(found_q, dq, 3 * CLOSE) and near(found_kv, dkv, 3 * CLOSE)
+    assert near(sums, torch.cat([dq.sum(1), dkv.sum(1)], -1), 10 * CLOSE)
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+def test_gelu_to_seven_digits(tanh: bool) -> None:
+    from vitrail.models.fused.gelu import gelu, gelu_backward
+
+    h = torch.linspace(-12, 12, 3 * 700, device=DEVICE).reshape(3, 700)
+    slope = torch.randn_like(h)
+    exact = h.double().requires_grad_()
+    value = F.gelu(exact, approximate="tanh" if tanh else "none")
+    (expected,) = torch.autograd.grad(value, exact, slope.double())
+    dh, sums, again = gelu_backward(h, slope, tanh)
+    assert (gelu(h, tanh) - value).abs().max() < 2e-6 and torch.equal(again, gelu(h, tanh))
+    assert (dh - expected).abs().max() < 5e-6 and (sums - expected.sum(0)).abs().max() < 1e-5
+
+
+def test_norm_of_a_stream_far_from_zero() -> None:
+    """Two passes over the row, not the difference of two large sums."""
+    x = 1000 + torch.randn(2, 5, 24, device=DEVICE)
+    norm = nn.LayerNorm(24, eps=1e-6).to(DEVICE)
+    _, y = encoder.add_norm(encoder.Stream(x), norm, torch.float32)
+    exact = F.layer_norm(x.double(), (24,), eps=1e-6)
+    assert (y - exact).abs().max() < 5e-4  # the inputs themselves are only that fine
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dropout": 0.1}, {"attention_dropout": 0.1}, {"layer_scale": 1e-4}, {"attention": "axial"}, {"position": "relative"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_kernels_do_not_know_is_left_to_the_plain_path(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "is_fake", lambda x: True)  # stands for a GPU: the question is only asked
+    x = torch.zeros(1, 10, 192, dtype=torch.bfloat16)
+    assert small()._can_fuse(x)
+    assert not small(**change)._can_fuse(x)
+
+
+def test_somebody_who_listens_to_a_part_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "is_fake", lambda x: True)
+    model, x = small(), torch.zeros(1, 10, 192, dtype=torch.bfloat16)
+    handle = model.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    assert not model._can_fuse(x)
+    handle.remove()
+    assert model._can_fuse(x)
+
+
+def test_processors_and_float32_go_the_plain_way() -> None:
+    model = small()
+    assert not model._can_fuse(torch.zeros(1, 10, 192))
+    if DEVICE == "cpu":
+        assert not model._can_fuse(torch.zeros(1, 10, 192, dtype=torch.bfloat16))

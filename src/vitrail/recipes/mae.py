@@ -26,7 +26,6 @@ def imagenet() -> Recipe:
         schedule=ScheduleSpec(kind="cosine", warmup=12_500),
         epochs=800,
         batch=4096,
-        compile=True,
         log_every=50,
         eval_every=20,
     )

@@ -29,7 +29,6 @@ def paper(data: str, steps: int, expected: str = "") -> Recipe:
         schedule=ScheduleSpec(kind="cosine", warmup=10_000),
         steps=steps,
         batch=4096,
-        compile=True,
         log_every=50,
         expected=expected,
     )

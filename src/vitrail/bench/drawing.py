@@ -53,10 +53,9 @@ def _panel(axes: Axes, rows: list[Row]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel(_AXIS.get(first.measure, "largest batch"), fontsize=8.5)
-    batch = f", batch {first.batch}" if first.measure == "throughput" else ""
-    axes.set_title(
-        f"{first.model} {first.task}, {first.image_size} px, {first.precision}{batch}\n{first.hardware}", fontsize=9, loc="left"
-    )
+    how = {"throughput": f", batch {first.batch}", "latency": ", one image at a time"}.get(first.measure, "")
+    title = f"{first.model} {first.task}, {first.image_size} px, {first.precision}{how}\n{first.hardware}"
+    axes.set_title(title, fontsize=9, loc="left")
 
 
 def _value(row: Row) -> float:

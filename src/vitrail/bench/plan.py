@@ -28,8 +28,8 @@ _ALL_MODES = tuple(dict.fromkeys((*_OUR_TRAINS, *_OUR_INFERS, *_PEER_INFERS)))
 # The modes that matter, when none are asked for: (ours, a peer's). Every compilation of a model costs about a minute.
 _USUAL: dict[tuple[bool, Task, Measure], tuple[tuple[str, ...], tuple[str, ...]]] = {
     (True, "train", "throughput"): (("default", "loop", "compiled"), ("eager", "compiled")),
-    (True, "infer", "throughput"): (("default", "fast"), ("compiled", "compiled-bf16")),
-    (True, "infer", "latency"): (("default", "fast"), ("eager", "graphs", "graphs-bf16")),
+    (True, "infer", "throughput"): (("default", "default-bf16", "fast"), ("compiled", "compiled-bf16")),
+    (True, "infer", "latency"): (("default", "default-bf16", "fast", "graphs-bf16"), ("eager", "graphs", "graphs-bf16")),
     (True, "train", "largest-batch"): (("default",), ("eager",)),
     (True, "infer", "largest-batch"): (("default",), ("eager",)),
     (False, "train", "throughput"): (("default",), ("eager",)),

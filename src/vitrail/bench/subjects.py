@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from vitrail.bench import peers
 from vitrail.bench.plan import OURS, Measure, Task
 from vitrail.data.batch import Batch
-from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, build_model, parameters
 from vitrail.tasks import Classify
 from vitrail.train.config import OptimSpec, Recipe, ScheduleSpec
@@ -92,8 +91,8 @@ class Subject:
     parameters: int
     finite: Callable[[Tensor], bool] = field(default=lambda given: bool(given.isfinite().all()))
     """Whether all numbers were finite, judged by what the last step gave."""
-    trouble: Callable[[], str] = lambda: ""
-    """What did not go as it should, though the steps went on."""
+    remark: Callable[[], str] = lambda: ""
+    """What one should know about how it ran."""
 
 
 @contextmanager
@@ -111,7 +110,8 @@ def prepare(case: Case, inputs: Inputs) -> Subject:
     model = _model(case)
     count = sum(one.numel() for one in model.parameters())
     if case.task == "infer":
-        return Subject(_inference(case, model, inputs), count)
+        remark = _arithmetic(case, model)
+        return Subject(_inference(case, model, inputs), count, remark=lambda: remark)
     if case.mode == "loop":
         return _whole_step(case, model, inputs, count)
     return Subject(_training(case, model, inputs), count)
@@ -152,13 +152,24 @@ def _fill_head(model: nn.Module, outputs: int) -> None:
     nn.init.trunc_normal_(head.weight, std=0.02)
 
 
-def _for_inference(case: Case, model: nn.Module) -> nn.Module:
-    try:
-        from vitrail.models.inference import for_inference
-    except ImportError as error:
-        raise VitrailError(f"the mode {case.mode} needs vitrail.models.inference, which this version does not have") from error
-    made: nn.Module = for_inference(model, precision=case.mode.partition("-")[2] or "auto")
-    return made
+def _for_inference(case: Case, model: Any) -> nn.Module:
+    from vitrail.models.inference import for_inference
+
+    return for_inference(model, precision=_fast_precision(case), device=case.device)
+
+
+def _arithmetic(case: Case, model: Any) -> str:
+    """What a model made for inference computes in, and why: it is not always what the others do."""
+    if not case.fast:
+        return ""
+    from vitrail.models.inference import choose
+
+    chosen = choose(model, _fast_precision(case), case.device)
+    return f"computes in {chosen.precision}: {chosen.why}"
+
+
+def _fast_precision(case: Case) -> Any:
+    return case.mode.partition("-")[2] or "auto"
 
 
 def _inference(case: Case, model: nn.Module, inputs: Inputs) -> Callable[[], Tensor]:
@@ -211,11 +222,11 @@ def _whole_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -
         reading = one.read()  # the loop leaves a bad step out and counts it
         return not reading.skipped and math.isfinite(reading.loss)
 
-    def trouble() -> str:
+    def remark() -> str:
         recording = getattr(one, "_recording", None)
         return f"not recorded: {recording.failure}" if recording is not None and recording.failure else ""
 
-    return Subject(step, parameters, finite, trouble)
+    return Subject(step, parameters, finite, remark)
 
 
 def _step_marker(case: Case) -> Callable[[], None]:

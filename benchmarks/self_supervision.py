@@ -38,7 +38,7 @@ from vitrail.evaluate.fewshot import FewShotSpec, few_shot
 from vitrail.evaluate.probing import ProbeSpec, probe
 from vitrail.evaluate.running import Running
 from vitrail.files import atomic_file, write_text
-from vitrail.models import ViT, create_model, flops
+from vitrail.models import ViT, create_model, needed_flops
 from vitrail.models.masked import Pretraining
 from vitrail.recipes import recipe_named
 from vitrail.tasks import Classify
@@ -189,7 +189,7 @@ class Steps:
         if spec is not None:
             trained, task = pretext(model, settled(spec), preset("google-vit", size=options.size))
             trained.reset(torch.Generator().manual_seed(0))
-        self.flops = trained.flops() if isinstance(trained, Pretraining) else flops(model.config)
+        self.flops = trained.flops() if isinstance(trained, Pretraining) else needed_flops(model.config)
         trained.to(device).train()
         task.to(device)
         runner = Runner(trained, World(device), low_precision=low_precision(self.precision))

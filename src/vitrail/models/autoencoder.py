@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
+from vitrail.models.fused import encoder as fused
 from vitrail.models.initialise import initialise_parts
-from vitrail.models.masked import Pretraining, at, count_of
+from vitrail.models.masked import Pretraining, at, count_of, unread_flops
 from vitrail.models.positions import sincos_table
 from vitrail.models.vit import Block, ViT
 
@@ -80,16 +81,19 @@ class MaskedAutoencoder(Pretraining):
             ],
             dim=1,
         )
-        last = len(self.decoder_blocks) - 1
-        for number, block in enumerate(self.decoder_blocks):
-            x = block(x, None, self.hidden if number == last else None)
+        blocks: list[Block] = list(self.decoder_blocks)  # type: ignore[arg-type]
+        if fused.can_fuse(blocks, x):
+            return fused.added(fused.run_blocks(blocks, x, first=self.hidden))
+        for block in blocks:
+            x = block(x, None, self.hidden if block is blocks[-1] else None)
         return x
 
     def flops(self) -> int:
         config, seen = self.config, self.config.tokens - self.hidden
         embedding = 2 * self.patches * config.patch_channels * config.patch[0] * config.patch[1] * config.width
         between = 2 * seen * config.width * self.decoder.width + 2 * self.hidden * self.decoder.width * self.head.out_features
-        return embedding + between + _block_flops(config, seen) + _block_flops(self.decoder, config.tokens)
+        decoding = _block_flops(self.decoder, config.tokens) - unread_flops(self.decoder, config.tokens, self.hidden)
+        return embedding + between + _block_flops(config, seen) + decoding
 
 
 def check_droppable(config: ViTConfig) -> None:

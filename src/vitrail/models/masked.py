@@ -108,7 +108,7 @@ class MaskedPatches(Pretraining):
     def encode(self, patches: Tensor, order: Tensor) -> Tensor:
         """The encoder's output of the patches that come first in `order` [image, patch], in that order."""
         x, prefix = self.encoder.assemble(patches), self.config.prefix
-        if self.config.attention != "full" or self.config.position_at != "input":  # these need the tokens in their places
+        if not self._any_order:
             return at(self._finished(self.encoder.encode(x))[:, prefix:], order[:, : self.hidden])
         # Attention knows no order once positions are added; so what is asked for goes first, and the last block leaves out
         # the rest.
@@ -124,14 +124,26 @@ class MaskedPatches(Pretraining):
         steps = (noise.gather(1, places) * (total - 1)).long().clamp(max=max(total - 2, 0))
         return (own + 1 + steps) % total
 
+    @property
+    def _any_order(self) -> bool:
+        """Whether tokens may change places once they have their positions."""
+        return self.config.attention == "full" and self.config.position_at == "input"
+
     def flops(self) -> int:
-        return flops(self.config) + 2 * self.hidden * self.head.in_features * self.head.out_features
+        head = 2 * self.hidden * self.head.in_features * self.head.out_features
+        return flops(self.config) + head - (unread_flops(self.config, self.config.tokens, self.hidden) if self._any_order else 0)
 
 
 def at(values: Tensor, places: Tensor) -> Tensor:
     """Of values [image, patch, …] those at places [image, place]."""
     index = places.reshape(*places.shape, *(1,) * (values.ndim - 2)).expand(-1, -1, *values.shape[2:])
     return values.gather(1, index)
+
+
+def unread_flops(config: ViTConfig, tokens: int, read: int) -> int:
+    """Operations that the last block of so many tokens leaves out when only `read` of them are asked for."""
+    own = 2 * config.width * (2 * config.width + 2 * config.mlp)  # query, output projection, MLP
+    return (tokens - read) * (own + 4 * config.width * tokens)
 
 
 def count_of(rate: float, config: ViTConfig) -> int:

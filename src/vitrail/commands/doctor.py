@@ -19,6 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitrail.models import model_config
+from vitrail.models.inference import choose
+
 EXTRAS = {
     "export": ("onnx", "onnxruntime"),
     "serve": ("fastapi", "uvicorn"),
@@ -60,6 +63,8 @@ def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
         table.add_row("device", f"{device['device']}: {device['name']}{memory}")
         table.add_row("  precision", _answers(device["precisions"]))
         table.add_row("  attention", _answers(device["kernels"]))
+        if device["inference"]:
+            table.add_row("  inference", f"ViT-B/16 in {device['inference']['precision']}: {device['inference']['why']}")
         table.add_row("  torch.compile", "ready" if device["compile"] else "no working compiler found: runs will be eager")
     table.add_section()
     for extra, missing in found["extras"].items():
@@ -98,12 +103,19 @@ def _device(device: torch.device) -> dict[str, Any]:
         "memory_gib": properties.total_memory / 2**30 if properties else None,
         "precisions": {name: _trains(device, dtype) for name, dtype in precisions.items()},
         "kernels": {name: _attends(device, low, kernel) for name, kernel in KERNELS.items()},
+        "inference": _inference(device) if device.type == "cpu" else None,
         "compile": _compiles(device),
     }
 
 
 def _processor() -> str:
     return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _inference(device: torch.device) -> dict[str, str]:
+    """What `--precision auto` takes for a model of the usual size."""
+    chosen = choose(model_config("B/16"), "auto", device)
+    return {"precision": chosen.precision, "why": chosen.why}
 
 
 def _trains(device: torch.device, dtype: torch.dtype) -> bool:

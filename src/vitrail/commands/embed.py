@@ -48,8 +48,11 @@ def embed(
     split = find_images(images)
     bundle = options.bundle(checkpoint, world)
     with progress_bar(console, "embedding", len(split)) as advance:
-        found = embed_images(bundle, split, features, options.running(world, advance))
+        running = options.running(world, advance)
+        found = embed_images(bundle, split, features, running)
     found.save(out)
+    if (remark := running.remark(bundle.model)) is not None:
+        console.print(remark, highlight=False, soft_wrap=True)
     for one in found.bad:
         console.print(f"{one.name}: {one.fault}", style="red", highlight=False, markup=False, soft_wrap=True)
     summary = {

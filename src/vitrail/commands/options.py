@@ -33,7 +33,7 @@ class RunOptions:
     workers: int | None = None
     """Processes that read images for a GPU; on a processor, threads that read and compute. None: one a processor."""
     precision: Precision = "fp32"
-    """bf16 and fp16 are faster on a GPU and round more."""
+    """bf16 and fp16 are faster and round more; so is int8, on a processor. auto: the fastest that suits the processor and model."""
     bad_images: BadImages = "error"
     """What to do with an image that cannot be read: stop, or leave it out and list it."""
     preprocess: str | None = None

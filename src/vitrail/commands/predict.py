@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -30,10 +31,11 @@ def predict(
     top: int = 5,
     csv_: Annotated[Path | None, tyro.conf.arg(name="csv")] = None,
     json_: Json = False,
-    options: Options = RunOptions(bad_images="skip"),  # noqa: B008 - it is frozen
+    options: Options = RunOptions(bad_images="skip", precision="auto"),  # noqa: B008 - it is frozen
 ) -> int:
     """Say what is in images: the most probable classes of each, one image a line, as soon as they are known.
 
+    On a processor with instructions for it the model is computed in int8 or bf16, which is said; --precision fp32 is exact.
     An image that cannot be read is reported and passed over; the exit status is then 1 (--bad-images error stops instead).
 
     Example: vitrail predict runs/pets cat.jpg holiday/ --top 3
@@ -55,10 +57,12 @@ def predict(
     world = World(choose_device(options.device))
     split = find_images(images)
     bundle = options.bundle(checkpoint, world)
-    bad, console = 0, Console(stderr=True)
+    bad, console, running = 0, Console(stderr=True), options.running(world)
+    if (remark := running.remark(bundle.model)) is not None:
+        console.print(remark, highlight=False, soft_wrap=True)
     with _output(csv_) as stream, progress_bar(console, "predicting", len(split), hidden=stream.isatty()) as advance:
         write = _writer(stream, bundle, top, csv_ is not None, json_)
-        for one in predict_images(bundle, split, top=top, running=options.running(world, advance)):
+        for one in predict_images(bundle, split, top=top, running=replace(running, progress=advance)):
             write(one)
             if one.fault is not None:
                 bad += 1

@@ -106,7 +106,7 @@ def extract(model: Model, split: Split, preprocess: Preprocess, spec: FeatureSpe
     spec.check(model)
     if len(split) == 0:
         raise VitrailError(f"The split {split.name!r} has no images to compute features of.")
-    model = model.to(running.world.device)
+    model = running.ready(model)
     passed = running.over(split, preprocess, model, lambda images: spec.of(model, images))
     found, places, row = np.empty(0, np.float32), np.empty(len(split), np.int64), 0
     for features, batch in passed:

@@ -99,7 +99,9 @@ def measure(
     if size is not None:
         model = copy.deepcopy(model).resize(size)
         preprocess = preprocess.with_size(model.config.image_size)
-    model = model.to(running.world.device)
+    remark = running.remark(model)
+    notes += [remark] if remark is not None else []
+    model = running.ready(model)
     passed = running.over(opened, preprocess, model, model.__call__)
     kept = (_keep_answers if bundle.task == "classify" else _keep_outputs)(bundle, opened, passed, running)
     common = {

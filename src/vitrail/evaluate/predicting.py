@@ -39,7 +39,7 @@ def predict(
         raise VitrailError(f"top is {top}; at least one answer must be asked for.")
     split = images if isinstance(images, Split) else find_images(images)
     running = running or on_own_device(bundle.model, bad_images="skip")
-    model = bundle.model.to(running.world.device)
+    model = running.ready(bundle.model)
     passed = running.over(split, bundle_preprocess(bundle), model, lambda batch: bundle.read(model(batch), top))
     return _in_order(split, passed)
 

@@ -22,10 +22,11 @@ from vitrail.data.waiting import most_workers
 from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.models.features import evaluating
+from vitrail.models.inference import choose, for_inference
 from vitrail.train.parallel import World
 from vitrail.train.step import autocast
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 BadImages = Literal["error", "skip"]
 T = TypeVar("T")
 
@@ -47,6 +48,25 @@ class Running:
     bad_images: BadImages = "error"
     progress: Callable[[int], None] = no_progress
     """Told how many images are done since it was last told."""
+
+    def ready(self, model: Model) -> Model:
+        """The model on its device, in the form that computes fastest in this precision; the one given may be the same."""
+        device = self.world.device
+        if device.type == "cpu" and self.precision != "fp16":
+            return for_inference(model, self.precision, device)
+        if self.precision == "int8":
+            raise VitrailError(f"--precision int8 is for processors; on {device.type} take fp32, bf16 or fp16.")
+        return model.to(device)
+
+    def remark(self, model: Model) -> str | None:
+        """Says what a processor computes in, and why, where that is not float32 or not what was asked for."""
+        if self.world.device.type != "cpu" or self.precision == "fp16":
+            return None
+        chosen = choose(model.config, self.precision, self.world.device)
+        if chosen.precision == "fp32" and self.precision in ("fp32", "auto"):
+            return None
+        exact = "" if chosen.precision == "fp32" else "; --precision fp32 computes exactly"
+        return f"computed in {chosen.precision}: {chosen.why}{exact}"
 
     def over(self, split: Split, preprocess: Preprocess, model: Model, compute: Callable[[Tensor], T]) -> Pass[T]:
         """A pass of `compute`, which is the model or a part of it, over this rank's images."""
@@ -133,7 +153,9 @@ class Pass(Iterator[tuple[T, Batch]]):
         return host, (self._computed(batch), batch)
 
     def _computed(self, batch: Batch) -> T:
-        with torch.no_grad(), autocast(self._running.precision, self._running.world.device):
+        # A processor's bf16 is in the layers that `ready` made.
+        precision = "fp32" if self._on_cpu and self._running.precision != "fp16" else self._running.precision
+        with torch.no_grad(), autocast(precision, self._running.world.device):
             return self._compute(batch.images.to(self._model.norm.weight.dtype))
 
 

@@ -1,0 +1,266 @@
+"""Copies made for inference: the same answers, image by image, whatever this machine's processor can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import vitrail
+from vitrail.errors import VitrailError
+from vitrail.models import BiT, ViT, model_config
+from vitrail.models.inference import blocks, choose, choosing, for_inference, operations
+from vitrail.models.inference.blocks import _by_powers_of_two
+from vitrail.models.inference.choosing import Processor
+from vitrail.models.inference.linear import PlainLinear, make_linear, quantise
+
+CPU = torch.device("cpu")
+LIMITS = {"fp32": 2e-5, "bf16": 0.03, "int8": 0.06}  # of the logits' and tokens' length
+VARIANTS: dict[str, dict[str, Any]] = {
+    "Ti/16": {},
+    "S/16": {"image_size": 48},
+    "mean": {"pooling": "mean"},
+    "map": {"pooling": "map"},
+    "registers": {"registers": 3},
+    "distilled": {"distill_token": True},
+    "layer scale": {"layer_scale": 0.1},
+    "exact GELU": {"gelu": "erf"},
+    "no bias": {"qkv_bias": False},
+    "relative": {"position": "relative"},
+    "axial": {"attention": "axial"},
+    "rectangle": {"image_size": (48, 80)},
+    "R+ViT-Ti/16": {"image_size": 64},
+}
+
+
+def build(kind: str = "Ti/16", **changes: Any) -> ViT:
+    """A model with every parameter drawn at random, so that nothing is hidden behind a zero or a one."""
+    name = kind if "/" in kind else "Ti/16"
+    depth = {} if name.startswith("R") else {"depth": 3}
+    model = vitrail.create_model(name, outputs=20, **{"image_size": 64, **depth, **VARIANTS.get(kind, {}), **changes}).eval()
+    generator = torch.Generator().manual_seed(3)
+    for key, parameter in model.named_parameters():
+        if parameter.ndim < 2 or "head" in key:
+            torch.nn.init.normal_(parameter, float(parameter.detach().mean()), 0.1, generator=generator)
+    assert isinstance(model, ViT)
+    return model
+
+
+def some_images(model: ViT | BiT, count: int = 3) -> Tensor:
+    return torch.randn(count, 3, *model.config.image_size, generator=torch.Generator().manual_seed(1))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture
+def tried_anew() -> Iterator[None]:
+    """What an earlier test found out about this torch is forgotten, before and after."""
+    operations.works.cache_clear()
+    yield
+    operations.works.cache_clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", LIMITS)
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_copies_answer_as_the_model_does(kind: str, precision: Any) -> None:
+    model = build(kind)
+    images, limit = some_images(model), LIMITS[precision]
+    copy = for_inference(model, precision)
+    assert isinstance(copy, ViT) and copy.config == model.config and not copy.training
+    assert error(copy(images), model(images)) < limit
+    ours, theirs = copy.features(images, layers=[0, -1]), model.features(images, layers=[0, -1])
+    for name in ("tokens", "pooled", "pre_logits"):
+        assert error(getattr(ours, name), getattr(theirs, name)) < limit
+    assert all(error(ours.layers[layer], theirs.layers[layer]) < limit for layer in theirs.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", LIMITS)
+@pytest.mark.parametrize("kind", ["Ti/16", "relative", "axial"])
+def test_attention_of_copies_is_a_softmax_near_the_models(kind: str, precision: Any) -> None:
+    model = build(kind)
+    images = some_images(model)
+    pairs = zip(for_inference(model, precision).attention(images), model.attention(images), strict=True)
+    for (layer, ours), (same, theirs) in pairs:
+        assert layer == same and bool((ours >= 0).all())
+        torch.testing.assert_close(ours.sum(-1), torch.ones(ours.shape[:-1]))
+        assert error(ours, theirs) < LIMITS[precision]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", LIMITS)
+def test_an_image_does_not_feel_its_neighbours(precision: Any) -> None:
+    copy = for_inference(build(), precision)
+    images = some_images(copy, 6)
+    images[1] *= 50  # an image whose range would be felt if a scale were shared
+    together = copy(images)
+    alone = torch.cat([copy(image[None]) for image in images])
+    few = torch.cat([copy(images[:2]), copy(images[2:])])
+    for other in (alone, few):
+        torch.testing.assert_close(together, other, rtol=0, atol=1e-5 * float(together.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", LIMITS)
+def test_copies_repeat_themselves_on_any_number_of_threads(precision: Any) -> None:
+    copy, before = for_inference(build(), precision), torch.get_num_threads()
+    images, found = some_images(copy, 5), []
+    try:
+        for threads in (1, 2, 2, 1):
+            torch.set_num_threads(threads)
+            found.append(copy(images))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[2])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5 * float(found[0].abs().max()))
+
+
+@pytest.mark.parametrize("precision", LIMITS)
+@pytest.mark.parametrize("kind", ["Ti/16", "axial", "R+ViT-Ti/16"])
+def test_the_model_itself_stays_as_it_is(kind: str, precision: Any) -> None:
+    model = build(kind).train()
+    before = {name: (value, value.clone(), value.requires_grad) for name, value in model.state_dict(keep_vars=True).items()}
+    copy = for_inference(model, precision)
+    with torch.no_grad():
+        answers = copy(some_images(model))
+        for parameter in copy.parameters():
+            parameter.add_(1)
+    assert type(model) is ViT and model.training and all(module.training for module in model.modules())
+    for name, value in model.state_dict(keep_vars=True).items():
+        same, content, requires = before[name]
+        assert value is same and value.requires_grad == requires and torch.equal(value, content)
+    copy = for_inference(model, precision)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(copy(some_images(model)), answers), "the copy still follows the model"
+
+
+@torch.no_grad()
+def test_bit_falls_back_to_float32_and_says_so() -> None:
+    model = vitrail.create_model("BiT-R50x1", outputs=7, image_size=32, seed=0).eval()
+    torch.nn.init.normal_(model.head.weight)
+    images = some_images(model)
+    for precision in ("auto", "int8", "bf16"):
+        chosen = choose(model.config, precision, CPU)
+        assert chosen.precision == "fp32" and "BiT-R50x1 is a ResNet" in chosen.why
+    copy = for_inference(model, "int8")
+    assert isinstance(copy, BiT) and error(copy(images), model(images)) < 1e-5
+
+
+@torch.no_grad()
+def test_weights_in_half_precision_are_computed_in_float32() -> None:
+    model = build().bfloat16()
+    images = some_images(model)
+    found = for_inference(model, "fp32")(images)
+    assert found.dtype == torch.float32 and error(found, model.float()(images)) < LIMITS["fp32"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("fault", ["missing", "raises", "wrong"])
+def test_an_operation_that_does_not_work_is_not_used(kind: Any, fault: str, monkeypatch: Any, tried_anew: None) -> None:
+    name = "int8_linear" if kind == "int8" else "packed_linear"
+
+    def broken(*arguments: Any, **_: Any) -> Tensor:
+        if fault == "missing":
+            return torch.ops.onednn.there_is_no_such_operation(*arguments)  # type: ignore[no-any-return]
+        if fault == "raises":
+            raise RuntimeError("could not create a primitive descriptor")
+        return torch.zeros(5, 16)
+
+    monkeypatch.setattr(operations, name, broken)
+    model = build()
+    chosen = choose(model.config, kind, CPU)
+    assert chosen.precision == "fp32"
+    assert kind == "fp32" or f"has no {kind} product that works" in chosen.why
+    images = some_images(model)
+    assert error(for_inference(model, kind)(images), model(images)) < LIMITS["fp32"]
+    if kind == "fp32":
+        assert isinstance(make_linear(torch.ones(4, 4), None, "fp32"), PlainLinear)
+
+
+def test_auto_goes_by_the_processor_and_the_size(monkeypatch: Any) -> None:
+    def chosen(name: str, **able: bool) -> str:
+        monkeypatch.setattr(choosing, "processor", lambda: Processor(**able))
+        return choose(model_config(name), "auto", CPU).precision
+
+    assert chosen("B/16", int8=True, bf16=True) == "int8"
+    assert chosen("B/16", int8=True, bf16=False) == "int8"
+    assert chosen("B/16", int8=False, bf16=True) == "bf16"
+    assert chosen("B/16", int8=False, bf16=False) == "fp32"
+    assert chosen("Ti/16", int8=True, bf16=True) == "bf16"
+    assert chosen("Ti/16", int8=True, bf16=False) == "fp32"
+
+
+@torch.no_grad()
+def test_int8_without_bfloat16_instructions(monkeypatch: Any) -> None:
+    monkeypatch.setattr(choosing, "processor", lambda: Processor(int8=True, bf16=False))
+    model = build("relative")
+    images = some_images(model)
+    assert error(for_inference(model, "int8")(images), model(images)) < LIMITS["int8"]
+
+
+def test_unknown_precisions_and_gradients_are_refused() -> None:
+    model = build()
+    with pytest.raises(VitrailError, match="'fp8'; it can be auto, fp32, bf16 or int8"):
+        for_inference(model, "fp8")  # type: ignore[arg-type]
+    with pytest.raises(VitrailError, match="Use the model it was made from"):
+        for_inference(model, "fp32").attention_gradients(some_images(model), torch.tensor([0, 0, 0]))  # type: ignore[operator]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", LIMITS)
+def test_what_is_not_a_number_stays_none(precision: Any) -> None:
+    copy = for_inference(build(), precision)
+    images = some_images(copy)
+    images[1, 0, 3, 4] = float("nan")
+    finite = copy(images).isfinite().all(dim=1)
+    assert finite.tolist() == [True, False, True]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31), st.floats(-30, 30), st.floats(1e-6, 1e6))
+def test_bytes_stand_for_values_to_half_a_step(seed: int, shift: float, size: float) -> None:
+    x = (torch.randn(7, 33, generator=torch.Generator().manual_seed(seed)) + shift) * size
+    values, scale, zero = quantise(x)
+    assert 0 <= zero <= 255 and values.dtype == torch.uint8
+    error = (values.double() - zero) * scale - x.double()
+    assert float(error.abs().max()) <= 0.5001 * scale
+    assert scale <= (max(float(x.max()), 0.0) - min(float(x.min()), 0.0)) / 254 * 1.0001
+
+
+def test_zeros_are_quantised() -> None:
+    values, scale, zero = quantise(torch.zeros(3, 4))
+    assert torch.equal((values.float() - zero) * scale, torch.zeros(3, 4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1.0, 40.0, 1000.0])
+@pytest.mark.parametrize("shift", [0.0, -2000.0])
+def test_powers_of_two_are_a_softmax_in_any_range(size: float, shift: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 9, 8, generator=generator) for _ in range(3))
+    bias = torch.full((4, 9, 9), shift)
+    expected = F.softmax((size * q @ k.transpose(1, 2) + bias).double() * torch.tensor(2.0).log(), dim=-1) @ v.double()
+    found = _by_powers_of_two(size * q, k, v, bias)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=2e-3 if size > 100 else 1e-4)
+
+
+@torch.no_grad()
+def test_attention_in_parts_is_attention(monkeypatch: Any) -> None:
+    copy = for_inference(build("relative"), "bf16")
+    images = some_images(copy)
+    whole = copy(images)
+    monkeypatch.setattr(blocks, "SCORES", 2 * 17 * 17 * 2)
+    assert error(copy(images), whole) < 1e-2

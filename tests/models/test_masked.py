@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitrail.errors import VitrailError
 from vitrail.models import ViT, create_model, flops
 from vitrail.models.autoencoder import MaskedAutoencoder
-from vitrail.models.masked import MaskedPatches, Pretraining, at, count_of, shares_of
+from vitrail.models.masked import MaskedPatches, Pretraining, at, count_of, shares_of, taken
 
 TINY = {"patch": 4, "width": 32, "depth": 2, "heads": 2, "mlp": 48}
 
@@ -136,6 +136,14 @@ def test_gradients_reach_every_part(make) -> None:  # type: ignore[no-untyped-de
     without = [name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()]
     assert without == []
     assert model.mask_token.grad.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("count", [7, 3])
+def test_taking_tokens_is_indexing_forward_and_backward(count: int) -> None:
+    places = torch.stack([torch.randperm(7)[:count] for _ in range(3)])
+    tokens = torch.randn(3, 7, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(taken(tokens, places), at(tokens, places))
+    assert torch.autograd.gradcheck(lambda x: taken(x, places), tokens)
 
 
 def test_the_same_noise_hides_the_same_patches() -> None:

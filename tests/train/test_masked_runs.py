@@ -219,6 +219,7 @@ def test_what_does_not_go_together_is_refused_with_a_reason(tmp_path: Path) -> N
         train(recipe_of(masked, model__pooling="map"), tmp_path / "map")
 
 
+@pytest.mark.slow
 def test_a_hybrid_learns_and_is_warned_about(tmp_path: Path) -> None:
     model = ModelSpec(name="R26+ViT-S/32", image_size=64, channels=1, width=32, depth=1, heads=1, mlp=32)
     heard = Heard()

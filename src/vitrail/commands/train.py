@@ -153,7 +153,7 @@ def explain(recipe: Recipe, console: Console) -> None:
     console.print(
         f"\nupdate: {explain_update(recipe.optim)}; s is the {recipe.schedule.kind} schedule", soft_wrap=True, highlight=False
     )
-    group_table(parameter_groups(prepared.model, recipe.optim), recipe, console)
+    group_table(parameter_groups(prepared.trained, recipe.optim), recipe, console)
 
 
 def print_recipes(*, as_json: bool) -> None:

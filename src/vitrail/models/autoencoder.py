@@ -13,7 +13,7 @@ from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.fused import encoder as fused
 from vitrail.models.initialise import initialise_parts
-from vitrail.models.masked import Pretraining, at, count_of, unread_flops
+from vitrail.models.masked import Pretraining, count_of, prefix_places, taken, unread_flops
 from vitrail.models.positions import sincos_table
 from vitrail.models.vit import Block, ViT
 
@@ -64,9 +64,8 @@ class MaskedAutoencoder(Pretraining):
     def encode(self, images: Tensor, seen: Tensor) -> Tensor:
         """The prefix tokens and the patches at the places `seen` [image, place]: nothing else goes through the encoder."""
         tokens, prefix = self.encoder.assemble(self.encoder.embed_patches(images)), self.config.prefix
-        visible = at(tokens[:, prefix:], seen)
-        tokens = torch.cat([tokens[:, :prefix], visible], dim=1) if prefix else visible
-        return self._finished(self.encoder.encode(tokens))
+        visible = taken(tokens, torch.cat([prefix_places(seen, prefix), seen + prefix], dim=1))
+        return self._finished(self.encoder.encode(visible))
 
     def decode(self, encoded: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """The decoder's last tokens of the hidden patches [image, place, width]."""

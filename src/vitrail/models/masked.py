@@ -7,6 +7,7 @@ module around the ViT, so that the ViT itself stays what it always is and is sav
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +113,8 @@ class MaskedPatches(Pretraining):
             return at(self._finished(self.encoder.encode(x))[:, prefix:], order[:, : self.hidden])
         # Attention knows no order once positions are added; so what is asked for goes first, and the last block leaves out
         # the rest.
-        ordered = at(x[:, prefix:], order)
-        x = torch.cat([ordered[:, : self.hidden], x[:, :prefix], ordered[:, self.hidden :]], dim=1)
+        first, rest = order[:, : self.hidden] + prefix, order[:, self.hidden :] + prefix
+        x = taken(x, torch.cat([first, prefix_places(order, prefix), rest], dim=1))
         return self._finished(self.encoder.encode(x, first=self.hidden))
 
     def donors(self, places: Tensor, noise: Tensor) -> Tensor:
@@ -138,6 +139,36 @@ def at(values: Tensor, places: Tensor) -> Tensor:
     """Of values [image, patch, …] those at places [image, place]."""
     index = places.reshape(*places.shape, *(1,) * (values.ndim - 2)).expand(-1, -1, *values.shape[2:])
     return values.gather(1, index)
+
+
+def prefix_places(order: Tensor, prefix: int) -> Tensor:
+    """The places of the prefix tokens, for each image of `order`."""
+    return torch.arange(prefix, device=order.device).expand(len(order), -1)
+
+
+def taken(tokens: Tensor, places: Tensor) -> Tensor:
+    """Of tokens [image, token, width] those at places [image, place], each at most once."""
+    return _Taken.apply(tokens, places)  # type: ignore[no-any-return]
+
+
+class _Taken(torch.autograd.Function):
+    """`at` for whole sequences: as no place comes twice, gradients are copied back in one pass, without additions."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, places: Tensor) -> Tensor:
+        images, count, width = tokens.shape
+        rows = (torch.arange(images, device=places.device)[:, None] * count + places).flatten()
+        ctx.save_for_backward(rows)
+        ctx.shape = tokens.shape
+        return tokens.reshape(images * count, width).index_select(0, rows).reshape(images, -1, width)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        images, count, width = ctx.shape
+        whole = len(rows) == images * count
+        back = (slope.new_empty if whole else slope.new_zeros)(images * count, width)
+        return back.index_copy_(0, rows, slope.reshape(-1, width)).reshape(ctx.shape), None
 
 
 def unread_flops(config: ViTConfig, tokens: int, read: int) -> int:

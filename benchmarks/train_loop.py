@@ -35,6 +35,7 @@ from vitrail.data.types import Payload, Split
 from vitrail.models import Model, create_model
 from vitrail.tasks import Classify
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
+from vitrail.train.graphs import Recording
 from vitrail.train.listeners import Listener, Record
 from vitrail.train.loop import Loop, Result
 from vitrail.train.parallel import World, choose_device
@@ -151,7 +152,7 @@ def overhead(options: argparse.Namespace, device: torch.device) -> list[Row]:
     targets = torch.randint(0, 1000, (options.batch,), device=device)
     bare = BareStep(create_model(spec.name, seed=0, **config).to(device), images, targets, options.compile)
     loop = LoopRound(recipe_for(options, spec), create_model(spec.name, seed=0, **config), images, targets)
-    for _ in range(2):  # compile, tune, allocate
+    for _ in range(2):  # compile, tune, allocate, record
         bare.run(10)
         loop.run(10)
     pairs = [(bare.run(options.steps), loop.run(options.steps)) for _ in range(options.rounds)]
@@ -174,23 +175,31 @@ def overhead(options: argparse.Namespace, device: torch.device) -> list[Row]:
 
 
 class BareStep:
-    """Forward, backward, optimiser: nothing else."""
+    """Forward, backward, optimiser: nothing else. Recorded and replayed, as the loop does it, where it is not compiled."""
 
     def __init__(self, model: Model, images: torch.Tensor, targets: torch.Tensor, compiled: bool) -> None:
         self.model, self.images, self.targets = model.train(), images, targets
         self.low = chosen_precision("auto", images.device) == "bf16"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+        self.backward = self._backward
         if compiled:
             model.compile()
+        elif images.is_cuda:
+            self.backward = Recording(self._backward, list(model.parameters()))
+
+    def _backward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.low):
+            logits = self.model(images)
+        loss = F.cross_entropy(logits.float(), targets)
+        loss.backward()
+        return loss.detach()
 
     def run(self, steps: int) -> float:
         """Seconds a step."""
         settle(self.images.device)
         began = time.perf_counter()
         for _ in range(steps):
-            with torch.autocast(self.images.device.type, dtype=torch.bfloat16, enabled=self.low):
-                logits = self.model(self.images)
-            F.cross_entropy(logits.float(), self.targets).backward()
+            self.backward(self.images, self.targets)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         settle(self.images.device)

@@ -223,8 +223,8 @@ def _whole_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -
         return not reading.skipped and math.isfinite(reading.loss)
 
     def remark() -> str:
-        recording = getattr(one, "_recording", None)
-        return f"not recorded: {recording.failure}" if recording is not None and recording.failure else ""
+        why = one.unrecorded()
+        return f"not recorded: {why}" if why else ""
 
     return Subject(step, parameters, finite, remark)
 

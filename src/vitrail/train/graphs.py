@@ -48,18 +48,27 @@ class Recording:
         torch.cuda.empty_cache()  # what is recorded has memory of its own
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # Only this thread is watched: the loader's pins memory meanwhile, which a recording would otherwise not bear.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._loss = self._backward(self._images, self._targets)
         except Exception as error:  # whatever cannot be recorded still runs
             self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            _forget_recording(images.device)
             return
         finally:
             self._gradients = [parameter.grad for parameter in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
         self._graph = graph
+
+
+def _forget_recording(device: torch.device) -> None:
+    """Bring the device back into an ordinary state after a recording that failed."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    # The generator still believes it is being recorded, and would refuse to draw.
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(torch.Generator(device).manual_seed(generator.initial_seed()).graphsafe_get_state())
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

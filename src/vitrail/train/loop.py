@@ -247,6 +247,8 @@ class Loop:
         while True:
             try:
                 self.step.take(self.parts(), number)
+                if why := self.step.unrecorded():
+                    self.say(f"warning: the step could not be recorded as a CUDA graph ({why}); going on without, more slowly")
                 return
             except torch.OutOfMemoryError as error:
                 halve_micro_batch(self, error)

@@ -116,6 +116,13 @@ class Step:
         with self.runner.accumulating(batch.last):
             return self._backward(batch.images, batch.targets, batch.total)
 
+    def unrecorded(self) -> str:
+        """Why the step could not be recorded, told once."""
+        if self._recording is None or not self._recording.failure:
+            return ""
+        why, self._recording = self._recording.failure, None
+        return why
+
     def _backward(self, images: Tensor, targets: Tensor, total: int) -> Tensor:
         with autocast(self.precision, self.world.device):
             losses = self.task.objective(self.runner, images, targets)

@@ -19,7 +19,8 @@ MOST_TOKENS = 256
 
 @triton.jit
 def _backward_kernel(
-    q_in, k_in, v_in, out, dout, lse, dq_out, dk_out, dv_out, sums, queries, keys, q_row, kv_row, scale,
+    q_in, k_in, v_in, out, dout, lse, dq_out, dk_out, dv_out, sums, scale,
+    queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, kv_row: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -33,6 +34,12 @@ def _backward_kernel(
     o = tl.load(out + at_o, mask=real, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
     level = tl.load(lse + (image * HEADS + head) * queries + query, mask=query < queries, other=float("inf")) * LOG2_E
+    # A query's weights sum to one, so the values' gradients sum to the output's; and what a softmax takes from one weight it
+    # gives to the others, so the keys' gradients sum to nothing: a bias added to all keys changes nothing. Stored here, and not
+    # at the end, so that no registers are held for it.
+    at_sum = sums + image * 3 * o_row + head * WIDTH + channel
+    tl.store(at_sum + o_row, tl.zeros([WIDTH], tl.float32))
+    tl.store(at_sum + 2 * o_row, tl.sum(do.to(tl.float32), axis=0))
     dq = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(0, keys, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -50,12 +57,7 @@ def _backward_kernel(
         tl.store(dv_out + at_k, dv.to(q.dtype), mask=known[:, None])
     dq *= scale
     tl.store(dq_out + at_q, dq.to(q.dtype), mask=real)
-    at_sum = sums + image * 3 * o_row + head * WIDTH + channel
-    # A query's weights sum to one, so the values' gradients sum to the output's; and what a softmax takes from one weight it
-    # gives to the others, so the keys' gradients sum to nothing: a bias added to all keys changes nothing.
     tl.store(at_sum, tl.sum(dq, axis=0))
-    tl.store(at_sum + o_row, tl.zeros([WIDTH], tl.float32))
-    tl.store(at_sum + 2 * o_row, tl.sum(do.to(tl.float32), axis=0))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +90,8 @@ def attention_backward(
     sums = torch.empty(images, 3 * width, dtype=torch.float32, device=q.device)
     if not is_fake(q):
         _backward_kernel[(images * heads,)](
-            q, k, v, out, dout.contiguous(), lse, *gradients, sums, queries, k.shape[1], q.stride(1), k.stride(1), channels**-0.5,
+            q, k, v, out, dout.contiguous(), lse, *gradients, sums, channels**-0.5,
+            queries=queries, keys=k.shape[1], q_row=q.stride(1), kv_row=k.stride(1),
             HEADS=heads, WIDTH=channels, QUERIES=padded, KEYS=32 if padded == 128 else 64,
             num_warps=8 if padded > 128 else 4, num_stages=1,
         )  # fmt: skip

@@ -1,0 +1,174 @@
+"""Whether the fast path on a GPU computes what the plain one does.
+
+1. Layer by layer: ViT-B/16's tokens after every block, and every weight's gradient, in bf16 by the fused and by the plain path,
+   each against the plain path in float32. The fused one should be no farther off than the plain one.
+2. Training: the same batches of real images for some hundred steps by the fused path, by the plain one in bf16 and by the plain
+   one in float32, from the same weights. The three loss curves should lie on top of each other.
+
+    python benchmarks/numerics.py --data packed:TINY       # on a GPU, about two minutes
+    python benchmarks/numerics.py --data digits --tiny     # on any machine: does everything run?
+
+Writes numerics-….csv and, for the training, loss-curves-….png and .csv into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from vitrail.data import open_source
+from vitrail.data.augment.spec import Augment
+from vitrail.data.loader import TrainLoader
+from vitrail.data.preprocess import preset
+from vitrail.models import ViT, create_model
+from vitrail.train.graphs import Recording
+from vitrail.train.parallel import choose_device
+
+Row = dict[str, Any]
+WAYS = {"fused, bf16": ("auto", True), "plain, bf16": ("plain", True), "plain, float32": ("plain", False)}
+
+
+def main() -> None:
+    options = parse()
+    device = choose_device("auto")
+    rows = layer_by_layer(options, device)
+    write(options.out / f"numerics-{machine(device)}.csv", rows)
+    curves = {way: trained(way, options, device) for way in WAYS if device.type == "cuda" or way != "plain, bf16"}
+    steps = range(options.steps)
+    write(
+        options.out / f"loss-curves-{machine(device)}.csv", [{"step": n, **{way: c[n] for way, c in curves.items()}} for n in steps]
+    )
+    draw(curves, options.out / f"loss-curves-{machine(device)}.png")
+    for way, losses in curves.items():
+        apart = max(abs(a - b) for a, b in zip(smooth(losses), smooth(curves["plain, float32"]), strict=True))
+        print(f"{way:>16}: last losses {np.mean(losses[-50:]):.4f}, at most {apart:.4f} from float32 (means of 20 steps)")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a data source for the training")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--tiny", action="store_true", help="a small model and few steps")
+    options = parser.parse_args()
+    if options.tiny:
+        options.steps, options.batch = 30, 16
+    options.out.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def machine(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "-") if device.type == "cuda" else "cpu"
+    return f"{name}-torch{torch.__version__.split('+')[0]}"
+
+
+def layer_by_layer(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Relative errors (norm of the difference over the norm) against the plain path in float32."""
+    model = create_model("Ti/16" if options.tiny else "B/16", seed=0, depth=2 if options.tiny else 12).to(device)
+    assert isinstance(model, ViT)
+    torch.manual_seed(0)
+    torch.nn.init.trunc_normal_(model.head.weight, std=0.02)  # a head of zeros would let no gradient through
+    images = torch.randn(4 if options.tiny else 32, 3, 224, 224, device=device)
+    labels = torch.randint(0, 1000, (len(images),), device=device)
+    found = {way: passed(model, images, labels, way) for way in WAYS}
+    exact = found.pop("plain, float32")
+    rows = []
+    for name in exact:
+        errors = {way: float((values[name] - exact[name]).norm() / exact[name].norm()) for way, values in found.items()}
+        rows.append({"what": name, **{way: f"{error:.3e}" for way, error in errors.items()}})
+    for kind in ("tokens after block", "gradient of"):
+        worst = {way: max(float(row[way]) for row in rows if row["what"].startswith(kind)) for way in found}
+        print(f"{kind}: largest relative error {worst}")
+    return rows
+
+
+def passed(model: ViT, images: torch.Tensor, labels: torch.Tensor, way: str) -> dict[str, torch.Tensor]:
+    """Tokens after every block, logits and gradients of one pass."""
+    kernels, low = WAYS[way]
+    model.kernels = kernels  # type: ignore[assignment]
+    found: dict[str, torch.Tensor] = {}
+    blocks = model.blocks
+    with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=low):
+        with torch.no_grad():
+            x = model.assemble(model.embed_patches(images))
+            for count in range(1, len(blocks) + 1):  # a shorter encoder each time: between fused blocks nothing is whole
+                model.blocks = blocks[:count]
+                found[f"tokens after block {count - 1}"] = model.encode(x).float()
+        model.blocks = blocks
+        logits = model(images)
+    model.zero_grad()
+    F.cross_entropy(logits.float(), labels).backward()
+    found["logits"] = logits.detach().float()
+    return found | {
+        f"gradient of {name}": one.grad.float().clone() for name, one in model.named_parameters() if one.grad is not None
+    }
+
+
+def trained(way: str, options: argparse.Namespace, device: torch.device) -> list[float]:
+    """The losses of a short training: the same weights, the same batches in the same order."""
+    kernels, low = WAYS[way]
+    source = open_source(options.data).split("train")
+    channels = 1 if options.data == "digits" else 3
+    fields: Row = {"image_size": 16, "patch": 4, "channels": channels, "depth": 2} if options.tiny else {"image_size": 64}
+    model = create_model("Ti/16" if options.tiny else "S/8", outputs=len(source.classes), seed=0, **fields).to(device).train()
+    assert isinstance(model, ViT)
+    model.kernels = kernels  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05)
+
+    def backward(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=low):
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), targets)
+        loss.backward()
+        return loss.detach()
+
+    step = Recording(backward, list(model.parameters())) if device.type == "cuda" else backward
+    losses = []
+    loader = TrainLoader(
+        source, preprocess=preset("google-vit", size=fields["image_size"], channels=channels), batch=options.batch,
+        augment=Augment(crop="none", flip=0.0), seed=0, workers=0, device=device,
+    )  # fmt: skip
+    for _, batch in zip(range(options.steps), loader, strict=False):
+        losses.append(step(batch.images, batch.targets).clone())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    loader.close()
+    return torch.stack(losses).tolist()
+
+
+def smooth(values: list[float], width: int = 20) -> list[float]:
+    return [float(one) for one in np.convolve(values, np.ones(width) / width, mode="valid")]
+
+
+def draw(curves: dict[str, list[float]], file: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (way, losses), style in zip(curves.items(), ("-", "--", ":"), strict=False):
+        axes.plot(smooth(losses), style, lw=1.6, label=way)
+    axes.set(xlabel="step", ylabel="loss (mean of 20 steps)", title="the same training, three ways")
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def write(file: Path, rows: list[Row]) -> None:
+    with file.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.DictWriter(handle, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"written to {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ Without a GPU they run in Triton's interpreter (tests/conftest.py switches it on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from tests.models.peers import randomise
 from vitrail.models import ViT, create_model
+from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.fused import encoder
+from vitrail.models.masked import MaskedPatches, Pretraining
 
 pytest.importorskip("triton")
 
@@ -118,10 +121,10 @@ def test_stochastic_depth_keeps_the_mean() -> None:
 
 
 def test_many_tokens_go_to_the_library(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import attention
+    from vitrail.models.fused import attention, branches
 
     monkeypatch.setattr(attention, "MOST_TOKENS", 4)
-    monkeypatch.setattr(attention, "attention", None)
+    monkeypatch.setattr(branches, "AttentionBranch", None)
     model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
     plain, plain_gradients = results(model, images, "plain")
     fused, fused_gradients = results(model, images, "auto")
@@ -181,6 +184,43 @@ def test_gelu_to_seven_digits(tanh: bool) -> None:
     dh, sums, again = gelu_backward(h, slope, tanh)
     assert (gelu(h, tanh) - value).abs().max() < 2e-6 and torch.equal(again, gelu(h, tanh))
     assert (dh - expected).abs().max() < 5e-6 and (sums - expected.sum(0)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows, classes", [(1, 5), (9, 512), (3, 700)])
+def test_cross_entropy_without_copies(rows: int, classes: int) -> None:
+    from vitrail.models.fused.cross_entropy import CrossEntropy
+
+    logits = (20 * torch.randn(rows, classes, device=DEVICE)).requires_grad_()
+    targets = torch.randint(classes, (rows,), device=DEVICE)
+    slopes = torch.randn(rows, device=DEVICE)
+    expected = F.cross_entropy(logits.double(), targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected, logits, slopes.double())
+    losses = CrossEntropy.apply(logits, targets)
+    (found,) = torch.autograd.grad(losses, logits, slopes)
+    assert (losses - expected).abs().max() < 3e-5 and (found - gradient).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["masked-patch", "masked-autoencoder"])
+def test_learning_without_labels_goes_the_same_way(kind: str, fusing: None) -> None:
+    encoder_part = small(outputs=0)
+    made = {"masked-patch": MaskedPatches, "masked-autoencoder": partial(MaskedAutoencoder, width=64, depth=2)}[kind]
+    whole = randomise(made(encoder_part, 12)).train().to(DEVICE)
+    assert isinstance(whole, Pretraining)
+    images = torch.randn(2, 3, 48, 48, device=DEVICE)
+    noise = torch.rand(2, whole.patches, whole.draws, device=DEVICE)
+    found = []
+    for kernels in ("plain", "auto"):
+        encoder_part.kernels = kernels  # type: ignore[assignment]
+        whole.zero_grad()
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+            predicted, places = whole(images, noise)
+        (predicted.float() * torch.linspace(-1, 1, 12, device=DEVICE)).sum().backward()
+        found.append((predicted, places, {name: one.grad for name, one in whole.named_parameters()}))
+    (plain, at_plain, plain_gradients), (fused, at_fused, fused_gradients) = found
+    assert torch.equal(at_plain, at_fused) and near(fused, plain)
+    for name, gradient in plain_gradients.items():
+        assert (gradient is None) == (fused_gradients[name] is None), name
+        assert gradient is None or near(fused_gradients[name], gradient, 2 * CLOSE), name
 
 
 def test_norm_of_a_stream_far_from_zero() -> None:

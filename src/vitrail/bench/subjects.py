@@ -164,7 +164,7 @@ def _arithmetic(case: Case, model: Any) -> str:
         return ""
     from vitrail.models.inference import choose
 
-    chosen = choose(model, _fast_precision(case), case.device)
+    chosen = choose(model.config, _fast_precision(case), case.device)
     return f"computes in {chosen.precision}: {chosen.why}"
 
 

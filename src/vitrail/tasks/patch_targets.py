@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
+from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.tasks.base import Array
 
 LEVELS = 8  # 3 bits a channel
@@ -120,8 +121,8 @@ class Colours(PatchTarget):
         return predicted.reshape(*predicted.shape[:-1], self.cells**2, self.classes)
 
     def loss(self, predicted: Tensor, wanted: Tensor) -> Tensor:
-        logits = self.logits(predicted).flatten(0, 2).float()
-        return F.cross_entropy(logits, wanted.flatten(), reduction="none").reshape(len(wanted), -1).mean(1)
+        losses = cross_entropy(self.logits(predicted).flatten(0, 2), wanted.flatten())
+        return losses.reshape(len(wanted), -1).mean(1)
 
     def tally(self, wanted: Tensor) -> dict[str, Array | float]:
         return {"histogram": self.histogram(wanted)}

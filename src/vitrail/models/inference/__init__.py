@@ -22,6 +22,10 @@ def for_inference(model: Model, precision: Precision = "auto", device: torch.dev
     """
     place = torch.device(device) if device is not None else model.norm.weight.device
     chosen = choose(model.config, precision, place)
+    if place.type == "cuda":
+        from vitrail.models.inference.gpu import gpu_copy
+
+        return gpu_copy(model, place, torch.bfloat16 if chosen.precision == "bf16" else torch.float32)
     if place.type == "cpu":
         return fast_copy(model if model.norm.weight.device == place else copy.deepcopy(model).to(place), chosen.style)
     return copy.deepcopy(model).to(place).eval().requires_grad_(False)

@@ -52,10 +52,12 @@ def choose(config: ModelConfig, precision: Precision, device: torch.device) -> C
     """What `for_inference` does with a model."""
     if precision not in ("auto", "fp32", "bf16", "int8"):
         raise VitrailError(f"The precision is {precision!r}; it can be auto, fp32, bf16 or int8.")
-    if device.type != "cpu":
-        return Chosen("fp32", f"faster layers are there for processors, not yet for {device.type}")
+    if device.type not in ("cpu", "cuda"):
+        return Chosen("fp32", f"faster layers are there for processors and CUDA GPUs, not yet for {device.type}")
     if isinstance(config, BiTConfig):
         return Chosen("fp32", f"{config.name} is a ResNet: its convolutions have no faster form here")
+    if device.type == "cuda":
+        return _on_gpu(precision)
     able = processor()
     if precision == "auto":
         return _automatic(config, able)
@@ -64,6 +66,16 @@ def choose(config: ModelConfig, precision: Precision, device: torch.device) -> C
     if not operations.works(precision):
         return Chosen("fp32", f"this torch, {torch.__version__}, has no {precision} product that works")
     return Chosen(precision, "as asked for", able.bf16)
+
+
+def _on_gpu(precision: Precision) -> Chosen:
+    if precision == "fp32":
+        return Chosen("fp32", "as asked for")
+    if not torch.cuda.is_bf16_supported():
+        return Chosen("fp32", "this GPU has no bfloat16")
+    if precision == "int8":
+        return Chosen("bf16", "on a GPU there is no int8 path; bf16 is its fast one")
+    return Chosen("bf16", "as asked for" if precision == "bf16" else "the GPU's tensor cores compute in it")
 
 
 def _automatic(config: ModelConfig, able: Processor) -> Chosen:

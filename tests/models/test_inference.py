@@ -258,6 +258,21 @@ def test_powers_of_two_are_a_softmax_in_any_range(size: float, shift: float) -> 
 
 
 @torch.no_grad()
+def test_channels_that_reach_far_do_not_drown_the_others() -> None:
+    """The outliers of trained models: a few channels of a norm much larger, the weights behind them smaller by as much."""
+    model = build()
+    images = some_images(model)
+    expected, usual = model(images), error(for_inference(model, "int8")(images), model(images))
+    for block in model.blocks:
+        for norm, linear in ((block.norm1, block.attention.qkv), (block.norm2, block.mlp.up)):
+            norm.weight[5:9] *= 20
+            norm.bias[5:9] *= 20
+            linear.weight[:, 5:9] /= 20
+    torch.testing.assert_close(model(images), expected)  # the same function
+    assert error(for_inference(model, "int8")(images), expected) < 1.5 * usual
+
+
+@torch.no_grad()
 def test_attention_in_parts_is_attention(monkeypatch: Any) -> None:
     copy = for_inference(build("relative"), "bf16")
     images = some_images(copy)

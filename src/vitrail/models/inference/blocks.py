@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from itertools import repeat
@@ -37,20 +38,25 @@ class FastBlock(nn.Module):
         super().__init__()
         attention, mlp = block.attention, block.mlp
         self.heads, self.style = attention.heads, style
-        self.norm1, self.norm2 = block.norm1, block.norm2
+        self.norm1, self.norm2 = copy.deepcopy(block.norm1), copy.deepcopy(block.norm2)
         width = attention.out.weight.shape[0]
         # q carries 1/√d and, for attention by powers of two, log₂e.
         self.unit = math.log2(math.e) if style.attention_bf16 else 1.0
         factor = torch.ones(3 * width, 1)
         factor[:width] = self.unit / math.sqrt(width // self.heads)
-        weight = attention.qkv.weight.detach().float() * factor
+        weight = self._entered(attention.qkv, self.norm1) * factor
         bias = None if attention.qkv.bias is None else attention.qkv.bias.detach().float() * factor[:, 0]
         low = torch.bfloat16 if style.attention_bf16 else torch.float32
         self.qkv = make_linear(weight, bias, style.kind, dtype=low)
         self.out = make_linear(*_scaled(attention.out, block.scale1), style.kind)
         gelu = "tanh" if mlp.approximate == "tanh" else "none"
-        self.up = make_linear(mlp.up.weight, mlp.up.bias, style.kind, gelu=gelu)  # type: ignore[arg-type]
+        self.up = make_linear(self._entered(mlp.up, self.norm2), mlp.up.bias, style.kind, gelu=gelu)  # type: ignore[arg-type]
         self.down = make_linear(*_scaled(mlp.down, block.scale2), style.kind)
+
+    def _entered(self, linear: nn.Linear, norm: nn.LayerNorm) -> Tensor:
+        """The weight of a layer that follows a norm; for bytes, with channels brought to one size between the two."""
+        weight = linear.weight.detach().float()
+        return _balanced(weight, norm) if self.style.kind == "int8" else weight
 
     def forward(self, x: Tensor, bias: Tensor | None = None, first: int | None = None) -> Tensor:
         """With `first` only the first tokens come out, though they still look at all."""
@@ -113,6 +119,22 @@ def _by_powers_of_two(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> T
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     scores = torch.bmm(q, k.transpose(1, 2))
     return scores if bias is None else scores + bias
+
+
+@torch.no_grad()
+def _balanced(weight: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """Divide a norm's output by a factor a channel and multiply the weight by it: the same function, easier to round.
+
+    Bytes have one scale for all channels of an image. In trained models a few channels reach far further than the rest, which
+    would be left with a few steps; how far they reach can be read from the norm itself. The factor is the geometric mean of
+    what suits the two sides.
+    """
+    reach = 3 * norm.weight.float().abs() + norm.bias.float().abs()  # three standard deviations
+    factor = ((reach + 1e-6) / (weight.abs().amax(dim=0) + 1e-6)).sqrt()
+    factor = factor / factor.median()
+    norm.weight.copy_(norm.weight.float() / factor)
+    norm.bias.copy_(norm.bias.float() / factor)
+    return weight * factor
 
 
 def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:

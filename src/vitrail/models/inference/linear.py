@@ -52,9 +52,9 @@ class Int8Linear(FastLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, gelu: Gelu | None, dtype: torch.dtype) -> None:
         super().__init__(gelu, dtype)
-        self.scales = weight.abs().amax(dim=1).clamp(min=1e-30) / 127
+        self.scales = torch.maximum(weight.amax(dim=1), -weight.amin(dim=1)).clamp(min=1e-30) / 127
         self.zeros = torch.zeros(len(weight), dtype=torch.int32)
-        self.packed = operations.pack_int8((weight / self.scales[:, None]).round().to(torch.int8))
+        self.packed = operations.pack_int8((weight / self.scales[:, None]).round_().to(torch.int8))
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class MaskedAutoencoder(Pretraining):
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         order = noise[..., 0].argsort(dim=1)
         places, seen = order[:, : self.hidden], order[:, self.hidden :]
-        return self.head(self.norm(self.decode(self.encode(images, seen), places, seen))), places
+        return self.head(self.decode(self.encode(images, seen), places, seen)), places
 
     def encode(self, images: Tensor, seen: Tensor) -> Tensor:
         """The prefix tokens and the patches at the places `seen` [image, place]: nothing else goes through the encoder."""
@@ -68,7 +68,7 @@ class MaskedAutoencoder(Pretraining):
         return self._finished(self.encoder.encode(visible))
 
     def decode(self, encoded: Tensor, places: Tensor, seen: Tensor) -> Tensor:
-        """The decoder's last tokens of the hidden patches [image, place, width]."""
+        """The decoder's output, normed, for the hidden patches [image, place, width]."""
         prefix = self.config.prefix
         narrow: Tensor = self.narrow(encoded)
         x = torch.cat(
@@ -82,10 +82,10 @@ class MaskedAutoencoder(Pretraining):
         )
         blocks: list[Block] = list(self.decoder_blocks)  # type: ignore[arg-type]
         if fused.can_fuse(blocks, x):
-            return fused.added(fused.run_blocks(blocks, x, first=self.hidden))
+            return fused.add_norm(fused.run_blocks(blocks, x, first=self.hidden), self.norm, x.dtype)[1]
         for block in blocks:
             x = block(x, None, self.hidden if block is blocks[-1] else None)
-        return x
+        return self.norm(x)  # type: ignore[no-any-return]
 
     def flops(self) -> int:
         config, seen = self.config, self.config.tokens - self.hidden

@@ -239,9 +239,8 @@ class ViT(nn.Module):
 
     def _encode_fused(self, x: Tensor, first: int | None) -> Tensor:
         stream = fused.run_blocks(self._blocks(), x, checkpointed=self.checkpointed, first=first)
-        if self.config.final_norm == "before-pool":
-            return fused.add_norm(stream, self.norm, stream.x.dtype)[1]
-        return fused.added(stream)
+        x, normed = fused.add_norm(stream, self.norm, stream.x.dtype)
+        return normed if self.config.final_norm == "before-pool" else x
 
     @property
     def _read(self) -> int | None:

@@ -73,25 +73,27 @@ def _split(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class MlpBranch(torch.autograd.Function):
-    """Tokens → up → GELU → down, without the last bias. GELU's value is not kept: its gradient computes it again in passing."""
+    """Tokens → up → GELU, dropout → down, without the last bias. GELU's value is not kept: its gradient computes it again."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, tanh: bool) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, tanh: bool, seed: Tensor | None, rate: float
+    ) -> Tensor:
         up_low, down_low = up_weight.to(y.dtype), down_weight.to(y.dtype)
         hidden = F.linear(y, up_low, up_bias.to(y.dtype))
-        ctx.save_for_backward(y, up_low, down_low, hidden)
-        ctx.tanh, ctx.dtype = tanh, up_weight.dtype
-        return F.linear(gelu(hidden, tanh), down_low)
+        ctx.save_for_backward(y, up_low, down_low, hidden, seed)
+        ctx.tanh, ctx.rate, ctx.dtype = tanh, rate, up_weight.dtype
+        return F.linear(gelu(hidden, tanh, seed, rate), down_low)
 
     @staticmethod
     def backward(ctx: Any, dbranch: Tensor) -> Any:
-        y, up_low, down_low, hidden = ctx.saved_tensors
-        dhidden, dbias, value = gelu_backward(hidden, dbranch @ down_low, ctx.tanh)
+        y, up_low, down_low, hidden, seed = ctx.saved_tensors
+        dhidden, dbias, value = gelu_backward(hidden, dbranch @ down_low, ctx.tanh, seed, ctx.rate)
         needs = ctx.needs_input_grad
         ddown = weight_gradient(dbranch, value, ctx.dtype) if needs[3] else None
         del value
         dup = weight_gradient(dhidden, y, ctx.dtype) if needs[1] else None
-        return dhidden @ up_low, dup, dbias.to(ctx.dtype) if needs[2] else None, ddown, None
+        return dhidden @ up_low, dup, dbias.to(ctx.dtype) if needs[2] else None, ddown, None, None, None
 
 
 def weight_gradient(dout: Tensor, entered: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 
 class Stream(NamedTuple):
-    """The residual stream: x, plus keep · (branch + bias) where a branch is waiting."""
+    """The residual stream: x, plus keep · dropout(branch + bias) where a branch is waiting."""
 
     x: Tensor
     branch: Tensor | None = None
     bias: Tensor | None = None
     keep: Tensor | None = None
+    """Stochastic depth's factor for each image."""
+    seed: Tensor | None = None
+    rate: float = 0.0
+    """Of the dropout, where there is a seed."""
 
 
 def low_precision(x: Tensor) -> torch.dtype | None:
@@ -48,32 +52,40 @@ def can_fuse(blocks: Sequence[Block], x: Tensor) -> bool:
 def _is_plain(block: Block) -> bool:
     if any(one._forward_hooks or one._forward_pre_hooks or one._backward_hooks for one in block.modules()):
         return False  # somebody listens to its parts, an engine for shards or a person: then every part is called
-    dropping = block.training and (block.dropout.p > 0 or block.attention.dropout > 0)
+    dropping = block.training and block.attention.dropout > 0
     linear = all(type(one) is nn.Linear for one in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down))
     return linear and type(block.attention) is Attention and type(block.scale1) is nn.Identity and not dropping
 
 
 def run_blocks(blocks: Sequence[Block], x: Tensor, *, checkpointed: int = 0, first: int | None = None) -> Stream:
     """All blocks. With `first` the last one computes only that many tokens, from all of them."""
-    stream = Stream(x)
+    stream, seeds = Stream(x), _seeds(blocks, x)
     for number, block in enumerate(blocks):
         few = first if number == len(blocks) - 1 else None
         if number < checkpointed and torch.is_grad_enabled():
-            stream = checkpoint(_block, block, stream, few, use_reentrant=False)
+            stream = checkpoint(_block, block, stream, few, seeds[number], use_reentrant=False)
         else:
-            stream = _block(block, stream, few)
+            stream = _block(block, stream, few, seeds[number])
     return stream
 
 
-def _block(block: Block, stream: Stream, first: int | None) -> Stream:
+def _seeds(blocks: Sequence[Block], x: Tensor) -> Sequence[Sequence[Tensor | None]]:
+    """For each block the seeds of its three dropouts: after attention, after GELU, after the MLP."""
+    if not any(block.training and block.dropout.p > 0 for block in blocks):
+        return [(None, None, None)] * len(blocks)
+    drawn = torch.randint(2**62, (len(blocks), 3), device=x.device)
+    return [list(row) for row in drawn]
+
+
+def _block(block: Block, stream: Stream, first: int | None, seeds: Sequence[Tensor | None]) -> Stream:
     dtype = low_precision(stream.x)
     assert dtype is not None
     x, y = add_norm(stream, block.norm1, dtype)
     branch = _attended(block.attention, y, first)
-    x, y = add_norm(
-        Stream(x if first is None else x[:, :first], branch, block.attention.out.bias, _keep(block, x)), block.norm2, dtype
-    )
-    return Stream(x, _mlp(block.mlp, y), block.mlp.down.bias, _keep(block, x))
+    x, rate = x if first is None else x[:, :first], block.dropout.p
+    after_attention, after_gelu, after_mlp = seeds if block.training and rate > 0 else (None, None, None)
+    x, y = add_norm(Stream(x, branch, block.attention.out.bias, _keep(block, x), after_attention, rate), block.norm2, dtype)
+    return Stream(x, _mlp(block.mlp, y, after_gelu, rate), block.mlp.down.bias, _keep(block, x), after_mlp, rate)
 
 
 def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -81,14 +93,6 @@ def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Te
     from vitrail.models.fused.norm import AddNorm
 
     return AddNorm.apply(*stream, norm.weight, norm.bias, norm.eps, dtype)  # type: ignore[no-any-return]
-
-
-def added(stream: Stream) -> Tensor:
-    """The stream added up."""
-    if stream.branch is None:
-        return stream.x
-    branch = stream.branch if stream.bias is None else stream.branch + stream.bias
-    return stream.x + (branch if stream.keep is None else branch * stream.keep[:, None, None])
 
 
 def _attended(attention: Attention, y: Tensor, first: int | None) -> Tensor:
@@ -106,11 +110,11 @@ def _attended(attention: Attention, y: Tensor, first: int | None) -> Tensor:
     return F.linear(attended.transpose(1, 2).flatten(2), out.weight.to(y.dtype))
 
 
-def _mlp(mlp: Any, y: Tensor) -> Tensor:
+def _mlp(mlp: Any, y: Tensor, seed: Tensor | None, rate: float) -> Tensor:
     from vitrail.models.fused.branches import MlpBranch
 
     tanh = mlp.approximate == "tanh"
-    return MlpBranch.apply(y, mlp.up.weight, mlp.up.bias, mlp.down.weight, tanh)  # type: ignore[no-any-return]
+    return MlpBranch.apply(y, mlp.up.weight, mlp.up.bias, mlp.down.weight, tanh, seed, rate)  # type: ignore[no-any-return]
 
 
 def _keep(block: Block, x: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""GELU and its gradient, each in one pass over memory; the backward pass also gives the bias' gradient and GELU's value again.
+"""GELU with dropout and its gradient, each in one pass over memory; backward also gives the bias' gradient and the value again.
 
 The error function is Abramowitz and Stegun's 7.1.26 (off by at most 1.5e-7): its exponential is the normal density's, which
 the gradient needs anyway.
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.models.fused.dropout import kept
 from vitrail.models.fused.launching import ceil_div, is_fake, processors
 
 
@@ -32,18 +33,20 @@ def share(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(h, g, size, TANH: tl.constexpr, BLOCK: tl.constexpr):
+def _forward_kernel(h, g, seed, size, rate, TANH: tl.constexpr, DROPS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
     chance, _ = share(x, TANH)
+    if DROPS:
+        chance *= kept(seed, place, rate)
     tl.store(g + place, (x * chance).to(g.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _backward_kernel(
-    h, dg, dh, g, sums, rows, width,
-    TANH: tl.constexpr, RECOMPUTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    h, dg, dh, g, sums, seed, rows, width, rate,
+    TANH: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     program, programs = tl.program_id(1), tl.num_programs(1)
@@ -56,24 +59,31 @@ def _backward_kernel(
         x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
         slope = tl.load(dg + place, mask=mask, other=0.0).to(tl.float32)
         chance, density = share(x, TANH)
+        if DROPS:
+            factor = kept(seed, place, rate)
+            chance *= factor
+            density *= factor
         slope *= chance + x * density
         tl.store(dh + place, slope.to(dh.dtype.element_ty), mask=mask)
-        if RECOMPUTES:
-            tl.store(g + place, (x * chance).to(g.dtype.element_ty), mask=mask)
+        tl.store(g + place, (x * chance).to(g.dtype.element_ty), mask=mask)
         total += slope
     tl.store(sums + program * width + column, tl.sum(total, axis=0), mask=inside)
 
 
-def gelu(h: Tensor, tanh: bool) -> Tensor:
-    """GELU of `h`, computed in float32."""
+def gelu(h: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0) -> Tensor:
+    """GELU of `h`, computed in float32; with a seed followed by dropout."""
     g, block = torch.empty_like(h), 8192
     if not is_fake(h):
-        _forward_kernel[(ceil_div(h.numel(), block),)](h, g, h.numel(), TANH=tanh, BLOCK=block, num_warps=8)
+        _forward_kernel[(ceil_div(h.numel(), block),)](
+            h, g, seed, h.numel(), rate, TANH=tanh, DROPS=seed is not None, BLOCK=block, num_warps=8
+        )
     return g
 
 
-def gelu_backward(h: Tensor, dg: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient at `h` [..., column], its sum over all but columns in float32, and GELU of `h` again."""
+def gelu_backward(
+    h: Tensor, dg: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient at `h` [..., column], its sum over all but columns in float32, and what `gelu` gave."""
     width, rows = h.shape[-1], h.numel() // h.shape[-1]
     dh, g = torch.empty_like(h), torch.empty_like(h)
     at_once, columns = 4, 512
@@ -81,6 +91,7 @@ def gelu_backward(h: Tensor, dg: Tensor, tanh: bool) -> tuple[Tensor, Tensor, Te
     sums = torch.empty(programs, width, dtype=torch.float32, device=h.device)
     if not is_fake(h):
         _backward_kernel[(ceil_div(width, columns), programs)](
-            h, dg, dh, g, sums, rows, width, TANH=tanh, RECOMPUTES=True, ROWS=at_once, COLUMNS=columns, num_warps=4
-        )
+            h, dg, dh, g, sums, seed, rows, width, rate,
+            TANH=tanh, DROPS=seed is not None, ROWS=at_once, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
     return dh, sums.sum(0), g

@@ -15,14 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.models.fused.dropout import kept
 from vitrail.models.fused.launching import is_fake, next_power_of_2, processors
 
 
 @triton.jit
 def _forward_kernel(
-    x, branch, bias, keep, weight, shift, x_out, y, mean_out, rstd_out,
-    tokens, eps,
+    x, branch, bias, keep, seed, weight, shift, x_out, y, mean_out, rstd_out,
+    tokens, eps, rate,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_KEEP: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.arange(0, PADDED)
     inside = column < WIDTH
@@ -34,6 +36,8 @@ def _forward_kernel(
             added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_KEEP:
             added *= tl.load(keep + row // tokens)
+        if DROPS:
+            added *= kept(seed, place, rate)
         value += added
         tl.store(x_out + place, value.to(x_out.dtype.element_ty), mask=inside)
     mean = tl.sum(value) / WIDTH
@@ -48,9 +52,10 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy, dx_next, x, mean_in, rstd_in, weight, keep, dx, dbranch, sums,
-    rows, tokens,
+    dy, dx_next, x, mean_in, rstd_in, weight, keep, seed, dx, dbranch, sums,
+    rows, tokens, rate,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_NEXT: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
     program, column = tl.program_id(0), tl.arange(0, PADDED)
     inside = column < WIDTH
@@ -76,6 +81,8 @@ def _backward_kernel(
         if ADDS:
             if HAS_KEEP:
                 result *= tl.load(keep + row // tokens)
+            if DROPS:
+                result *= kept(seed, place, rate)
             tl.store(dbranch + place, result.to(dbranch.dtype.element_ty), mask=inside)
             sum_bias += result
     target = sums + program * 3 * WIDTH + column
@@ -85,15 +92,16 @@ def _backward_kernel(
 
 
 class AddNorm(torch.autograd.Function):
-    """(x, branch, bias, keep, weight, shift) → (x + keep · (branch + bias), its layer norm in low precision).
+    """(x, branch, bias, …, weight, shift) → (x + keep · dropout(branch + bias), its layer norm in low precision).
 
-    `branch` may be None: then x is only normalised. `keep` is stochastic depth's factor for each image, or None.
+    `branch` may be None: then x is only normalised. `keep` is stochastic depth's factor for each image, or None. `seed` is that
+    of a dropout with `rate`, or None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, weight: Tensor, shift: Tensor,
-        eps: float, dtype: torch.dtype,
+        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None,
+        rate: float, weight: Tensor, shift: Tensor, eps: float, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         width, rows = x.shape[-1], x.numel() // x.shape[-1]
         x = x.contiguous()
@@ -102,18 +110,19 @@ class AddNorm(torch.autograd.Function):
         mean, rstd = torch.empty(2, rows, dtype=torch.float32, device=x.device)
         if not is_fake(x):
             _forward_kernel[(rows,)](
-                x, branch, bias, keep, weight, shift, out, y, mean, rstd, x.shape[1], eps,
+                x, branch, bias, keep, seed, weight, shift, out, y, mean, rstd, x.shape[1], eps, rate,
                 WIDTH=width, PADDED=next_power_of_2(width),
-                ADDS=branch is not None, HAS_BIAS=bias is not None, HAS_KEEP=keep is not None, num_warps=4,
+                ADDS=branch is not None, HAS_BIAS=bias is not None, HAS_KEEP=keep is not None,
+                DROPS=seed is not None, num_warps=4,
             )  # fmt: skip
-        ctx.save_for_backward(out, mean, rstd, weight, keep)
-        ctx.branch, ctx.dtype, ctx.has_bias = None if branch is None else branch.dtype, dtype, bias is not None
+        ctx.save_for_backward(out, mean, rstd, weight, keep, seed)
+        ctx.rate, ctx.branch, ctx.dtype, ctx.has_bias = rate, None if branch is None else branch.dtype, dtype, bias is not None
         ctx.set_materialize_grads(False)
         return out, y
 
     @staticmethod
     def backward(ctx: Any, dx_next: Tensor | None, dy: Tensor | None) -> Any:
-        x, mean, rstd, weight, keep = ctx.saved_tensors
+        x, mean, rstd, weight, keep, seed = ctx.saved_tensors
         if dy is None:
             dy = torch.zeros_like(x, dtype=ctx.dtype)
         width, rows = x.shape[-1], len(mean)
@@ -123,12 +132,14 @@ class AddNorm(torch.autograd.Function):
         padded = next_power_of_2(width)
         programs = min(rows, processors(x.device) * (16 if padded <= 512 else 8))
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
+        dx_next = None if dx_next is None else dx_next.contiguous()
         if not is_fake(x):
             _backward_kernel[(programs,)](
-                dy.contiguous(), None if dx_next is None else dx_next.contiguous(), x, mean, rstd, weight, keep, dx, dbranch, sums,
-                rows, x.shape[1],
+                dy.contiguous(), dx_next, x, mean, rstd, weight, keep, seed, dx, dbranch, sums,
+                rows, x.shape[1], ctx.rate,
                 WIDTH=width, PADDED=padded,
-                ADDS=adds, HAS_KEEP=keep is not None, HAS_NEXT=dx_next is not None, num_warps=max(1, min(8, padded // 512)),
+                ADDS=adds, HAS_KEEP=keep is not None, HAS_NEXT=dx_next is not None, DROPS=seed is not None,
+                num_warps=max(1, min(8, padded // 512)),
             )  # fmt: skip
         dweight, dshift, dbias = sums.sum(0).to(weight.dtype)
-        return dx, dbranch, dbias if adds and ctx.has_bias else None, None, dweight, dshift, None, None
+        return dx, dbranch, dbias if adds and ctx.has_bias else None, None, None, None, dweight, dshift, None, None

@@ -217,7 +217,7 @@ SELF_SUPERVISED = ("masked-patch", "masked-autoencoder")
 # What may differ when a run goes on: it changes speed, place or talk, not what is computed.
 FREE = (
     "expected", "lr_grid", "sweep_holdout", "micro_batch", "log_every", "keep", "checkpoint_every", "device", "threads",
-    "parallel", "on_nonfinite", "data.workers", "model.recompute",
+    "parallel", "on_nonfinite", "data.workers", "model.recompute", "cuda_graph",
 )  # fmt: skip
 
 

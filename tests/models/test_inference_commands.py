@@ -1,0 +1,94 @@
+"""Precisions as a user meets them: `predict`, `eval`, `embed` and `doctor` on a processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.commands.test_eval import run
+from tests.evaluate.conftest import backbone, checkpoint, photos  # noqa: F401 - fixtures
+from vitrail.models.inference import choosing
+from vitrail.models.inference.choosing import Processor
+
+PRECISIONS = ("fp32", "bf16", "int8", "auto", "fp16")
+
+
+def predicted(capsys: Any, checkpoint: Path, photos: Path, *words: str) -> tuple[list[Any], str]:  # noqa: F811
+    status, out, err = run(capsys, "predict", checkpoint, photos / "val", "--json", "--top", "4", *words)
+    assert status == 0
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with everything, and no model too small to gain from it."""
+    monkeypatch.setattr(choosing, "processor", lambda: Processor(int8=True, bf16=True))
+    monkeypatch.setattr(choosing, "WORTH_INT8", 0)
+
+
+def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos: Path, able: None) -> None:  # noqa: F811
+    exact, silence = predicted(capsys, checkpoint, photos, "--precision", "fp32")
+    rounded, said = predicted(capsys, checkpoint, photos)
+    assert silence == ""
+    assert said == "computed in int8: the processor multiplies bytes fastest (VNNI); --precision fp32 computes exactly\n"
+    apart = [
+        abs(one["probability"] - two["probability"])
+        for image, same in zip(exact, rounded, strict=True)
+        for one, two in zip(*(sorted(row["answers"], key=lambda answer: answer["index"]) for row in (image, same)), strict=True)
+    ]
+    assert 0 < max(apart) < 0.05
+
+
+def test_a_small_model_is_computed_in_float32_without_a_word(capsys: Any, checkpoint: Path, photos: Path) -> None:  # noqa: F811
+    exact, _ = predicted(capsys, checkpoint, photos, "--precision", "fp32")
+    usual, said = predicted(capsys, checkpoint, photos)
+    assert usual == exact and said == ""
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_predictions_do_not_depend_on_the_batch(
+    capsys: Any,
+    checkpoint: Path,
+    photos: Path,
+    precision: str,
+    able: None,  # noqa: F811
+) -> None:
+    found = [predicted(capsys, checkpoint, photos, "--precision", precision, "--batch", size)[0] for size in ("1", "5", "64")]
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            ours, theirs = ({answer["label"]: answer["probability"] for answer in row["answers"]} for row in (one, two))
+            tolerance = 0.01 if precision == "fp16" else 1e-5
+            assert ours == pytest.approx(theirs, abs=tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path, precision: str, able: None) -> None:  # noqa: F811
+    status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--json", "--precision", precision)
+    (result,) = json.loads(out)["results"]
+    said = [note for note in result["notes"] if note.startswith("computed in")]
+    assert status == 0 and result["figures"]["accuracy"] > 0.5
+    assert len(said) == (precision in ("bf16", "int8", "auto"))
+
+
+def test_features_are_exact_unless_asked(capsys: Any, checkpoint: Path, photos: Path, tmp_path: Path, able: None) -> None:  # noqa: F811
+    found = {}
+    for precision in ("default", "fp32", "int8"):
+        file, words = tmp_path / f"{precision}.npz", () if precision == "default" else ("--precision", precision)
+        status, _, err = run(capsys, "embed", checkpoint, photos / "val", "--out", file, *words)
+        assert status == 0 and ("computed in int8" in err) == (precision == "int8")
+        found[precision] = np.load(file)["features"]
+    assert np.array_equal(found["default"], found["fp32"])
+    assert 0 < np.abs(found["int8"] - found["fp32"]).max() / np.abs(found["fp32"]).max() < 0.1
+
+
+def test_doctor_says_what_auto_takes(capsys: Any, able: None) -> None:
+    status, out, _ = run(capsys, "doctor", "--json")
+    assert status == 0
+    assert json.loads(out)["devices"][-1]["inference"] == {
+        "precision": "int8",
+        "why": "the processor multiplies bytes fastest (VNNI)",
+    }

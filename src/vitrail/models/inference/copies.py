@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Barrier
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vitrail.errors import VitrailError
 from vitrail.models.attention import AxialAttention
 from vitrail.models.bit import BiT
+from vitrail.models.features import Features
 from vitrail.models.inference.blocks import CHUNK, FastBlock, Style
 from vitrail.models.inference.linear import make_linear
 from vitrail.models.inference.operations import Kind
@@ -29,6 +30,14 @@ class FastViT(ViT):
     def forward(self, images: Tensor) -> Tensor:
         return in_lanes(super().forward, images)
 
+    @torch.no_grad()
+    def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
+        return super().features(images, layers)
+
+    def embed_patches(self, images: Tensor) -> Tensor:
+        chunk = self.patches.chunk  # a few images at a time, or one, as the patch embedding has it: see there
+        return torch.cat([ViT.embed_patches(self, part) for part in images.split(chunk)])
+
     def attention_gradients(self, images: Tensor, outputs: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         raise VitrailError("This copy was made for inference and has no gradients. Use the model it was made from.")
 
@@ -36,8 +45,8 @@ class FastViT(ViT):
 class FastPatches(nn.Module):
     """The patch embedding, in bfloat16 if that is what the processor is fast in.
 
-    With int8 it is done image by image: a product's last bit may depend on how many rows it has, and a last bit can decide how
-    a byte is rounded later on.
+    With int8 it, and a hybrid's ResNet before it, is done image by image (`chunk` is 1): a product's last bit may depend on how
+    many rows it has, and a last bit can decide how a byte is rounded later on.
     """
 
     def __init__(self, patches: PatchEmbedding, kind: Kind, chunk: int) -> None:
@@ -50,7 +59,7 @@ class FastPatches(nn.Module):
         rows, columns = height // self.patch[0], width // self.patch[1]
         patches = images.reshape(batch, channels, rows, self.patch[0], columns, self.patch[1])
         patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
-        return torch.cat([self.linear(part) for part in patches.split(self.chunk)])
+        return self.linear(patches)  # type: ignore[no-any-return]
 
 
 class FixedConv(StandardisedConv):

@@ -15,7 +15,10 @@ Quantised = tuple[Tensor, float, int]  # bytes, and scale and zero: a byte stand
 
 
 class FastLinear(nn.Module):
-    """x Wᵀ + b, then GELU if it was asked for, of float32 tokens [image, token, channel]."""
+    """x Wᵀ + b, then GELU if it was asked for, of float32 tokens [image, token, channel].
+
+    What is passed in is used up: a layer may write over its input, which in an encoder no one else reads.
+    """
 
     def __init__(self, gelu: Gelu | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class Int8Linear(FastLinear):
 
 
 def quantise(x: Tensor) -> Quantised:
-    """An image's tokens as bytes, evenly from the least to the greatest value, with zero met exactly.
+    """An image's tokens as bytes, evenly from the least to the greatest value, with zero met exactly. Writes over `x`.
 
     254 steps, not 255: rounding `zero` may shift the greatest value by half a step, and it must not leave the range. What is
     not finite makes the scale so, and with it the result.
@@ -78,7 +81,7 @@ def quantise(x: Tensor) -> Quantised:
         return torch.zeros_like(x, dtype=torch.uint8), math.nan, 0
     zero = round(-low / scale)
     # Between 2²³ and 2²⁴ a float32 has no fraction: the sum is rounded to a whole number, whose last byte is what is wanted.
-    shifted = torch.add(torch.tensor(1.5 * 2**23 + zero), x, alpha=1 / scale)
+    shifted = torch.add(torch.tensor(1.5 * 2**23 + zero), x, alpha=1 / scale, out=x)
     return shifted.view(torch.int32).to(torch.uint8), scale, zero
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.peers import randomise
 from vitrail import VitrailError, create_model
@@ -145,10 +146,39 @@ def test_bit_checkpointing_gives_the_same_gradients() -> None:
     model(images).square().sum().backward()
     plain = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    assert model.checkpoint_activations() == 8
-    model(images).square().sum().backward()
-    for one, two in zip(model.parameters(), plain, strict=True):
-        torch.testing.assert_close(one.grad, two)
+    for keeps in ("nothing", "products"):
+        assert model.checkpoint_activations(None, keeps) == 8
+        model.zero_grad()
+        model(images).square().sum().backward()
+        for one, two in zip(model.parameters(), plain, strict=True):
+            torch.testing.assert_close(one.grad, two)
+
+
+def test_products_are_kept_and_the_rest_is_computed_again() -> None:
+    model, plain = build(dropout=0.2).train(), build(dropout=0.2).train()
+    model.checkpoint_activations(None, "products")
+    for one in (model, plain):
+        torch.manual_seed(0)
+        one(IMAGES).square().sum().backward()
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+    loss = model(IMAGES).square().sum()
+    products: list[str] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watched():
+        loss.backward()
+    assert not any("addmm" in name for name in products)  # every product forward has a bias; none is taken again
+    assert any("native_layer_norm.default" in name for name in products)
+
+
+def test_what_recomputed_blocks_keep_is_named() -> None:
+    with pytest.raises(VitrailError, match="nothing or products"):
+        build().checkpoint_activations(None, "everything")  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 13])

@@ -49,6 +49,10 @@ def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_shou
     full = simulate(Subject(TINY), 32, precision="fp32")
     assert simulate(Subject(TINY), 32, precision="bf16").activations < full.activations
     assert simulate(Subject(TINY), 32, precision="fp32", recompute=-1).activations < 0.7 * full.activations
+    for precision in ("fp32", "bf16"):  # the plain path, and the one of our own kernels
+        sizes = [simulate(Subject(TINY), 256, precision=precision, recompute=-1, keeps=keeps) for keeps in ("nothing", "products")]
+        sizes.append(simulate(Subject(TINY), 256, precision=precision))
+        assert sizes[0].activations < 0.95 * sizes[1].activations < 0.95 * 0.95 * sizes[2].activations
     held = simulate(Subject(TINY), 32, precision="fp32", accumulates=True)
     assert 0 < held.peak - full.peak <= full.gradients * 1.01
 

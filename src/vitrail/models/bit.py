@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import VitrailError
 from vitrail.models.config import BiTConfig, Pair, ResNetConfig
 from vitrail.models.features import Features, check_images, chosen_layers
+from vitrail.models.recomputing import Keeps, Recomputing
 from vitrail.models.resnet import StandardisedConv, build_stages, group_norm, max_pool
 
 log = logging.getLogger("vitrail")
@@ -48,7 +47,7 @@ class BiT(nn.Module):
         self.stages = build_stages(resnet, PreActivationUnit)
         self.norm = group_norm(resnet, resnet.out_channels)
         self.head = nn.Linear(resnet.out_channels, config.outputs) if config.outputs else nn.Identity()
-        self.checkpointed = 0
+        self.recomputing = Recomputing()
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self._map(images).mean(dim=(2, 3)))  # type: ignore[no-any-return]
@@ -80,20 +79,22 @@ class BiT(nn.Module):
         self.head = head.to(self.norm.weight)
         return self
 
-    def checkpoint_activations(self, blocks: int | None = None) -> int:
-        """Recompute the first `blocks` units (None: all) in the backward pass to save memory; returns how many it covers."""
+    def checkpoint_activations(self, blocks: int | None = None, keeps: Keeps = "nothing") -> int:
+        """Recompute the first `blocks` units (None: all) in the backward pass to save memory; returns how many it covers.
+
+        They keep nothing but their input or, with "products", also the outputs of their convolutions.
+        """
         total = sum(self.config.resnet.layers)
-        self.checkpointed = total if blocks is None else min(max(blocks, 0), total)
-        log.info("activation checkpointing: %d/%d units", self.checkpointed, total)
-        return self.checkpointed
+        self.recomputing = Recomputing(total if blocks is None else min(max(blocks, 0), total), keeps)
+        log.info("activation checkpointing: %d/%d units", self.recomputing.blocks, total)
+        return self.recomputing.blocks
 
     def _map(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
         check_images(images, name=self.config.name, channels=self.config.channels, size=None)
         x, number = max_pool(self.root(images), self.config.resnet), 0
         for index, stage in enumerate(self.stages):
             for unit in stage:  # type: ignore[attr-defined]
-                again = number < self.checkpointed and torch.is_grad_enabled()
-                x = checkpoint(unit, x, use_reentrant=False) if again else unit(x)
+                x = self.recomputing.run(number, unit, x, draws=False)
                 number += 1
             if kept and index in kept:
                 kept[index] = x.permute(0, 2, 3, 1)

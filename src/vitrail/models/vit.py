@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import VitrailError
 from vitrail.models.attention import AttentionPool, AxialAttention, attention_for
@@ -17,6 +16,7 @@ from vitrail.models.features import Features, check_images, chosen_layers, evalu
 from vitrail.models.fused import encoder as fused
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS
+from vitrail.models.recomputing import Keeps, Recomputing
 from vitrail.models.resnet import HybridStem
 
 log = logging.getLogger("vitrail")
@@ -75,7 +75,7 @@ class ViT(nn.Module):
         self.pre_logits = nn.Linear(width, config.pre_logits) if config.pre_logits else None
         self.head = self._new_head(config.outputs)
         self.distill_head = self._new_head(config.outputs) if config.distill_token else None
-        self.checkpointed = 0
+        self.recomputing = Recomputing()
         self.kernels: Literal["auto", "plain"] = "auto"  # plain: never the fused ones, which compute the same on a GPU
 
     def forward(self, images: Tensor) -> Tensor:
@@ -193,12 +193,15 @@ class ViT(nn.Module):
                 setattr(self, name, head)
         return self
 
-    def checkpoint_activations(self, blocks: int | None = None) -> int:
-        """Recompute the first `blocks` blocks (None: all) in the backward pass to save memory; returns how many it covers."""
+    def checkpoint_activations(self, blocks: int | None = None, keeps: Keeps = "nothing") -> int:
+        """Recompute the first `blocks` blocks (None: all) in the backward pass to save memory; returns how many it covers.
+
+        They keep nothing but their input or, with "products", also what is dear to compute again.
+        """
         total = len(self.blocks)
-        self.checkpointed = total if blocks is None else min(max(blocks, 0), total)
-        log.info("activation checkpointing: %d/%d blocks", self.checkpointed, total)
-        return self.checkpointed
+        self.recomputing = Recomputing(total if blocks is None else min(max(blocks, 0), total), keeps)
+        log.info("activation checkpointing: %d/%d blocks", self.recomputing.blocks, total)
+        return self.recomputing.blocks
 
     def embed_patches(self, images: Tensor) -> Tensor:
         """The patches' embeddings [batch, patch, width], before positions."""
@@ -222,10 +225,7 @@ class ViT(nn.Module):
         for number, block in enumerate(self.blocks):
             x, bias = self.positions.before_layer(x, number), self.positions.bias(number)
             few = first if number == len(self.blocks) - 1 else None
-            if number < self.checkpointed and torch.is_grad_enabled():
-                x = checkpoint(block, x, bias, few, use_reentrant=False)
-            else:
-                x = block(x, bias, few)
+            x = self.recomputing.run(number, block, x, bias, few)
             if kept and number in kept:
                 kept[number] = x
         return self._finished(x)
@@ -238,7 +238,7 @@ class ViT(nn.Module):
         return self.kernels == "auto" and not inside and fused.can_fuse(self._blocks(), x)
 
     def _encode_fused(self, x: Tensor, first: int | None) -> Tensor:
-        stream = fused.run_blocks(self._blocks(), x, checkpointed=self.checkpointed, first=first)
+        stream = fused.run_blocks(self._blocks(), x, recomputing=self.recomputing, first=first)
         x, normed = fused.add_norm(stream, self.norm, stream.x.dtype)
         return normed if self.config.final_norm == "before-pool" else x
 

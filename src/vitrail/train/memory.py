@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from vitrail.data.preprocess import preset
 from vitrail.models import BiT, BiTConfig, Model, ModelConfig, ViT, ViTConfig
 from vitrail.models.masked import Pretraining
+from vitrail.models.recomputing import Keeps
 from vitrail.tasks import Classify, Task
 from vitrail.train.config import SELF_SUPERVISED, TaskSpec
 from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
@@ -96,17 +97,27 @@ class Subject:
             return self.build()[1]
 
 
-def simulate(subject: Subject, micro_batch: int, *, precision: str, recompute: int = 0, accumulates: bool = False) -> Footprint:
+def simulate(
+    subject: Subject,
+    micro_batch: int,
+    *,
+    precision: str,
+    recompute: int = 0,
+    keeps: Keeps = "nothing",
+    accumulates: bool = False,
+) -> Footprint:
     """One device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
     with _fake(), Allocations() as memory:
-        model, task = _ready(subject, recompute)
+        model, task = _ready(subject, recompute, keeps)
         weights = sum(-(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters())
         for _ in range(2 if accumulates else 1):
             _forward_and_backward(model, task, subject.config, micro_batch, precision)
         return Footprint(weights, weights, memory.peak)
 
 
-def simulate_sharded(subject: Subject, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0) -> Footprint:
+def simulate_sharded(
+    subject: Subject, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0, keeps: Keeps = "nothing"
+) -> Footprint:
     """One of many devices under FSDP2, every block a unit. Up to eight are pretended; beyond, shards are computed."""
     pretended = min(ranks, _PRETENDED)
     world = World(torch.device("cpu"), 0, pretended, pretended, "fsdp")
@@ -114,7 +125,7 @@ def simulate_sharded(subject: Subject, micro_batch: int, *, precision: str, rank
     with _pretended_group(pretended):
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
-            model, task = _ready(subject, recompute)
+            model, task = _ready(subject, recompute, keeps)
             runner = Runner(model, world, low_precision=low, mesh=mesh)
             memory.peak = memory.now  # the whole model, from which shards were cut, is not there in earnest
             for _ in range(2):
@@ -142,7 +153,7 @@ def _padded(parameter: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * ranks * (parameter.numel() // max(rows, 1))
 
 
-def _ready(subject: Subject, recompute: int) -> tuple[nn.Module, Task]:
+def _ready(subject: Subject, recompute: int, keeps: Keeps) -> tuple[nn.Module, Task]:
     with torch.device("cpu"):
         model, trained, task = subject.build()
     trained.train()
@@ -151,7 +162,7 @@ def _ready(subject: Subject, recompute: int) -> tuple[nn.Module, Task]:
             # A GPU keeps a byte for each value, the processor's own dropout a whole number: count the GPU's.
             module.forward = partial(_dropout, rate=module.p)  # type: ignore[method-assign]
     if recompute:
-        model.checkpoint_activations(None if recompute < 0 else recompute)
+        model.checkpoint_activations(None if recompute < 0 else recompute, keeps)
     return trained, task
 
 

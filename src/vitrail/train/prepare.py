@@ -22,7 +22,7 @@ from vitrail.train.speed import training_flops
 
 log = logging.getLogger("vitrail.train")
 
-_OWN = ("name", "start", "image_size", "recompute", "freeze")
+_OWN = ("name", "start", "image_size", "recompute", "recompute_keeps", "freeze")
 
 
 @dataclass
@@ -121,8 +121,8 @@ def make_model(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
                 head.requires_grad_(True)
         notes.append("frozen: everything but the head")
     if spec.recompute:
-        covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute)
-        notes.append(f"activations recomputed in {covered} blocks")
+        covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute, spec.recompute_keeps)
+        notes.append(f"activations recomputed in {covered} blocks, which keep {spec.recompute_keeps}")
     return model, preprocess
 
 

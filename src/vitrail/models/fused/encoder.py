@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from vitrail.models.attention import KERNELS, Attention
 from vitrail.models.fused.launching import has_triton, is_fake
+from vitrail.models.recomputing import Recomputing
 
 if TYPE_CHECKING:
+    from vitrail.models.fused.branches import Again
     from vitrail.models.vit import Block
 
 
@@ -57,15 +58,18 @@ def _is_plain(block: Block) -> bool:
     return linear and type(block.attention) is Attention and type(block.scale1) is nn.Identity and not dropping
 
 
-def run_blocks(blocks: Sequence[Block], x: Tensor, *, checkpointed: int = 0, first: int | None = None) -> Stream:
+def run_blocks(blocks: Sequence[Block], x: Tensor, *, recomputing: Recomputing | None = None, first: int | None = None) -> Stream:
     """All blocks. With `first` the last one computes only that many tokens, from all of them."""
+    recomputing = recomputing or Recomputing()
     stream, seeds = Stream(x), _seeds(blocks, x)
     for number, block in enumerate(blocks):
         few = first if number == len(blocks) - 1 else None
-        if number < checkpointed and torch.is_grad_enabled():
-            stream = checkpoint(_block, block, stream, few, seeds[number], use_reentrant=False)
-        else:
-            stream = _block(block, stream, few, seeds[number])
+        light = recomputing.keeps == "products" and number < recomputing.blocks
+        if light:  # the branches themselves keep products only
+            stream = _block(block, stream, few, seeds[number], light)
+            continue
+        draws = block.training and block.skip.rate > 0  # dropout has its seeds, and needs no generator's state
+        stream = recomputing.run(number, _block, block, stream, few, seeds[number], draws=draws)
     return stream
 
 
@@ -77,15 +81,16 @@ def _seeds(blocks: Sequence[Block], x: Tensor) -> Sequence[Sequence[Tensor | Non
     return [list(row) for row in drawn]
 
 
-def _block(block: Block, stream: Stream, first: int | None, seeds: Sequence[Tensor | None]) -> Stream:
+def _block(block: Block, stream: Stream, first: int | None, seeds: Sequence[Tensor | None], light: bool = False) -> Stream:
     dtype = low_precision(stream.x)
     assert dtype is not None
     x, y = add_norm(stream, block.norm1, dtype)
-    branch = _attended(block.attention, y, first)
+    branch = _attended(block.attention, y, first, _again(x, block.norm1) if light else None)
     x, rate = x if first is None else x[:, :first], block.dropout.p
     after_attention, after_gelu, after_mlp = seeds if block.training and rate > 0 else (None, None, None)
     x, y = add_norm(Stream(x, branch, block.attention.out.bias, _keep(block, x), after_attention, rate), block.norm2, dtype)
-    return Stream(x, _mlp(block.mlp, y, after_gelu, rate), block.mlp.down.bias, _keep(block, x), after_mlp, rate)
+    branch = _mlp(block.mlp, y, after_gelu, rate, _again(x, block.norm2) if light else None)
+    return Stream(x, branch, block.mlp.down.bias, _keep(block, x), after_mlp, rate)
 
 
 def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -95,13 +100,19 @@ def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Te
     return AddNorm.apply(*stream, norm.weight, norm.bias, norm.eps, dtype)  # type: ignore[no-any-return]
 
 
-def _attended(attention: Attention, y: Tensor, first: int | None) -> Tensor:
+def _again(x: Tensor, norm: nn.LayerNorm) -> Again:
+    from vitrail.models.fused.branches import Again
+
+    return Again(x.detach(), norm.weight, norm.bias, norm.eps)
+
+
+def _attended(attention: Attention, y: Tensor, first: int | None, again: Again | None) -> Tensor:
     from vitrail.models.fused.attention import fits
     from vitrail.models.fused.branches import AttentionBranch
 
     qkv, out = attention.qkv, attention.out
     if fits(y.shape[1], y.shape[2] // attention.heads):
-        return AttentionBranch.apply(y, qkv.weight, qkv.bias, out.weight, attention.heads, first)  # type: ignore[no-any-return]
+        return AttentionBranch.apply(y, qkv.weight, qkv.bias, out.weight, attention.heads, first, again)  # type: ignore[no-any-return]
     # With many tokens attention itself is much of the cost, and the library's kernels are at their best.
     both = F.linear(y, qkv.weight.to(y.dtype), None if qkv.bias is None else qkv.bias.to(y.dtype))
     q, k, v = both.unflatten(-1, (3, attention.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -110,11 +121,11 @@ def _attended(attention: Attention, y: Tensor, first: int | None) -> Tensor:
     return F.linear(attended.transpose(1, 2).flatten(2), out.weight.to(y.dtype))
 
 
-def _mlp(mlp: Any, y: Tensor, seed: Tensor | None, rate: float) -> Tensor:
+def _mlp(mlp: Any, y: Tensor, seed: Tensor | None, rate: float, again: Again | None) -> Tensor:
     from vitrail.models.fused.branches import MlpBranch
 
     tanh = mlp.approximate == "tanh"
-    return MlpBranch.apply(y, mlp.up.weight, mlp.up.bias, mlp.down.weight, tanh, seed, rate)  # type: ignore[no-any-return]
+    return MlpBranch.apply(y, mlp.up.weight, mlp.up.bias, mlp.down.weight, tanh, seed, rate, again)  # type: ignore[no-any-return]
 
 
 def _keep(block: Block, x: Tensor) -> Tensor | None:

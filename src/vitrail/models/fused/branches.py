@@ -128,4 +128,4 @@ def weight_gradient(dout: Tensor, entered: Tensor, dtype: torch.dtype) -> Tensor
         return torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=dout.device)
     if dout.is_cuda and dtype == torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
-    return (left.to(dtype) @ right.to(dtype)) if not dout.is_cuda else (left @ right).to(dtype)
+    return (left @ right).to(dtype)

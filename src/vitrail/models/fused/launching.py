@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +37,3 @@ def next_power_of_2(number: int) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-Kernel = Any  # triton.JITFunction, which is only importable where Triton is

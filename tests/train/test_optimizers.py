@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -142,3 +144,26 @@ def test_frozen_parameters_are_left_out():
 def test_impossible_settings_are_sentences(changes, words):
     with pytest.raises(VitrailError, match=words):
         Recipe(epochs=1, optim=OptimSpec(**changes))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_clipping_on_the_way_is_clipping_before(name: Any, clip: float) -> None:
+    def stepped(on_the_way: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 2))
+        spec = OptimSpec(name=name, lr=0.01, clip=clip, weight_decay=0.0)
+        optimizer = Optimizer(model, spec)
+        for _ in range(3):
+            model(torch.randn(4, 5)).square().sum().backward()
+            gradients = [one.grad for one in model.parameters() if one.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            assert (norm > clip) == (clip < 1)
+            if not on_the_way:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step(norm=norm if on_the_way else None)
+            optimizer.zero_grad()
+        return [one.detach() for one in model.parameters()]
+
+    for one, two in zip(stepped(True), stepped(False), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-8)

@@ -90,7 +90,9 @@ class Optimizer:
         self.names = [name for group in self.groups for name in group.names]
         self.parameters = [parameters[name] for name in self.names]
         # The fused kernels are the fastest, and can be told on the device to skip a step. SGD's does not know shards.
-        self._fused = spec.name != "sgd" or not any(hasattr(one, "full_tensor") for one in self.parameters)
+        sharded = any(hasattr(one, "full_tensor") for one in self.parameters)
+        self._fused = spec.name != "sgd" or not sharded
+        self._divides = self._fused and not sharded
         self._inner = _build(spec, [self._settings(group, parameters) for group in self.groups], fused=self._fused)
         self._fill_state()
 
@@ -110,17 +112,25 @@ class Optimizer:
         for group in self._inner.param_groups:
             group["lr"] = self.spec.lr * group["scale"] * factor
 
-    def step(self, skip: Tensor | None = None) -> None:
-        """Move the parameters. Where `skip` (a number on their device) is 1 nothing moves, and nobody waits to find out."""
+    def step(self, skip: Tensor | None = None, norm: Tensor | None = None) -> None:
+        """Move the parameters. Where `skip` (a number on their device) is 1 nothing moves, and nobody waits to find out.
+
+        With clipping, `norm` is that of all gradients. They are scaled down on the way through the update, not in a pass before.
+        """
+        scale = None if norm is None or self.spec.clip is None else ((norm + 1e-6) / self.spec.clip).clamp(min=1.0)
+        if self._divides:
+            self._inner.grad_scale = scale  # type: ignore[attr-defined]
+        elif scale is not None:
+            torch._foreach_div_([one.grad for one in self.parameters if one.grad is not None], scale)
         if self._fused:
-            self._inner.grad_scale, self._inner.found_inf = None, skip  # type: ignore[attr-defined]
+            self._inner.found_inf = skip  # type: ignore[attr-defined]
         elif skip is not None and bool(skip):
             return
         if self.spec.name == "sgd" and self.spec.decay != "coupled":
             self._decay(skip)
         self._inner.step()
         if self._fused:
-            self._inner.found_inf = None  # type: ignore[attr-defined]
+            self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
         self._inner.zero_grad(set_to_none=True)

@@ -145,10 +145,7 @@ class Step:
     def _update(self, loss: Tensor, number: int) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer.torch_optimizer)
-        parameters = [one for one in self.optimizer.parameters if one.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None]))
-        if self.recipe.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.recipe.optim.clip, norm)
+        norm = whole(torch.nn.utils.get_total_norm([one.grad for one in self.optimizer.parameters if one.grad is not None]))
         bad = fault = (~norm.isfinite()).float()
         if self.scaler is not None:
             self.scaler.update()
@@ -156,7 +153,7 @@ class Step:
             fault = bad * (torch.as_tensor(self.scaler._scale) < 1)
         if self.freezes:
             self._frozen = torch.maximum(self._frozen, fault)
-        self.optimizer.step(skip=torch.maximum(self._frozen, bad))
+        self.optimizer.step(skip=torch.maximum(self._frozen, bad), norm=norm)
         self.optimizer.zero_grad()
         self._first_bad = torch.where((self._first_bad < 0) & (fault > 0), number, self._first_bad)
         self._skipped += bad

@@ -1,4 +1,5 @@
 """Precisions as a user meets them: `predict`, `eval`, `embed` and `doctor` on a processor."""
+# ruff: noqa: F811 - fixtures come in by name
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from vitrail.models.inference.choosing import Processor
 PRECISIONS = ("fp32", "bf16", "int8", "auto", "fp16")
 
 
-def predicted(capsys: Any, checkpoint: Path, photos: Path, *words: str) -> tuple[list[Any], str]:  # noqa: F811
+def predicted(capsys: Any, checkpoint: Path, photos: Path, *words: str) -> tuple[list[Any], str]:
     status, out, err = run(capsys, "predict", checkpoint, photos / "val", "--json", "--top", "4", *words)
     assert status == 0
     return [json.loads(line) for line in out.splitlines()], err
@@ -30,7 +31,7 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "WORTH_INT8", 0)
 
 
-def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos: Path, able: None) -> None:  # noqa: F811
+def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos: Path, able: None) -> None:
     exact, silence = predicted(capsys, checkpoint, photos, "--precision", "fp32")
     rounded, said = predicted(capsys, checkpoint, photos)
     assert silence == ""
@@ -43,7 +44,7 @@ def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos:
     assert 0 < max(apart) < 0.05
 
 
-def test_a_small_model_is_computed_in_float32_without_a_word(capsys: Any, checkpoint: Path, photos: Path) -> None:  # noqa: F811
+def test_a_small_model_is_computed_in_float32_without_a_word(capsys: Any, checkpoint: Path, photos: Path) -> None:
     exact, _ = predicted(capsys, checkpoint, photos, "--precision", "fp32")
     usual, said = predicted(capsys, checkpoint, photos)
     assert usual == exact and said == ""
@@ -55,7 +56,7 @@ def test_predictions_do_not_depend_on_the_batch(
     checkpoint: Path,
     photos: Path,
     precision: str,
-    able: None,  # noqa: F811
+    able: None,
 ) -> None:
     found = [predicted(capsys, checkpoint, photos, "--precision", precision, "--batch", size)[0] for size in ("1", "5", "64")]
     for other in found[1:]:
@@ -66,7 +67,7 @@ def test_predictions_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path, precision: str, able: None) -> None:  # noqa: F811
+def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path, precision: str, able: None) -> None:
     status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--json", "--precision", precision)
     (result,) = json.loads(out)["results"]
     said = [note for note in result["notes"] if note.startswith("computed in")]
@@ -74,7 +75,7 @@ def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path,
     assert len(said) == (precision in ("bf16", "int8", "auto"))
 
 
-def test_features_are_exact_unless_asked(capsys: Any, checkpoint: Path, photos: Path, tmp_path: Path, able: None) -> None:  # noqa: F811
+def test_features_are_exact_unless_asked(capsys: Any, checkpoint: Path, photos: Path, tmp_path: Path, able: None) -> None:
     found = {}
     for precision in ("default", "fp32", "int8"):
         file, words = tmp_path / f"{precision}.npz", () if precision == "default" else ("--precision", precision)

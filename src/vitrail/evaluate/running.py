@@ -52,21 +52,30 @@ class Running:
     def ready(self, model: Model) -> Model:
         """The model on its device, in the form that computes fastest in this precision; the one given may be the same."""
         device = self.world.device
-        if device.type == "cpu" and self.precision != "fp16":
-            return for_inference(model, self.precision, device)
+        if self._copies:
+            return for_inference(model, self.precision, device)  # type: ignore[arg-type]
         if self.precision == "int8":
             raise VitrailError(f"--precision int8 is for processors; on {device.type} take fp32, bf16 or fp16.")
         return model.to(device)
 
     def remark(self, model: Model) -> str | None:
-        """Says what a processor computes in, and why, where that is not float32 or not what was asked for."""
-        if self.world.device.type != "cpu" or self.precision == "fp16":
+        """Says what is computed in, and why, where that is not float32 or not what was asked for."""
+        if not self._copies:
             return None
-        chosen = choose(model.config, self.precision, self.world.device)
+        chosen = choose(model.config, self.precision, self.world.device)  # type: ignore[arg-type]
         if chosen.precision == "fp32" and self.precision in ("fp32", "auto"):
             return None
         exact = "" if chosen.precision == "fp32" else "; --precision fp32 computes exactly"
         return f"computed in {chosen.precision}: {chosen.why}{exact}"
+
+    @property
+    def _copies(self) -> bool:
+        """Whether a copy made for inference computes: always on a processor, on a GPU where it may choose its arithmetic.
+
+        A precision that was asked for on a GPU is autocast's there, with a float32 residual stream, as in training.
+        """
+        kind = self.world.device.type
+        return self.precision != "fp16" if kind == "cpu" else kind == "cuda" and self.precision == "auto"
 
     def over(self, split: Split, preprocess: Preprocess, model: Model, compute: Callable[[Tensor], T]) -> Pass[T]:
         """A pass of `compute`, which is the model or a part of it, over this rank's images."""

@@ -45,7 +45,7 @@ def test_features_by_name(fields: dict[str, object], prefix: int) -> None:
     assert features.pooled.shape == (2, 24) and features.pre_logits.shape == (2, fields.get("pre_logits", 24))
     assert list(features.layers) == [0, 3]
     if not fields.get("distill_token"):
-        assert torch.allclose(model.head(features.pre_logits), model(IMAGES), atol=1e-6)
+        assert torch.allclose(model.head(features.pre_logits), model(IMAGES), atol=1e-5)
     if fields.get("final_norm") == "after-pool":
         assert torch.equal(features.layers[3], features.tokens)
     else:
@@ -64,7 +64,7 @@ def test_bit_features() -> None:
 
 def test_without_a_head_the_representation_comes_out() -> None:
     model = build(outputs=0)
-    assert torch.allclose(model(IMAGES), model.features(IMAGES).pre_logits, atol=1e-6)
+    assert torch.allclose(model(IMAGES), model.features(IMAGES).pre_logits, atol=1e-5)
 
 
 def test_initial_values_are_the_references() -> None:
@@ -266,5 +266,5 @@ def test_the_last_block_computes_only_what_is_read(change: dict[str, Any]) -> No
     x = model.assemble(model.embed_patches(images))
     count = 1 + model.config.distill_token
     few, whole = model.encode(x, first=count), model.encode(x)
-    assert few.shape[1] == count and torch.allclose(few, whole[:, :count], atol=2e-6)
-    assert torch.allclose(model(images), model._logits(whole), atol=2e-6)
+    assert few.shape[1] == count and torch.allclose(few, whole[:, :count], atol=1e-5)
+    assert torch.allclose(model(images), model._logits(whole), atol=1e-5)

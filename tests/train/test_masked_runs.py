@@ -81,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_it_learns_more_than_a_constant_can_say(name: str, runs: Runs) -> None:
     records = RunFolder(runs[name]).records()
     end = records[-1]
-    assert end["headline"] == "relative_loss" and end["relative_loss"] < 0.92
+    assert end["headline"] == "relative_loss" and end["relative_loss"] < 0.95
     assert end["relative_loss"] == pytest.approx(end["loss"] / end["constant_loss"])
     trained = [one for one in records if one["kind"] == "train"]
     assert trained[-1]["relative_loss"] < trained[0]["relative_loss"]

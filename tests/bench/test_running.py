@@ -280,6 +280,17 @@ def test_the_largest_batch_by_planted_memory(tmp_path: Path, monkeypatch: pytest
         run(tiny(largest_batch=True))
 
 
+class Small(nn.Module):
+    """A module of our own: torch 2.11 does not compile those of torch alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
 def test_more_models_are_compiled_than_torch_would_let_us() -> None:
     compiled = []
 

@@ -318,3 +318,23 @@ def test_processors_and_float32_go_the_plain_way() -> None:
     assert not model._can_fuse(torch.zeros(1, 10, 192))
     if DEVICE == "cpu":
         assert not model._can_fuse(torch.zeros(1, 10, 192, dtype=torch.bfloat16))
+
+
+def test_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One that computes something else is noticed, and said; generators stay as they were."""
+    from vitrail.models.fused import branches, checking
+
+    checking.works.cache_clear()
+    device, before = torch.device(DEVICE), torch.random.get_rng_state()
+    low = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter takes bfloat16's bits for whole numbers
+    assert checking.works(device, low) and torch.equal(torch.random.get_rng_state(), before)
+    assert not caplog.records
+    real = branches.gelu
+    monkeypatch.setattr(branches, "gelu", lambda hidden, tanh, seed, rate: 1.2 * real(hidden, tanh, seed, rate))
+    checking.works.cache_clear()
+    assert not checking.works(device, low)
+    monkeypatch.setattr(branches, "gelu", None)
+    checking.works.cache_clear()
+    assert not checking.works(device, low)
+    checking.works.cache_clear()
+    assert "off by" in caplog.text and "TypeError" in caplog.text and "more slowly" in caplog.text

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launching import is_fake, next_power_of_2
+from vitrail.models.fused.launching import is_fake, next_power_of_2, shared_memory
 
 MOST_TOKENS = 256
 
@@ -98,9 +98,13 @@ def attention_backward(
     return sums
 
 
-def fits(tokens: int, channels: int) -> bool:
+def fits(tokens: int, channels: int, device: torch.device) -> bool:
     """Whether one program can hold a head: few tokens, and a width the tensor cores like (64 in the paper; ViT-H has 80)."""
-    return tokens <= MOST_TOKENS and channels in (16, 32, 64, 128)
+    if tokens > MOST_TOKENS or channels not in (16, 32, 64, 128):
+        return False
+    queries = next_power_of_2(tokens)
+    bytes_shared = 2 * (2 * queries * channels + queries * 64 + 64 * channels)  # two tiles of queries, one of weights, one of keys
+    return bytes_shared * 1.05 < shared_memory(device)
 
 
 def forward_kernel(tokens: int) -> str:

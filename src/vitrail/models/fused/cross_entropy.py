@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.models.fused.checking import works
 from vitrail.models.fused.launching import ceil_div, has_triton, next_power_of_2
 
 _MOST = 8192  # values a program holds
@@ -20,7 +21,8 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(logits)[target] of every row [row, class], in float32."""
-    if logits.is_cuda and logits.dtype in _LOW and has_triton() and logits.shape[1] <= _MOST and not torch.compiler.is_compiling():
+    ours = logits.is_cuda and logits.dtype in _LOW and logits.shape[1] <= _MOST and has_triton()
+    if ours and not torch.compiler.is_compiling() and works(logits.device, logits.dtype):
         return CrossEntropy.apply(logits.contiguous(), targets)  # type: ignore[no-any-return]
     return F.cross_entropy(logits.float(), targets, reduction="none")
 

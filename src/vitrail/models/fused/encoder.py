@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from vitrail.models.attention import KERNELS, Attention
+from vitrail.models.fused.checking import works
 from vitrail.models.fused.launching import has_triton, is_fake
 from vitrail.models.recomputing import Recomputing
 
@@ -45,9 +46,10 @@ def low_precision(x: Tensor) -> torch.dtype | None:
 
 def can_fuse(blocks: Sequence[Block], x: Tensor) -> bool:
     """Whether the fused path computes what these blocks do, here and now."""
-    if not (x.is_cuda or is_fake(x)) or low_precision(x) is None or torch.compiler.is_compiling() or not has_triton():
+    dtype = low_precision(x)
+    if not (x.is_cuda or is_fake(x)) or dtype is None or torch.compiler.is_compiling() or not has_triton():
         return False
-    return all(_is_plain(block) for block in blocks)
+    return all(_is_plain(block) for block in blocks) and (is_fake(x) or works(x.device, dtype))
 
 
 def _is_plain(block: Block) -> bool:
@@ -111,7 +113,7 @@ def _attended(attention: Attention, y: Tensor, first: int | None, again: Again |
     from vitrail.models.fused.branches import AttentionBranch
 
     qkv, out = attention.qkv, attention.out
-    if fits(y.shape[1], y.shape[2] // attention.heads):
+    if fits(y.shape[1], y.shape[2] // attention.heads, y.device):
         return AttentionBranch.apply(y, qkv.weight, qkv.bias, out.weight, attention.heads, first, again)  # type: ignore[no-any-return]
     # With many tokens attention itself is much of the cost, and the library's kernels are at their best.
     both = F.linear(y, qkv.weight.to(y.dtype), None if qkv.bias is None else qkv.bias.to(y.dtype))

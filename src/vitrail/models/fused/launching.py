@@ -24,6 +24,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program can share among its threads; a data-centre GPU's where only plans are made."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 166_912
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no numbers, as when memory is planned: then nothing is launched."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -1,0 +1,70 @@
+"""Whether the kernels run, and run rightly, on a device: asked once, before they are first used there.
+
+GPUs, drivers and versions of Triton differ more than any test can cover. A kernel that does not compile, or that computes
+another function, must cost speed and not a training.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+log = logging.getLogger("vitrail")
+
+_TOLERANCE = 0.05  # relative, of values and gradients in low precision
+
+
+@functools.cache
+def works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Run a small encoder both ways, forward and backward. Leaves every random generator as it was."""
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            torch.manual_seed(0)
+            found = max(_block_difference(device, dtype), _loss_difference(device, dtype))
+    except Exception as error:  # whatever it is, the plain path is there
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    else:
+        if found <= _TOLERANCE:
+            return True
+        reason = f"they are off by {found:.1%}"
+    log.warning("Vitrail's own GPU kernels are not used here (%s); going on with torch's, more slowly.", reason)
+    return False
+
+
+def _block_difference(device: torch.device, dtype: torch.dtype) -> float:
+    """The largest relative difference of a small encoder's output and gradients."""
+    from vitrail.models.config import ViTConfig
+    from vitrail.models.fused.encoder import add_norm, run_blocks
+    from vitrail.models.vit import Block
+
+    config = ViTConfig(name="check", width=64, depth=2, heads=2, mlp=96, patch=(1, 1), image_size=(4, 4))
+    blocks = [Block(config, number).to(device) for number in range(2)]
+    norm, x = nn.LayerNorm(64).to(device), torch.randn(3, 17, 64, device=device, requires_grad=True)
+    leaves = [x, norm.weight, *(one for block in blocks for one in block.parameters())]
+    with torch.autocast(device.type, dtype=dtype):
+        plain = norm(blocks[1](blocks[0](x), None, 1))
+        fused = add_norm(run_blocks(blocks, x, first=1), norm, torch.float32)[1]
+        for block in blocks:  # compiled and run; what it drops is its own
+            block.dropout.p = 0.5
+        dropped = add_norm(run_blocks(blocks, x), norm, torch.float32)[1]
+    torch.autograd.grad(dropped.sum(), leaves)
+    slope = torch.randn_like(plain)
+    return _largest([plain, *torch.autograd.grad(plain, leaves, slope)], [fused, *torch.autograd.grad(fused, leaves, slope)])
+
+
+def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:
+    from vitrail.models.fused.cross_entropy import CrossEntropy
+
+    logits = torch.randn(5, 12, device=device).to(dtype).requires_grad_()
+    targets = torch.arange(5, device=device)
+    plain, fused = F.cross_entropy(logits.float(), targets, reduction="none"), CrossEntropy.apply(logits, targets)
+    return _largest([plain, *torch.autograd.grad(plain.sum(), logits)], [fused, *torch.autograd.grad(fused.sum(), logits)])
+
+
+def _largest(expected: list[Tensor], found: list[Tensor]) -> float:
+    return max(float((two.float() - one.float()).norm() / one.float().norm()) for one, two in zip(expected, found, strict=True))

@@ -24,11 +24,15 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, images: Tensor) -> Tensor:
-        batch, channels, height, width = images.shape
-        rows, columns = height // self.patch[0], width // self.patch[1]
-        patches = images.reshape(batch, channels, rows, self.patch[0], columns, self.patch[1])
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
-        return F.linear(patches, self.weight.flatten(1), self.bias)
+        return F.linear(cut(images, self.patch), self.weight.flatten(1), self.bias)
+
+
+def cut(images: Tensor, patch: Pair) -> Tensor:
+    """Images [image, channel, row, column] as patches, row by row: [image, patch, channel · row · column]."""
+    batch, channels, height, width = images.shape
+    rows, columns = height // patch[0], width // patch[1]
+    patches = images.reshape(batch, channels, rows, patch[0], columns, patch[1])
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
 
 
 class Mlp(nn.Module):

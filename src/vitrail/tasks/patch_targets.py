@@ -18,6 +18,7 @@ from torch import Tensor
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
 from vitrail.models.fused.cross_entropy import cross_entropy
+from vitrail.models.layers import cut
 from vitrail.tasks.base import Array
 
 LEVELS = 8  # 3 bits a channel
@@ -67,9 +68,7 @@ class PatchTarget(ABC):
 
     def patches(self, images: Tensor) -> Tensor:
         """Pixels from 0 to 1, cut into patches [image, patch, channel · row · column]."""
-        (rows, columns), (height, width) = self.grid, self.stride
-        cut = (self.pixels(images) / self.brightest).reshape(len(images), self.channels, rows, height, columns, width)
-        return cut.permute(0, 2, 4, 1, 3, 5).reshape(len(images), rows * columns, -1)
+        return cut(self.pixels(images) / self.brightest, self.stride)
 
     @abstractmethod
     def of(self, images: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from vitrail.models.features import Features
 from vitrail.models.inference.blocks import CHUNK, FastBlock, Style
 from vitrail.models.inference.linear import make_linear
 from vitrail.models.inference.operations import Kind
-from vitrail.models.layers import PatchEmbedding
+from vitrail.models.layers import PatchEmbedding, cut
 from vitrail.models.resnet import StandardisedConv
 from vitrail.models.vit import Block, ViT
 
@@ -55,11 +55,7 @@ class FastPatches(nn.Module):
         self.linear = make_linear(patches.weight.flatten(1), patches.bias, kind)
 
     def forward(self, images: Tensor) -> Tensor:
-        batch, channels, height, width = images.shape
-        rows, columns = height // self.patch[0], width // self.patch[1]
-        patches = images.reshape(batch, channels, rows, self.patch[0], columns, self.patch[1])
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
-        return self.linear(patches)  # type: ignore[no-any-return]
+        return self.linear(cut(images, self.patch))  # type: ignore[no-any-return]
 
 
 class FixedConv(StandardisedConv):

@@ -44,7 +44,7 @@ def recipe_of(task: TaskSpec, **changes: Any) -> Recipe:
         "task": task,
         "optim": OptimSpec(lr=2e-3, weight_decay=0.05),
         "schedule": ScheduleSpec(warmup=10),
-        "steps": 60,
+        "steps": 80 if task.patch_target == "downsized" else 60,  # sixteen predictions a patch take longer
         "batch": 64,
         "ema": 0.9,
         "eval_every": 0,
@@ -81,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_it_learns_more_than_a_constant_can_say(name: str, runs: Runs) -> None:
     records = RunFolder(runs[name]).records()
     end = records[-1]
-    assert end["headline"] == "relative_loss" and end["relative_loss"] < 0.95
+    assert end["headline"] == "relative_loss" and end["relative_loss"] < 0.92
     assert end["relative_loss"] == pytest.approx(end["loss"] / end["constant_loss"])
     trained = [one for one in records if one["kind"] == "train"]
     assert trained[-1]["relative_loss"] < trained[0]["relative_loss"]
@@ -300,3 +300,9 @@ def test_commands_know_a_model_without_labels(runs: Runs, tmp_path: Path, capsys
     words = ("train", "digits", "--task.kind", "masked-patch", "--augment.smoothing", "0", "--augment.mixup", "0", "--steps", "3")
     status, said = command(capsys, *words, "--schedule.warmup", "1", "--out", tmp_path / "run", "--threads", "1", "--plain")
     assert status == 0 and "of the best constant prediction" in said and "--what reconstruction" in said
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "painted"
+    status, said = command(capsys, "inspect", tmp_path / "nowhere", "--what", "reconstruction", "--out", out)
+    assert status == 2 and "There is no folder" in said and "nowhere" in said and not out.exists()

@@ -91,6 +91,7 @@ def inspect(
         raise VitrailError(f"--show is {show}; at least one image must be drawn.")
     size = _size(image_size)
     if what == "reconstruction":
+        _check_runs((checkpoint, *compare_with))
         data, count = (data if data or images else own_source(checkpoint)), min(count, show)
         _check_reconstruction(data, images, size)
     originals = _originals(images, data, split, count, seed)
@@ -127,6 +128,14 @@ def _originals(images: tuple[Path, ...], data: str | None, split: str | None, co
             raise VitrailError(f"--count is {count}; at least one image must be looked at.")
         return from_source(data, split, count, seed)
     return from_files(images) if images else None
+
+
+def _check_runs(references: tuple[str, ...]) -> None:
+    missing = next((one for one in references if not Path(one).is_dir()), None)
+    if missing is not None:
+        raise VitrailError(
+            f"There is no folder {missing}. Reconstructions need that of a run with --task.kind masked-patch or masked-autoencoder."
+        )
 
 
 def _check_reconstruction(data: str | None, images: tuple[Path, ...], size: int | tuple[int, int] | None) -> None:

@@ -48,7 +48,9 @@ def test_activations_are_what_autograd_saves() -> None:
 def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_should() -> None:
     full = simulate(Subject(TINY), 32, precision="fp32")
     assert simulate(Subject(TINY), 32, precision="bf16").activations < full.activations
-    assert simulate(Subject(TINY), 32, precision="fp32", recompute=-1).activations < 0.7 * full.activations
+    deeper = Subject(TINY.replace(depth=6))
+    whole = simulate(deeper, 32, precision="fp32")
+    assert simulate(deeper, 32, precision="fp32", recompute=-1).activations < 0.6 * whole.activations
     for precision in ("fp32", "bf16"):  # the plain path, and the one of our own kernels
         sizes = [simulate(Subject(TINY), 256, precision=precision, recompute=-1, keeps=keeps) for keeps in ("nothing", "products")]
         sizes.append(simulate(Subject(TINY), 256, precision=precision))

@@ -102,11 +102,11 @@ def gelu_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     leaf = hidden.clone().requires_grad_()
     value = F.gelu(leaf + bias)
     return [
-        ("GELU, forward", hidden.numel() * 4, lambda: gelu(hidden, False), lambda: F.gelu(hidden)),
+        ("GELU, forward", hidden.numel() * 4, lambda: gelu(hidden, bias, False), lambda: F.gelu(hidden)),
         (
             "GELU, backward with bias sums and its value again",
             hidden.numel() * 8,
-            lambda: gelu_backward(hidden, slope, False),
+            lambda: gelu_backward(hidden, bias, slope, False),
             gradients((value,), [leaf, bias], (slope,)),
         ),
     ]

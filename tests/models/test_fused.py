@@ -39,7 +39,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fused kernels wherever the block allows them, though this may be a processor and float32."""
     monkeypatch.setattr(encoder, "low_precision", lambda x: LOW)
     real = encoder.can_fuse
-    monkeypatch.setattr(encoder, "can_fuse", lambda blocks, x: DEVICE == "cpu" or real(blocks, x))
+    monkeypatch.setattr(encoder, "can_fuse", lambda x: DEVICE == "cpu" or real(x))
     yield
 
 
@@ -155,7 +155,9 @@ def test_dropout_is_even_and_differs_by_seed() -> None:
     from vitrail.models.fused.gelu import gelu
 
     ones = torch.full((40, 1000), 30.0, device=DEVICE)  # so far out GELU changes nothing
-    one, two = (gelu(ones, True, torch.tensor(seed, device=DEVICE), 0.1) / 30 for seed in (5, 2**40 + 5))
+    one, two = (
+        gelu(ones, torch.zeros(1000, device=DEVICE), True, torch.tensor(seed, device=DEVICE), 0.1) / 30 for seed in (5, 2**40 + 5)
+    )
     for found in (one, two):
         assert {round(value, 5) for value in found.unique().tolist()} == {0.0, round(1 / 0.9, 5)}
         dropped = found == 0
@@ -238,12 +240,39 @@ def test_gelu_to_seven_digits(tanh: bool) -> None:
 
     h = torch.linspace(-12, 12, 3 * 700, device=DEVICE).reshape(3, 700)
     slope = torch.randn_like(h)
-    exact = h.double().requires_grad_()
+    bias = torch.linspace(-0.5, 0.5, 700, device=DEVICE)
+    exact = (h + bias).double().requires_grad_()
     value = F.gelu(exact, approximate="tanh" if tanh else "none")
     (expected,) = torch.autograd.grad(value, exact, slope.double())
-    dh, sums, again = gelu_backward(h, slope, tanh)
-    assert (gelu(h, tanh) - value).abs().max() < 2e-6 and torch.equal(again, gelu(h, tanh))
+    dh, sums, again = gelu_backward(h, bias, slope, tanh)
+    assert (gelu(h, bias, tanh) - value).abs().max() < 2e-6 and torch.equal(again, gelu(h, bias, tanh))
     assert (dh - expected).abs().max() < 5e-6 and (sums - expected.sum(0)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+@pytest.mark.parametrize("rows, inner, columns", [(1, 64, 128), (300, 64, 256), (129, 192, 384)])
+def test_gelu_in_the_end_of_a_product(tanh: bool, rows: int, inner: int, columns: int) -> None:
+    from vitrail.models.fused.up_gelu import up_gelu
+
+    y, weight = torch.randn(rows, inner, device=DEVICE).to(LOW), torch.randn(columns, inner, device=DEVICE).to(LOW) / 4
+    bias = torch.linspace(-9, 9, columns, device=DEVICE)
+    exact = F.gelu(F.linear(y.double(), weight.double(), bias.double()), approximate="tanh" if tanh else "none")
+    assert (up_gelu(y, weight, bias, tanh) - exact).abs().max() < (0.05 if DEVICE == "cuda" else 3e-5)
+
+
+def test_gelu_in_the_end_is_taken_without_gradients_only(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import up_gelu
+
+    monkeypatch.setattr(up_gelu, "suits", lambda y, width: True)
+    taken: list[int] = []
+    real = up_gelu.up_gelu
+    monkeypatch.setattr(up_gelu, "up_gelu", lambda *given: taken.append(1) or real(*given))  # type: ignore[func-returns-value]
+    model, images = small(depth=2).eval(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    with_gradients, _ = results(model, images, "auto")
+    assert not taken
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+        assert near(model(images), with_gradients, 1e-4 if DEVICE == "cpu" else CLOSE)
+    assert len(taken) == 2
 
 
 @pytest.mark.parametrize("rows, classes", [(1, 5), (9, 512), (3, 700)])
@@ -330,7 +359,7 @@ def test_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch,
     assert checking.works(device, low) and torch.equal(torch.random.get_rng_state(), before)
     assert not caplog.records
     real = branches.gelu
-    monkeypatch.setattr(branches, "gelu", lambda hidden, tanh, seed, rate: 1.2 * real(hidden, tanh, seed, rate))
+    monkeypatch.setattr(branches, "gelu", lambda *given, eight: 1.2 * real(*given, eight=eight))
     checking.works.cache_clear()
     assert not checking.works(device, low)
     monkeypatch.setattr(branches, "gelu", None)

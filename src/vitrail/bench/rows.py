@@ -112,10 +112,10 @@ class Ratio:
 
 
 def ratios(rows: Iterable[Row]) -> list[Ratio]:
-    """One for each contest in which both sides have a figure, in the order of the rows."""
+    """One for each contest in which both sides have a figure, in the order of the rows; fp8 is out of it."""
     contests: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        if row.score:
+        if row.score and not row.mode.endswith("fp8"):
             contests.setdefault(row.contest, []).append(row)
     found = []
     for entries in contests.values():

@@ -24,6 +24,7 @@ from vitrail.data.batch import Batch
 from vitrail.models import ModelConfig, build_model, parameters
 from vitrail.tasks import Classify
 from vitrail.train.config import OptimSpec, Recipe, ScheduleSpec
+from vitrail.train.fp8 import use_fp8
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World
 from vitrail.train.step import Step, autocast
@@ -58,7 +59,7 @@ class Case:
     @property
     def records(self) -> bool:
         """Whether the first steps are recorded, to be replayed later."""
-        return self.mode == "loop" or self.mode.startswith("graphs")
+        return self.mode.startswith(("loop", "graphs"))
 
     @property
     def fast(self) -> bool:
@@ -112,7 +113,7 @@ def prepare(case: Case, inputs: Inputs) -> Subject:
     if case.task == "infer":
         remark = _arithmetic(case, model)
         return Subject(_inference(case, model, inputs), count, remark=lambda: remark)
-    if case.mode == "loop":
+    if case.mode.startswith("loop"):
         return _whole_step(case, model, inputs, count)
     return Subject(_training(case, model, inputs), count)
 
@@ -130,6 +131,8 @@ def _model(case: Case) -> nn.Module:
         model: nn.Module = build_model(case.config, device=case.device)
         if not case.mode.startswith(("default", "loop", "fast")) and hasattr(model, "kernels"):
             model.kernels = "plain"  # type: ignore[assignment]
+        if case.mode == "loop-fp8":
+            use_fp8(model, Recipe(), World(case.device))
     else:
         with case.device:
             model = peers.build(case.who, case.config)

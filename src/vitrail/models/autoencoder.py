@@ -81,7 +81,7 @@ class MaskedAutoencoder(Pretraining):
             dim=1,
         )
         blocks: list[Block] = list(self.decoder_blocks)  # type: ignore[arg-type]
-        if fused.can_fuse(blocks, x):
+        if fused.can_fuse(x) and all(fused.is_plain(block) for block in blocks):
             return fused.add_norm(fused.run_blocks(blocks, x, first=self.hidden), self.norm, x.dtype)[1]
         for block in blocks:
             x = block(x, None, self.hidden if block is blocks[-1] else None)

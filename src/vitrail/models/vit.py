@@ -76,7 +76,8 @@ class ViT(nn.Module):
         self.head = self._new_head(config.outputs)
         self.distill_head = self._new_head(config.outputs) if config.distill_token else None
         self.recomputing = Recomputing()
-        self.kernels: Literal["auto", "plain"] = "auto"  # plain: never the fused ones, which compute the same on a GPU
+        # plain: never the fused ones, which compute the same on a GPU. fp8: fused, and training with eight-bit products.
+        self.kernels: Literal["auto", "plain", "fp8"] = "auto"
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, outputs]; for a distilled model the mean of its two heads; without a head what it would see."""
@@ -233,12 +234,18 @@ class ViT(nn.Module):
     def _blocks(self) -> list[Block]:
         return list(self.blocks)  # type: ignore[arg-type]
 
-    def _can_fuse(self, x: Tensor) -> bool:
+    @property
+    def fusable(self) -> bool:
+        """Whether the fused kernels know all parts of the encoder, as it is now."""
         inside = self.config.position_at != "input"  # positions that act in the layers
-        return self.kernels == "auto" and not inside and fused.can_fuse(self._blocks(), x)
+        return not inside and all(fused.is_plain(block) for block in self._blocks())
+
+    def _can_fuse(self, x: Tensor) -> bool:
+        return self.kernels != "plain" and fused.can_fuse(x) and self.fusable
 
     def _encode_fused(self, x: Tensor, first: int | None) -> Tensor:
-        stream = fused.run_blocks(self._blocks(), x, recomputing=self.recomputing, first=first)
+        eight = self.kernels == "fp8" and self.training
+        stream = fused.run_blocks(self._blocks(), x, recomputing=self.recomputing, first=first, eight=eight)
         x, normed = fused.add_norm(stream, self.norm, stream.x.dtype)
         return normed if self.config.final_norm == "before-pool" else x
 

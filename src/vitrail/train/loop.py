@@ -21,6 +21,7 @@ from vitrail.train.averaging import Average
 from vitrail.train.config import Recipe
 from vitrail.train.determinism import deterministic, threads
 from vitrail.train.export import export_model, resolved
+from vitrail.train.fp8 import use_fp8
 from vitrail.train.listeners import Facts, Listener, MetricsFile
 from vitrail.train.optimizers import Optimizer, group_lines
 from vitrail.train.parallel import Runner, World, blocks_of, joined
@@ -142,6 +143,8 @@ class Loop:
         recipe, model = self.recipe, self.prepared.trained.to(self.world.device)
         self.prepared.task.to(self.world.device)
         model.train()
+        if self.precision == "fp8":
+            use_fp8(model, recipe, self.world)
         runner = Runner(model, self.world, low_precision=low_precision(self.precision))
         if recipe.compile:
             # In place, so that names in checkpoints stay as they are. Shards are gathered block by block, and compiled so.

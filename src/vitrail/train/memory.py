@@ -108,7 +108,7 @@ def simulate(
 ) -> Footprint:
     """One device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
     with _fake(), Allocations() as memory:
-        model, task = _ready(subject, recompute, keeps)
+        model, task = _ready(subject, recompute, keeps, fp8=precision == "fp8")
         weights = sum(-(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters())
         for _ in range(2 if accumulates else 1):
             _forward_and_backward(model, task, subject.config, micro_batch, precision)
@@ -121,7 +121,7 @@ def simulate_sharded(
     """One of many devices under FSDP2, every block a unit. Up to eight are pretended; beyond, shards are computed."""
     pretended = min(ranks, _PRETENDED)
     world = World(torch.device("cpu"), 0, pretended, pretended, "fsdp")
-    low = torch.bfloat16 if precision == "bf16" else None
+    low = torch.bfloat16 if precision in ("bf16", "fp8") else None
     with _pretended_group(pretended):
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
@@ -153,10 +153,12 @@ def _padded(parameter: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * ranks * (parameter.numel() // max(rows, 1))
 
 
-def _ready(subject: Subject, recompute: int, keeps: Keeps) -> tuple[nn.Module, Task]:
+def _ready(subject: Subject, recompute: int, keeps: Keeps, *, fp8: bool = False) -> tuple[nn.Module, Task]:
     with torch.device("cpu"):
         model, trained, task = subject.build()
     trained.train()
+    if fp8 and isinstance(model, ViT):
+        model.kernels = "fp8"
     for module in trained.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             # A GPU keeps a byte for each value, the processor's own dropout a whole number: count the GPU's.

@@ -21,7 +21,8 @@ _PEAKS = {
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Floating-point operations a second the device can do at most; None where nobody knows.
 
-    fp32 counts against the same peak: that it leaves the tensor cores idle is what the figure should show.
+    fp32 counts against the same peak: that it leaves the tensor cores idle is what the figure should show. So does fp8, of whose
+    products a third are bf16.
     """
     if device.type != "cuda":
         return None

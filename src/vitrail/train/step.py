@@ -25,7 +25,7 @@ from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, whole
 from vitrail.train.schedules import factor
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
 def chosen_precision(wanted: str, device: torch.device) -> str:

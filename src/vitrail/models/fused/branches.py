@@ -18,6 +18,7 @@ from vitrail.models.fused.attention import attention, attention_backward
 from vitrail.models.fused.gelu import gelu, gelu_backward
 from vitrail.models.fused.launching import is_fake
 from vitrail.models.fused.norm import normed
+from vitrail.models.fused.products import EightLinear, LowLinear
 
 
 class Again(NamedTuple):
@@ -41,45 +42,46 @@ class AttentionBranch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor, heads: int, first: int | None,
-        again: Again | None,
+        again: Again | None, eight: bool,
     ) -> Tensor:  # fmt: skip
-        qkv_low, out_low = qkv_weight.to(y.dtype), out_weight.to(y.dtype)
+        linear = EightLinear if eight and first is None else LowLinear
+        ctx.qkv, ctx.out = linear(qkv_weight, y.dtype), linear(out_weight, y.dtype)
         bias = None if qkv_bias is None else qkv_bias.to(y.dtype)
-        parts = _projected(y, qkv_low, bias, first)
+        parts = (ctx.qkv(y, bias),) if first is None else _projected(y, ctx.qkv.weight, bias, first)
         out, lse = attention(*_split(parts), heads)
         kept = (y, out, lse) if again is None else again[:3]
-        ctx.save_for_backward(qkv_low, out_low, *kept, *parts)
+        ctx.save_for_backward(*kept, *parts)
         ctx.eps = None if again is None else again.eps
-        ctx.heads, ctx.dtype = heads, qkv_weight.dtype
-        return F.linear(out, out_low)
+        ctx.heads, ctx.dtypes = heads, (y.dtype, qkv_weight.dtype)
+        return ctx.out(out)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dbranch: Tensor) -> Any:
-        qkv_low, out_low, y, out, lse, *parts = ctx.saved_tensors
+        y, out, lse, *parts = ctx.saved_tensors
+        low, dtype = ctx.dtypes
         if ctx.eps is not None:
-            y = Again(y, out, lse, ctx.eps).tokens(qkv_low.dtype)
+            y = Again(y, out, lse, ctx.eps).tokens(low)
             out, lse = attention(*_split(parts), ctx.heads)
         needs = ctx.needs_input_grad
-        dout_weight = weight_gradient(dbranch, out, ctx.dtype) if needs[3] else None
+        dout_weight = weight_gradient(dbranch, out, dtype) if needs[3] else None
         slopes = tuple(torch.empty_like(part) for part in parts)
-        sums = attention_backward(*_split(parts), out, dbranch @ out_low, lse, ctx.heads, _split(slopes))
-        dy, dweight = _unprojected(slopes, y, qkv_low, ctx.dtype if needs[1] else None)
-        return dy, dweight, sums.sum(0).to(ctx.dtype) if needs[2] else None, dout_weight, None, None, None
+        sums = attention_backward(*_split(parts), out, ctx.out.back(dbranch), lse, ctx.heads, _split(slopes))
+        if len(slopes) == 1:
+            dy, dweight = ctx.qkv.back(slopes[0]), weight_gradient(slopes[0], y, dtype) if needs[1] else None
+        else:
+            dy, dweight = _unprojected(slopes, y, ctx.qkv.weight, dtype if needs[1] else None)
+        return dy, dweight, sums.sum(0).to(dtype) if needs[2] else None, dout_weight, None, None, None, None
 
 
-def _projected(y: Tensor, weight: Tensor, bias: Tensor | None, first: int | None) -> tuple[Tensor, ...]:
-    """Queries, keys and values side by side in one tensor; with `first`, queries in one and the others in another."""
-    if first is None:
-        return (F.linear(y, weight, bias),)
+def _projected(y: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> tuple[Tensor, ...]:
+    """Queries of the first tokens in one tensor, keys and values of all side by side in another."""
     width = y.shape[-1]
     q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
     return F.linear(y[:, :first], weight[:width], q_bias), F.linear(y, weight[width:], kv_bias)
 
 
 def _unprojected(slopes: tuple[Tensor, ...], y: Tensor, weight: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients at the tokens and, if a precision is given for it, at the weight."""
-    if len(slopes) == 1:
-        return slopes[0] @ weight, weight_gradient(slopes[0], y, dtype) if dtype else None
+    """The gradients at the tokens and, if a precision is given for it, at the weight, after `_projected`."""
     width, few = y.shape[-1], slopes[0].shape[1]
     dy = slopes[1] @ weight[width:]
     dy[:, :few] += slopes[0] @ weight[:width]
@@ -98,27 +100,47 @@ class MlpBranch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, tanh: bool, seed: Tensor | None, rate: float,
-        again: Again | None,
+        again: Again | None, eight: bool,
     ) -> Tensor:  # fmt: skip
-        up_low, down_low = up_weight.to(y.dtype), down_weight.to(y.dtype)
-        hidden = F.linear(y, up_low, up_bias.to(y.dtype))
-        ctx.save_for_backward(up_low, down_low, hidden, seed, *((y,) if again is None else again[:3]))
+        linear = EightLinear if eight else LowLinear
+        ctx.up, ctx.down = linear(up_weight, y.dtype), linear(down_weight, y.dtype)
+        hidden = ctx.up(y)
+        ctx.save_for_backward(hidden, up_bias, seed, *((y,) if again is None else again[:3]))
         ctx.eps = None if again is None else again.eps
-        ctx.tanh, ctx.rate, ctx.dtype = tanh, rate, up_weight.dtype
-        return F.linear(gelu(hidden, tanh, seed, rate), down_low)
+        ctx.tanh, ctx.rate, ctx.dtypes = tanh, rate, (y.dtype, up_weight.dtype)
+        return ctx.down(gelu(hidden, up_bias, tanh, seed, rate, eight=eight))  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dbranch: Tensor) -> Any:
-        up_low, down_low, hidden, seed, y, *norm = ctx.saved_tensors
-        dhidden, dbias, value = gelu_backward(hidden, dbranch @ down_low, ctx.tanh, seed, ctx.rate)
+        hidden, bias, seed, y, *norm = ctx.saved_tensors
+        low, dtype = ctx.dtypes
+        dhidden, dbias, value = gelu_backward(hidden, bias, ctx.down.back(dbranch), ctx.tanh, seed, ctx.rate)
         needs = ctx.needs_input_grad
-        ddown = weight_gradient(dbranch, value, ctx.dtype) if needs[3] else None
+        ddown = weight_gradient(dbranch, value, dtype) if needs[3] else None
         del value
         if ctx.eps is not None:
             weight, shift = norm
-            y = Again(y, weight, shift, ctx.eps).tokens(up_low.dtype)
-        dup = weight_gradient(dhidden, y, ctx.dtype) if needs[1] else None
-        return dhidden @ up_low, dup, dbias.to(ctx.dtype) if needs[2] else None, ddown, None, None, None, None
+            y = Again(y, weight, shift, ctx.eps).tokens(low)
+        dup = weight_gradient(dhidden, y, dtype) if needs[1] else None
+        return ctx.up.back(dhidden), dup, dbias.to(dtype) if needs[2] else None, ddown, None, None, None, None, None
+
+
+class Product(torch.autograd.Function):
+    """x Wᵀ + b alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eight: bool) -> Tensor:
+        ctx.linear = (EightLinear if eight else LowLinear)(weight, x.dtype)
+        ctx.save_for_backward(x)
+        ctx.dtype = weight.dtype
+        return ctx.linear(x, None if bias is None else bias.to(x.dtype))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        (x,), needs, slope = ctx.saved_tensors, ctx.needs_input_grad, slope.contiguous()
+        dweight = weight_gradient(slope, x, ctx.dtype) if needs[1] else None
+        dbias = slope.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtype) if needs[2] else None
+        return ctx.linear.back(slope), dweight, dbias, None
 
 
 def weight_gradient(dout: Tensor, entered: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +17,36 @@ from torch import Tensor, nn
 log = logging.getLogger("vitrail")
 
 _TOLERANCE = 0.05  # relative, of values and gradients in low precision
+_EIGHT_TOLERANCE = 0.2  # the same with three bits of mantissa
 
 
 @functools.cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Run a small encoder both ways, forward and backward. Leaves every random generator as it was."""
+    reason = _fault(device, _TOLERANCE, lambda: max(_block_difference(device, dtype), _loss_difference(device, dtype)))
+    if reason:
+        log.warning("Vitrail's own GPU kernels are not used here (%s); going on with torch's, more slowly.", reason)
+    return not reason
+
+
+@functools.cache
+def fp8_fault(device: torch.device) -> str:
+    """Why eight-bit products cannot be used on a device; empty where they can."""
+    return _fault(device, _EIGHT_TOLERANCE, lambda: _block_difference(device, torch.bfloat16, eight=True))
+
+
+def _fault(device: torch.device, tolerance: float, difference: Callable[[], float]) -> str:
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             torch.manual_seed(0)
-            found = max(_block_difference(device, dtype), _loss_difference(device, dtype))
-    except Exception as error:  # whatever it is, the plain path is there
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    else:
-        if found <= _TOLERANCE:
-            return True
-        reason = f"they are off by {found:.1%}"
-    log.warning("Vitrail's own GPU kernels are not used here (%s); going on with torch's, more slowly.", reason)
-    return False
+            found = difference()
+    except Exception as error:  # whatever it is, there is another path
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return "" if found <= tolerance else f"they are off by {found:.1%}"
 
 
-def _block_difference(device: torch.device, dtype: torch.dtype) -> float:
+def _block_difference(device: torch.device, dtype: torch.dtype, *, eight: bool = False) -> float:
     """The largest relative difference of a small encoder's output and gradients."""
     from vitrail.models.config import ViTConfig
     from vitrail.models.fused.encoder import add_norm, run_blocks
@@ -48,7 +58,7 @@ def _block_difference(device: torch.device, dtype: torch.dtype) -> float:
     leaves = [x, norm.weight, *(one for block in blocks for one in block.parameters())]
     with torch.autocast(device.type, dtype=dtype):
         plain = norm(blocks[1](blocks[0](x), None, 1))
-        fused = add_norm(run_blocks(blocks, x, first=1), norm, torch.float32)[1]
+        fused = add_norm(run_blocks(blocks, x, first=1, eight=eight), norm, torch.float32)[1]
         for block in blocks:  # compiled and run; what it drops is its own
             block.dropout.p = 0.5
         dropped = add_norm(run_blocks(blocks, x), norm, torch.float32)[1]
@@ -67,4 +77,8 @@ def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _largest(expected: list[Tensor], found: list[Tensor]) -> float:
-    return max(float((two.float() - one.float()).norm() / one.float().norm()) for one, two in zip(expected, found, strict=True))
+    return max(_difference(one.detach().float(), two.detach().float()) for one, two in zip(expected, found, strict=True))
+
+
+def _difference(one: Tensor, two: Tensor) -> float:
+    return float((two - one).norm() / one.norm())

@@ -44,15 +44,16 @@ def low_precision(x: Tensor) -> torch.dtype | None:
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
-def can_fuse(blocks: Sequence[Block], x: Tensor) -> bool:
-    """Whether the fused path computes what these blocks do, here and now."""
+def can_fuse(x: Tensor) -> bool:
+    """Whether the fused path can run where these tokens are, and in their precision."""
     dtype = low_precision(x)
     if not (x.is_cuda or is_fake(x)) or dtype is None or torch.compiler.is_compiling() or not has_triton():
         return False
-    return all(_is_plain(block) for block in blocks) and (is_fake(x) or works(x.device, dtype))
+    return is_fake(x) or works(x.device, dtype)
 
 
-def _is_plain(block: Block) -> bool:
+def is_plain(block: Block) -> bool:
+    """Whether the fused path computes what this block does, as it is now."""
     if any(one._forward_hooks or one._forward_pre_hooks or one._backward_hooks for one in block.modules()):
         return False  # somebody listens to its parts, an engine for shards or a person: then every part is called
     dropping = block.training and block.attention.dropout > 0
@@ -60,18 +61,21 @@ def _is_plain(block: Block) -> bool:
     return linear and type(block.attention) is Attention and type(block.scale1) is nn.Identity and not dropping
 
 
-def run_blocks(blocks: Sequence[Block], x: Tensor, *, recomputing: Recomputing | None = None, first: int | None = None) -> Stream:
-    """All blocks. With `first` the last one computes only that many tokens, from all of them."""
+def run_blocks(
+    blocks: Sequence[Block], x: Tensor, *, recomputing: Recomputing | None = None, first: int | None = None, eight: bool = False
+) -> Stream:
+    """All blocks. With `first` the last one computes only that many tokens, from all of them. With `eight` products that allow it
+    are those of eight-bit floats."""
     recomputing = recomputing or Recomputing()
     stream, seeds = Stream(x), _seeds(blocks, x)
     for number, block in enumerate(blocks):
         few = first if number == len(blocks) - 1 else None
         light = recomputing.keeps == "products" and number < recomputing.blocks
         if light:  # the branches themselves keep products only
-            stream = _block(block, stream, few, seeds[number], light)
+            stream = _block(block, stream, few, seeds[number], eight, light)
             continue
         draws = block.training and block.skip.rate > 0  # dropout has its seeds, and needs no generator's state
-        stream = recomputing.run(number, _block, block, stream, few, seeds[number], draws=draws)
+        stream = recomputing.run(number, _block, block, stream, few, seeds[number], eight, draws=draws)
     return stream
 
 
@@ -83,15 +87,17 @@ def _seeds(blocks: Sequence[Block], x: Tensor) -> Sequence[Sequence[Tensor | Non
     return [list(row) for row in drawn]
 
 
-def _block(block: Block, stream: Stream, first: int | None, seeds: Sequence[Tensor | None], light: bool = False) -> Stream:
+def _block(
+    block: Block, stream: Stream, first: int | None, seeds: Sequence[Tensor | None], eight: bool, light: bool = False
+) -> Stream:
     dtype = low_precision(stream.x)
     assert dtype is not None
     x, y = add_norm(stream, block.norm1, dtype)
-    branch = _attended(block.attention, y, first, _again(x, block.norm1) if light else None)
+    branch = _attended(block.attention, y, first, _again(x, block.norm1) if light else None, eight)
     x, rate = x if first is None else x[:, :first], block.dropout.p
     after_attention, after_gelu, after_mlp = seeds if block.training and rate > 0 else (None, None, None)
     x, y = add_norm(Stream(x, branch, block.attention.out.bias, _keep(block, x), after_attention, rate), block.norm2, dtype)
-    branch = _mlp(block.mlp, y, after_gelu, rate, _again(x, block.norm2) if light else None)
+    branch = _mlp(block.mlp, y, after_gelu, rate, _again(x, block.norm2) if light else None, eight)
     return Stream(x, branch, block.mlp.down.bias, _keep(block, x), after_mlp, rate)
 
 
@@ -108,26 +114,29 @@ def _again(x: Tensor, norm: nn.LayerNorm) -> Again:
     return Again(x.detach(), norm.weight, norm.bias, norm.eps)
 
 
-def _attended(attention: Attention, y: Tensor, first: int | None, again: Again | None) -> Tensor:
+def _attended(attention: Attention, y: Tensor, first: int | None, again: Again | None, eight: bool) -> Tensor:
     from vitrail.models.fused.attention import fits
-    from vitrail.models.fused.branches import AttentionBranch
+    from vitrail.models.fused.branches import AttentionBranch, Product
 
     qkv, out = attention.qkv, attention.out
     if fits(y.shape[1], y.shape[2] // attention.heads, y.device):
-        return AttentionBranch.apply(y, qkv.weight, qkv.bias, out.weight, attention.heads, first, again)  # type: ignore[no-any-return]
+        return AttentionBranch.apply(y, qkv.weight, qkv.bias, out.weight, attention.heads, first, again, eight)  # type: ignore[no-any-return]
     # With many tokens attention itself is much of the cost, and the library's kernels are at their best.
-    both = F.linear(y, qkv.weight.to(y.dtype), None if qkv.bias is None else qkv.bias.to(y.dtype))
+    both = Product.apply(y, qkv.weight, qkv.bias, eight)
     q, k, v = both.unflatten(-1, (3, attention.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     with sdpa_kernel(KERNELS):
         attended = F.scaled_dot_product_attention(q if first is None else q[:, :, :first], k, v)
-    return F.linear(attended.transpose(1, 2).flatten(2), out.weight.to(y.dtype))
+    return Product.apply(attended.transpose(1, 2).flatten(2), out.weight, None, eight and first is None)  # type: ignore[no-any-return]
 
 
-def _mlp(mlp: Any, y: Tensor, seed: Tensor | None, rate: float, again: Again | None) -> Tensor:
+def _mlp(mlp: Any, y: Tensor, seed: Tensor | None, rate: float, again: Again | None, eight: bool) -> Tensor:
     from vitrail.models.fused.branches import MlpBranch
+    from vitrail.models.fused.up_gelu import suits, up_gelu
 
-    tanh = mlp.approximate == "tanh"
-    return MlpBranch.apply(y, mlp.up.weight, mlp.up.bias, mlp.down.weight, tanh, seed, rate, again)  # type: ignore[no-any-return]
+    tanh, up, down = mlp.approximate == "tanh", mlp.up, mlp.down
+    if not torch.is_grad_enabled() and seed is None and suits(y, len(up.weight)):
+        return F.linear(up_gelu(y, up.weight.to(y.dtype), up.bias, tanh), down.weight.to(y.dtype))
+    return MlpBranch.apply(y, up.weight, up.bias, down.weight, tanh, seed, rate, again, eight)  # type: ignore[no-any-return]
 
 
 def _keep(block: Block, x: Tensor) -> Tensor | None:

@@ -1,10 +1,12 @@
-"""GELU with dropout and its gradient, each in one pass over memory; backward also gives the bias' gradient and the value again.
+"""Bias, GELU and dropout, and their gradient, each in one pass over memory; backward gives the bias' gradient and the value, too.
 
-The error function is Abramowitz and Stegun's 7.1.26 (off by at most 1.5e-7): its exponential is the normal density's, which
-the gradient needs anyway.
+The bias of the product before is added here because a product without one is faster. The error function is Abramowitz and
+Stegun's 7.1.26 (off by at most 1.5e-7): its exponential is the normal density's, which the gradient needs anyway.
 """
 
 from __future__ import annotations
+
+from typing import Literal, overload
 
 import torch
 import triton
@@ -12,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.models.fused.dropout import kept
-from vitrail.models.fused.launching import ceil_div, is_fake, processors
+from vitrail.models.fused.launching import ceil_div, is_fake, next_power_of_2, processors
+from vitrail.models.fused.products import LARGEST, Eight, empty_eight, scaled
+
+_TILE = (2, 1024)  # rows and columns that a program takes at once: the fastest of a dozen on an H200
 
 
 @triton.jit
@@ -33,30 +38,43 @@ def share(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(h, g, seed, size, rate, TANH: tl.constexpr, DROPS: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < size
-    x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
-    chance, _ = share(x, TANH)
-    if DROPS:
-        chance *= kept(seed, place, rate)
-    tl.store(g + place, (x * chance).to(g.dtype.element_ty), mask=mask)
+def _forward_kernel(
+    h, bias, g, scales, seed, rows, width, rate,
+    TANH: tl.constexpr, DROPS: tl.constexpr, EIGHT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        place = row.to(tl.int64)[:, None] * width + column[None, :]
+        x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32) + offset[None, :]
+        chance, _ = share(x, TANH)
+        if DROPS:
+            chance *= kept(seed, place, rate)
+        value = x * chance
+        if EIGHT:
+            value, scale = scaled(value, LARGEST)
+            tl.store(scales + row, scale, mask=row < rows)
+        tl.store(g + place, value.to(g.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _backward_kernel(
-    h, dg, dh, g, sums, seed, rows, width, rate,
+    h, bias, dg, dh, g, sums, seed, rows, width, rate,
     TANH: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     program, programs = tl.program_id(1), tl.num_programs(1)
     inside = column < width
+    offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(program * ROWS, rows, programs * ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         place = row.to(tl.int64)[:, None] * width + column[None, :]
-        x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32) + offset[None, :]
         slope = tl.load(dg + place, mask=mask, other=0.0).to(tl.float32)
         chance, density = share(x, TANH)
         if DROPS:
@@ -70,28 +88,43 @@ def _backward_kernel(
     tl.store(sums + program * width + column, tl.sum(total, axis=0), mask=inside)
 
 
-def gelu(h: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0) -> Tensor:
-    """GELU of `h`, computed in float32; with a seed followed by dropout."""
-    g, block = torch.empty_like(h), 8192
+@overload
+def gelu(
+    h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0, *, eight: Literal[False] = False
+) -> Tensor: ...
+@overload
+def gelu(h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0, *, eight: bool) -> Tensor | Eight: ...
+
+
+def gelu(
+    h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0, *, eight: bool = False
+) -> Tensor | Eight:
+    """GELU of `h` + `bias`, computed in float32; with a seed followed by dropout. With `eight` in eight bits, for a product."""
+    width, rows = h.shape[-1], h.numel() // h.shape[-1]
+    made = empty_eight(h) if eight else Eight(torch.empty_like(h), h)
+    at_once, columns = (1, next_power_of_2(width)) if eight else _TILE  # a scale needs the whole row
+    programs = min(rows, processors(h.device) * 8) if eight else ceil_div(rows, at_once)
     if not is_fake(h):
-        _forward_kernel[(ceil_div(h.numel(), block),)](
-            h, g, seed, h.numel(), rate, TANH=tanh, DROPS=seed is not None, BLOCK=block, num_warps=8
-        )
-    return g
+        _forward_kernel[(ceil_div(width, columns), programs)](
+            h, bias, *made, seed, rows, width, rate,
+            TANH=tanh, DROPS=seed is not None, EIGHT=eight, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns,
+            num_warps=8 if eight else 4,
+        )  # fmt: skip
+    return made if eight else made.values
 
 
 def gelu_backward(
-    h: Tensor, dg: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0
+    h: Tensor, bias: Tensor, dg: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient at `h` [..., column], its sum over all but columns in float32, and what `gelu` gave."""
     width, rows = h.shape[-1], h.numel() // h.shape[-1]
     dh, g = torch.empty_like(h), torch.empty_like(h)
-    at_once, columns = 4, 512
+    at_once, columns = _TILE
     programs = max(1, min(ceil_div(rows, at_once), processors(h.device) * 16 // ceil_div(width, columns)))
     sums = torch.empty(programs, width, dtype=torch.float32, device=h.device)
     if not is_fake(h):
         _backward_kernel[(ceil_div(width, columns), programs)](
-            h, dg, dh, g, sums, seed, rows, width, rate,
+            h, bias, dg, dh, g, sums, seed, rows, width, rate,
             TANH=tanh, DROPS=seed is not None, ROWS=at_once, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return dh, sums.sum(0), g

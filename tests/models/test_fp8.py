@@ -1,0 +1,149 @@
+"""Products of eight-bit floats: as near as three bits of mantissa can be, and only where they were asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.test_fused import DEVICE, fusing, results, small
+from vitrail.errors import VitrailError
+from vitrail.models import BiT, ViT, create_model
+from vitrail.train.config import ModelSpec, Recipe
+from vitrail.train.fp8 import use_fp8
+from vitrail.train.parallel import World
+from vitrail.train.plan import make_plan
+
+pytest.importorskip("triton")
+
+__all__ = ["fusing"]
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
+
+
+def well_rounded(values: Tensor, exact: Tensor) -> Tensor:
+    """Where the eight bits are what torch rounds to.
+
+    Triton's interpreter loses the carry of mantissas that round up to the next power of two; a GPU does not.
+    """
+    expected = exact.to(torch.float8_e4m3fn).float()
+    carried = (expected.abs().log2() % 1 == 0) & (expected.abs() > exact.abs())
+    return (values.float() == expected) | (carried if DEVICE == "cpu" else False)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (7, 100), (3, 5, 192), (2, 5000)])
+def test_every_row_has_its_scale(shape: tuple[int, ...]) -> None:
+    from vitrail.models.fused.products import quantise
+
+    x = torch.randn(shape, device=DEVICE) * torch.logspace(-20, 20, shape[-2], device=DEVICE)[:, None]
+    made = quantise(x)
+    rows = x.flatten(0, -2)
+    assert torch.allclose(made.scales, rows.abs().amax(1).clamp(min=1e-12) / 448, rtol=1e-6)
+    assert bool(well_rounded(made.values.flatten(0, -2), rows / made.scales[:, None]).all())
+
+
+def test_a_row_of_zeros_stays_one() -> None:
+    from vitrail.models.fused.products import quantise
+
+    made = quantise(torch.zeros(2, 32, device=DEVICE))
+    assert not made.values.float().any() and bool(made.scales.isfinite().all())
+
+
+def test_gelu_in_eight_bits() -> None:
+    from vitrail.models.fused.gelu import gelu
+    from vitrail.models.fused.products import Eight
+
+    h, bias = torch.randn(9, 300, device=DEVICE), torch.randn(300, device=DEVICE)
+    made = gelu(h, bias, False, eight=True)
+    assert isinstance(made, Eight)
+    exact = F.gelu(h + bias)
+    assert torch.allclose(made.scales, exact.abs().amax(1) / 448, rtol=1e-5)
+    near = made.values.float() * made.scales[:, None] - exact
+    limit = exact.abs() / (1.9 if DEVICE == "cpu" else 15) + made.scales[:, None] / 100  # a lost carry halves a value
+    assert bool((near.abs() <= limit).all()) and apart(made.values.float() * made.scales[:, None], exact) < 0.09
+
+
+def test_products_and_their_gradients() -> None:
+    from vitrail.models.fused.branches import Product
+
+    x, weight = torch.randn(3, 20, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
+    bias = torch.randn(32, device=DEVICE)
+    leaves = [one.bfloat16().float().requires_grad_() for one in (x, weight, bias)]
+    slope = torch.randn(3, 20, 32, device=DEVICE)
+    expected = F.linear(*leaves)
+    gradients = torch.autograd.grad(expected, leaves, slope)
+    low = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    entered = leaves[0].to(low)
+    found = Product.apply(entered, leaves[1], leaves[2], True)
+    found_gradients = torch.autograd.grad(found, leaves, slope.to(low))
+    assert 0.005 < apart(found, expected) < 0.09 and 0.005 < apart(found_gradients[0], gradients[0]) < 0.09
+    assert all(apart(one, two) < 0.01 for one, two in zip(found_gradients[1:], gradients[1:], strict=True))  # not in eight bits
+
+
+@pytest.mark.parametrize("case", [{}, {"gelu": "erf"}, {"dropout": 0.1}, {"pooling": "mean"}], ids=str)
+@pytest.mark.parametrize("keeps", [None, "products", "nothing"])
+def test_a_model_learns_nearly_the_same(case: dict[str, Any], keeps: Any, fusing: None) -> None:
+    model, images = small(depth=2, **case), torch.randn(2, 3, 48, 48, device=DEVICE)
+    if keeps:
+        model.checkpoint_activations(None, keeps)
+    exact, exact_gradients = results(model, images, "auto")
+    eight, gradients = results(model, images, "fp8")
+    assert 0.001 < apart(eight, exact) < 0.15  # eight bits are really used
+    assert gradients.keys() == exact_gradients.keys()
+    assert all(apart(gradients[name], one) < 0.35 for name, one in exact_gradients.items() if float(one.norm()) > 1e-3)
+
+
+def test_many_tokens_and_eight_bits(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import attention
+
+    monkeypatch.setattr(attention, "MOST_TOKENS", 4)
+    model, images = small(depth=2), torch.randn(2, 3, 48, 48, device=DEVICE)
+    exact, _ = results(model, images, "auto")
+    eight, _ = results(model, images, "fp8")
+    assert 0.001 < apart(eight, exact) < 0.15
+
+
+def test_evaluation_is_not_in_eight_bits(fusing: None) -> None:
+    model, images = small().eval(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    assert torch.equal(results(model, images, "fp8")[0], results(model, images, "auto")[0])
+
+
+CPU = World(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "change, recipe, world, words",
+    [
+        ({}, Recipe(), CPU, "needs a GPU"),
+        ({}, Recipe(compile=True), CPU, "--compile"),
+        ({}, Recipe(), World(torch.device("cpu"), ranks=2, mode="fsdp"), "sharded"),
+        ({"mlp": 500}, Recipe(), CPU, "multiples of 16"),
+        ({"layer_scale": 1e-4}, Recipe(), CPU, "do not know"),
+        ({"position": "relative"}, Recipe(), CPU, "do not know"),
+    ],
+)
+def test_where_it_cannot_be_it_is_said(change: dict[str, Any], recipe: Recipe, world: World, words: str) -> None:
+    model = create_model("ViT-Ti/16", depth=1, **change)
+    with pytest.raises(VitrailError, match=words) as said:
+        use_fp8(model, recipe, world)
+    assert "--precision bf16" in str(said.value) and isinstance(model, ViT) and model.kernels == "auto"
+
+
+def test_resnets_have_no_such_layers() -> None:
+    model = create_model("BiT-R50x1", outputs=3)
+    assert isinstance(model, BiT)
+    with pytest.raises(VitrailError, match="ResNet"):
+        use_fp8(model, Recipe(), CPU)
+
+
+def test_a_plan_knows_it() -> None:
+    recipe = Recipe(model=ModelSpec(name="ViT-Ti/16"), batch=64, precision="fp8")
+    eight = make_plan(recipe, gpus=1, memory=80, outputs=10)
+    low = make_plan(Recipe(model=ModelSpec(name="ViT-Ti/16"), batch=64, precision="bf16"), gpus=1, memory=80, outputs=10)
+    assert eight.precision == "fp8"
+    assert 0.9 < eight.needs[0].activations / low.needs[0].activations < 1.1

@@ -2,11 +2,13 @@
 
 1. Layer by layer: ViT-B/16's tokens after every block, and every weight's gradient, in bf16 by the fused and by the plain path,
    each against the plain path in float32. The fused one should be no farther off than the plain one.
-2. Training: the same batches of real images for some hundred steps by the fused path, by the plain one in bf16 and by the plain
-   one in float32, from the same weights. The three loss curves should lie on top of each other.
+2. Training: the same batches of real images for some hundred steps in several ways, from the same weights. The loss curves should
+   lie on top of each other, and every loss and gradient be finite.
 
-    python benchmarks/numerics.py --data packed:TINY       # on a GPU, about two minutes
-    python benchmarks/numerics.py --data digits --tiny     # on any machine: does everything run?
+    python benchmarks/numerics.py --data packed:TINY                                              # on a GPU, about two minutes
+    python benchmarks/numerics.py --data packed:TINY --only training --model L/8 --ways fused fp8
+    python benchmarks/numerics.py --data packed:TINY --only training --model B/16 --image-size 224 --ways fused --steps 1000
+    python benchmarks/numerics.py --data digits --tiny                                            # anywhere: does everything run?
 
 Writes numerics-….csv and, for the training, loss-curves-….png and .csv into --out.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,35 +34,50 @@ from vitrail.train.graphs import Recording
 from vitrail.train.parallel import choose_device
 
 Row = dict[str, Any]
-WAYS = {"fused, bf16": ("auto", True), "plain, bf16": ("plain", True), "plain, float32": ("plain", False)}
+WAYS = {"fused": ("auto", True), "plain": ("plain", True), "fp8": ("fp8", True), "float32": ("plain", False)}
+NAMES = {"fused": "fused, bf16", "plain": "plain, bf16", "fp8": "fused, fp8", "float32": "plain, float32"}
 
 
 def main() -> None:
     options = parse()
     device = choose_device("auto")
-    rows = layer_by_layer(options, device)
-    write(options.out / f"numerics-{machine(device)}.csv", rows)
-    curves = {way: trained(way, options, device) for way in WAYS if device.type == "cuda" or way != "plain, bf16"}
-    steps = range(options.steps)
-    write(
-        options.out / f"loss-curves-{machine(device)}.csv", [{"step": n, **{way: c[n] for way, c in curves.items()}} for n in steps]
-    )
-    draw(curves, options.out / f"loss-curves-{machine(device)}.png")
-    for way, losses in curves.items():
-        apart = max(abs(a - b) for a, b in zip(smooth(losses), smooth(curves["plain, float32"]), strict=True))
-        print(f"{way:>16}: last losses {np.mean(losses[-50:]):.4f}, at most {apart:.4f} from float32 (means of 20 steps)")
+    if options.only != "training":
+        write(options.out / f"numerics-{machine(device)}.csv", layer_by_layer(options, device))
+    if options.only != "layers":
+        compare_training(options, device)
+
+
+def compare_training(options: argparse.Namespace, device: torch.device) -> None:
+    found = {NAMES[way]: trained(way, options, device) for way in options.ways}
+    curves = {way: losses for way, (losses, _) in found.items()}
+    name = f"loss-curves-{options.model.lower().replace('/', '-')}-{options.image_size}px-{machine(device)}"
+    write(options.out / f"{name}.csv", [{"step": n, **{way: c[n] for way, c in curves.items()}} for n in range(options.steps)])
+    draw(curves, options.out / f"{name}.png", f"ViT-{options.model}, {options.image_size} pixels: the same training")
+    exactest = curves[NAMES[options.ways[-1]]]
+    for way, (losses, norms) in found.items():
+        apart = max(abs(a - b) for a, b in zip(smooth(losses), smooth(exactest), strict=True))
+        finite = sum(math.isfinite(loss + norm) for loss, norm in zip(losses, norms, strict=True))
+        print(
+            f"{way:>16}: {finite} of {len(losses)} steps finite, largest gradient norm {max(norms):.3g}, "
+            f"last losses {np.mean(losses[-50:]):.4f}, at most {apart:.4f} from the last way (means of 20 steps)"
+        )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="a data source for the training")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", choices=("layers", "training"))
+    parser.add_argument("--model", default="S/8", help="of the training")
+    parser.add_argument("--image-size", type=int, default=64, help="of the training; images are enlarged to it")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["fused", "plain", "float32"], help="the last is compared with")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tiny", action="store_true", help="a small model and few steps")
     options = parser.parse_args()
     if options.tiny:
-        options.steps, options.batch = 30, 16
+        options.steps, options.batch, options.model, options.image_size = 30, 16, "Ti/4", 16
+        options.ways = ["fused", "float32"]
     options.out.mkdir(parents=True, exist_ok=True)
     return options
 
@@ -77,8 +95,8 @@ def layer_by_layer(options: argparse.Namespace, device: torch.device) -> list[Ro
     torch.nn.init.trunc_normal_(model.head.weight, std=0.02)  # a head of zeros would let no gradient through
     images = torch.randn(4 if options.tiny else 32, 3, 224, 224, device=device)
     labels = torch.randint(0, 1000, (len(images),), device=device)
-    found = {way: passed(model, images, labels, way) for way in WAYS}
-    exact = found.pop("plain, float32")
+    found = {NAMES[way]: passed(model, images, labels, way) for way in ("fused", "plain", "float32")}
+    exact = found.pop(NAMES["float32"])
     rows = []
     for name in exact:
         errors = {way: float((values[name] - exact[name]).norm() / exact[name].norm()) for way, values in found.items()}
@@ -111,13 +129,13 @@ def passed(model: ViT, images: torch.Tensor, labels: torch.Tensor, way: str) -> 
     }
 
 
-def trained(way: str, options: argparse.Namespace, device: torch.device) -> list[float]:
-    """The losses of a short training: the same weights, the same batches in the same order."""
+def trained(way: str, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
+    """The losses and gradient norms of a short training: the same weights, the same batches in the same order."""
     kernels, low = WAYS[way]
     source = open_source(options.data).split("train")
-    channels = 1 if options.data == "digits" else 3
-    fields: Row = {"image_size": 16, "patch": 4, "channels": channels, "depth": 2} if options.tiny else {"image_size": 64}
-    model = create_model("Ti/16" if options.tiny else "S/8", outputs=len(source.classes), seed=0, **fields).to(device).train()
+    channels, stored = (1, 16) if options.data == "digits" else (3, 64)
+    fields: Row = {"image_size": options.image_size, "channels": channels} | ({"depth": 2} if options.tiny else {})
+    model = create_model(options.model, outputs=len(source.classes), seed=0, **fields).to(device).train()
     assert isinstance(model, ViT)
     model.kernels = kernels  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05)
@@ -130,34 +148,37 @@ def trained(way: str, options: argparse.Namespace, device: torch.device) -> list
         return loss.detach()
 
     step = Recording(backward, list(model.parameters())) if device.type == "cuda" else backward
-    losses = []
+    losses, norms = [], []
     loader = TrainLoader(
-        source, preprocess=preset("google-vit", size=fields["image_size"], channels=channels), batch=options.batch,
+        source, preprocess=preset("google-vit", size=stored, channels=channels), batch=options.batch,
         augment=Augment(crop="none", flip=0.0), seed=0, workers=0, device=device,
     )  # fmt: skip
     for _, batch in zip(range(options.steps), loader, strict=False):
-        losses.append(step(batch.images, batch.targets).clone())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        images = batch.images
+        if options.image_size != stored:
+            images = F.interpolate(images, size=options.image_size, mode="bilinear")
+        losses.append(step(images, batch.targets).clone())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     loader.close()
-    return torch.stack(losses).tolist()
+    return torch.stack(losses).tolist(), torch.stack(norms).tolist()
 
 
 def smooth(values: list[float], width: int = 20) -> list[float]:
     return [float(one) for one in np.convolve(values, np.ones(width) / width, mode="valid")]
 
 
-def draw(curves: dict[str, list[float]], file: Path) -> None:
+def draw(curves: dict[str, list[float]], file: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (way, losses), style in zip(curves.items(), ("-", "--", ":"), strict=False):
+    for (way, losses), style in zip(curves.items(), ("-", "--", ":", "-."), strict=False):
         axes.plot(smooth(losses), style, lw=1.6, label=way)
-    axes.set(xlabel="step", ylabel="loss (mean of 20 steps)", title="the same training, three ways")
+    axes.set(xlabel="step", ylabel="loss (mean of 20 steps)", title=title)
     axes.legend(frameon=False)
     figure.savefig(file, dpi=150)
 

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[TaskSpec, float | None]] = {
     "masked-patch, mean colour": (TaskSpec(kind="masked-patch"), 1.1),
     "masked-patch, 4×4 downsized": (TaskSpec(kind="masked-patch", patch_target="downsized"), 1.1),
     "masked-patch, pixels": (TaskSpec(kind="masked-patch", patch_target="pixels"), 1.1),
+    "masked-autoencoder, decoder 2×512": (TaskSpec(kind="masked-autoencoder", decoder_depth=2), None),
     "masked-autoencoder, decoder 4×512": (TaskSpec(kind="masked-autoencoder"), 0.5),
     "masked-autoencoder, decoder 8×512": (TaskSpec(kind="masked-autoencoder", decoder_depth=8), None),
 }

@@ -257,22 +257,44 @@ def test_gelu_in_the_end_of_a_product(tanh: bool, rows: int, inner: int, columns
     y, weight = torch.randn(rows, inner, device=DEVICE).to(LOW), torch.randn(columns, inner, device=DEVICE).to(LOW) / 4
     bias = torch.linspace(-9, 9, columns, device=DEVICE)
     exact = F.gelu(F.linear(y.double(), weight.double(), bias.double()), approximate="tanh" if tanh else "none")
-    assert (up_gelu(y, weight, bias, tanh) - exact).abs().max() < (0.05 if DEVICE == "cuda" else 3e-5)
+    hidden = torch.full((rows, columns), torch.nan, device=DEVICE, dtype=LOW)
+    limit = 0.05 if DEVICE == "cuda" else 3e-5
+    assert (up_gelu(y, weight, bias, tanh) - exact).abs().max() < limit
+    assert (up_gelu(y, weight, bias, tanh, hidden=hidden) - exact).abs().max() < limit
+    assert (hidden - F.linear(y.double(), weight.double())).abs().max() < limit
 
 
-def test_gelu_in_the_end_is_taken_without_gradients_only(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import up_gelu
+@pytest.mark.parametrize("gelu", ["erf", "tanh"])
+def test_a_model_with_gelu_in_the_end_of_products(gelu: str, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import branches, up_gelu
 
-    monkeypatch.setattr(up_gelu, "suits", lambda y, width: True)
-    taken: list[int] = []
+    taken: list[bool] = []
     real = up_gelu.up_gelu
-    monkeypatch.setattr(up_gelu, "up_gelu", lambda *given: taken.append(1) or real(*given))  # type: ignore[func-returns-value]
-    model, images = small(depth=2).eval(), torch.randn(2, 3, 48, 48, device=DEVICE)
-    with_gradients, _ = results(model, images, "auto")
-    assert not taken
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        taken.append("hidden" in named)
+        return real(*given, **named)
+
+    model, images = small(depth=2, gelu=gelu), torch.randn(2, 3, 48, 48, device=DEVICE)
+    plain, plain_gradients = results(model, images, "plain")
+    for module in (branches, up_gelu):
+        monkeypatch.setattr(module, "suits", lambda y, width: True)
+        monkeypatch.setattr(module, "up_gelu", watched)
+    fused, gradients = results(model, images, "auto")
+    assert taken == [True, True] and near(fused, plain, 1e-4 + CLOSE)
+    assert all(near(gradients[name], one, 1e-4 + 2 * CLOSE) for name, one in plain_gradients.items())
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
-        assert near(model(images), with_gradients, 1e-4 if DEVICE == "cpu" else CLOSE)
-    assert len(taken) == 2
+        assert near(model(images), plain, 1e-4 + CLOSE)
+    assert taken == [True, True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (300, 3, 24), (1056, 700)])
+def test_partial_sums(shape: tuple[int, ...]) -> None:
+    from vitrail.models.fused.sums import added_up
+
+    parts = torch.randn(shape, device=DEVICE)
+    assert (added_up(parts, torch.float32) - parts.double().sum(0)).abs().max() < 1e-4
+    assert added_up(parts, torch.bfloat16).dtype == torch.bfloat16 and added_up(parts, torch.float32).shape == shape[1:]
 
 
 @pytest.mark.parametrize("rows, classes", [(1, 5), (9, 512), (3, 700)])

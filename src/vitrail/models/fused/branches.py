@@ -18,7 +18,9 @@ from vitrail.models.fused.attention import attention, attention_backward
 from vitrail.models.fused.gelu import gelu, gelu_backward
 from vitrail.models.fused.launching import is_fake
 from vitrail.models.fused.norm import normed
-from vitrail.models.fused.products import EightLinear, LowLinear
+from vitrail.models.fused.products import Eight, EightLinear, LowLinear
+from vitrail.models.fused.sums import added_up
+from vitrail.models.fused.up_gelu import suits, up_gelu
 
 
 class Again(NamedTuple):
@@ -70,7 +72,7 @@ class AttentionBranch(torch.autograd.Function):
             dy, dweight = ctx.qkv.back(slopes[0]), weight_gradient(slopes[0], y, dtype) if needs[1] else None
         else:
             dy, dweight = _unprojected(slopes, y, ctx.qkv.weight, dtype if needs[1] else None)
-        return dy, dweight, sums.sum(0).to(dtype) if needs[2] else None, dout_weight, None, None, None, None
+        return dy, dweight, added_up(sums, dtype) if needs[2] else None, dout_weight, None, None, None, None
 
 
 def _projected(y: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> tuple[Tensor, ...]:
@@ -104,11 +106,16 @@ class MlpBranch(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         linear = EightLinear if eight else LowLinear
         ctx.up, ctx.down = linear(up_weight, y.dtype), linear(down_weight, y.dtype)
-        hidden = ctx.up(y)
+        if not eight and seed is None and suits(y, len(up_weight)):
+            hidden = y.new_empty(*y.shape[:-1], len(up_weight))
+            value: Tensor | Eight = up_gelu(y, ctx.up.weight, up_bias, tanh, hidden=hidden)
+        else:
+            hidden = ctx.up(y)
+            value = gelu(hidden, up_bias, tanh, seed, rate, eight=eight)
         ctx.save_for_backward(hidden, up_bias, seed, *((y,) if again is None else again[:3]))
         ctx.eps = None if again is None else again.eps
         ctx.tanh, ctx.rate, ctx.dtypes = tanh, rate, (y.dtype, up_weight.dtype)
-        return ctx.down(gelu(hidden, up_bias, tanh, seed, rate, eight=eight))  # type: ignore[no-any-return]
+        return ctx.down(value)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dbranch: Tensor) -> Any:
@@ -122,7 +129,7 @@ class MlpBranch(torch.autograd.Function):
             weight, shift = norm
             y = Again(y, weight, shift, ctx.eps).tokens(low)
         dup = weight_gradient(dhidden, y, dtype) if needs[1] else None
-        return ctx.up.back(dhidden), dup, dbias.to(dtype) if needs[2] else None, ddown, None, None, None, None, None
+        return ctx.up.back(dhidden), dup, dbias if needs[2] else None, ddown, None, None, None, None, None
 
 
 class Product(torch.autograd.Function):

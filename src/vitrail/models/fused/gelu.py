@@ -16,6 +16,7 @@ from torch import Tensor
 from vitrail.models.fused.dropout import kept
 from vitrail.models.fused.launching import ceil_div, is_fake, next_power_of_2, processors
 from vitrail.models.fused.products import LARGEST, Eight, empty_eight, scaled
+from vitrail.models.fused.sums import added_up
 
 _TILE = (2, 1024)  # rows and columns that a program takes at once: the fastest of a dozen on an H200
 
@@ -103,12 +104,10 @@ def gelu(
     width, rows = h.shape[-1], h.numel() // h.shape[-1]
     made = empty_eight(h) if eight else Eight(torch.empty_like(h), h)
     at_once, columns = (1, next_power_of_2(width)) if eight else _TILE  # a scale needs the whole row
-    programs = min(rows, processors(h.device) * 8) if eight else ceil_div(rows, at_once)
     if not is_fake(h):
-        _forward_kernel[(ceil_div(width, columns), programs)](
+        _forward_kernel[(ceil_div(width, columns), ceil_div(rows, at_once))](
             h, bias, *made, seed, rows, width, rate,
-            TANH=tanh, DROPS=seed is not None, EIGHT=eight, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns,
-            num_warps=8 if eight else 4,
+            TANH=tanh, DROPS=seed is not None, EIGHT=eight, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return made if eight else made.values
 
@@ -116,7 +115,7 @@ def gelu(
 def gelu_backward(
     h: Tensor, bias: Tensor, dg: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient at `h` [..., column], its sum over all but columns in float32, and what `gelu` gave."""
+    """The gradient at `h` [..., column], its sum over all but columns in the bias' precision, and what `gelu` gave."""
     width, rows = h.shape[-1], h.numel() // h.shape[-1]
     dh, g = torch.empty_like(h), torch.empty_like(h)
     at_once, columns = _TILE
@@ -127,4 +126,4 @@ def gelu_backward(
             h, bias, dg, dh, g, sums, seed, rows, width, rate,
             TANH=tanh, DROPS=seed is not None, ROWS=at_once, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
-    return dh, sums.sum(0), g
+    return dh, added_up(sums, bias.dtype), g

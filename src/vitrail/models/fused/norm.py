@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitrail.models.fused.dropout import kept
 from vitrail.models.fused.launching import is_fake, next_power_of_2, processors
+from vitrail.models.fused.sums import added_up
 
 
 @triton.jit
@@ -141,7 +142,7 @@ class AddNorm(torch.autograd.Function):
                 ADDS=adds, HAS_KEEP=keep is not None, HAS_NEXT=dx_next is not None, DROPS=seed is not None,
                 num_warps=max(1, min(8, padded // 512)),
             )  # fmt: skip
-        dweight, dshift, dbias = sums.sum(0).to(weight.dtype)
+        dweight, dshift, dbias = added_up(sums, weight.dtype)
         return dx, dbranch, dbias if adds and ctx.has_bias else None, None, None, None, dweight, dshift, None, None
 
 

@@ -1,12 +1,13 @@
-"""The MLP's first product with bias and GELU in its end, for inference on Hopper GPUs and later.
+"""The MLP's first product with bias and GELU in its end, on Hopper GPUs and later.
 
-Without gradients nobody needs what enters GELU, so it is never written. Two programs share a multiprocessor: while one computes
-GELU the other keeps the tensor cores busy, which is what makes this faster than the library's product and a pass after it.
+Two programs share a multiprocessor: while one computes GELU the other keeps the tensor cores busy, which is what makes this
+faster than the library's product and a pass after it. Without gradients nobody needs what enters GELU, and it is never written.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitrail.models.fused.launching import ceil_div, processors
 
-_ROWS, _COLUMNS, _INNER = 128, 128, 64  # of a tile
+
+class Tile(NamedTuple):
+    """What a program computes at once."""
+
+    rows: int = 128
+    columns: int = 128
+    inner: int = 64
+    warps: int = 4
+    stages: int = 3
 
 
 @triton.jit
@@ -46,8 +55,8 @@ def _activated(product, bias, column, TANH: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _kernel(
-    tokens, weight, out, bias, rows, columns, inner,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, TANH: tl.constexpr, PROGRAMS: tl.constexpr,
+    tokens, weight, hidden, out, bias, rows, columns, inner,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, TANH: tl.constexpr, KEEPS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     TALL: tl.constexpr = 8  # tiles: neighbours share what they read
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
@@ -62,35 +71,44 @@ def _kernel(
             total = tl.dot(tokens.load([row, k]), weight.load([column, k]).T, total)
         # In two halves, so that less is held at once.
         left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, HALF)), (0, 2, 1)))
+        if KEEPS:
+            hidden.store([row, column], left.to(out.dtype))
         out.store([row, column], _activated(left, bias, column, TANH, HALF).to(out.dtype))
+        if KEEPS:
+            hidden.store([row, column + HALF], right.to(out.dtype))
         out.store([row, column + HALF], _activated(right, bias, column + HALF, TANH, HALF).to(out.dtype))
 
 
-def up_gelu(y: Tensor, weight: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    """GELU(y Wᵀ + b), rounded once. Has no gradient."""
+def up_gelu(
+    y: Tensor, weight: Tensor, bias: Tensor, tanh: bool, *, hidden: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
+    """GELU(y Wᵀ + b), rounded once; y Wᵀ is written to `hidden`, if given. Has no gradient."""
     rows, inner = y.numel() // y.shape[-1], y.shape[-1]
+    tile = tile or Tile()
     out = torch.empty(*y.shape[:-1], len(weight), dtype=y.dtype, device=y.device)
-    described = [
-        TensorDescriptor.from_tensor(matrix, [height, width])
-        for matrix, height, width in (
-            (y.reshape(rows, inner), _ROWS, _INNER),
-            (weight, _COLUMNS, _INNER),
-            (out.view(rows, len(weight)), _ROWS, _COLUMNS // 2),
-        )
-    ]
-    programs = 2 * processors(y.device)
+    written = (tile.rows, tile.columns // 2)
+    matrices = (
+        (y.reshape(rows, inner), tile.rows, tile.inner),
+        (weight, tile.columns, tile.inner),
+        ((out if hidden is None else hidden).view(rows, len(weight)), *written),
+        (out.view(rows, len(weight)), *written),
+    )
+    programs = min(2 * processors(y.device), ceil_div(rows, tile.rows) * ceil_div(len(weight), tile.columns))
     _kernel[(programs,)](
-        *described, bias, rows, len(weight), inner,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, INNER=_INNER, TANH=tanh, PROGRAMS=programs, num_warps=4, num_stages=3,
+        *(TensorDescriptor.from_tensor(matrix, [height, width]) for matrix, height, width in matrices),
+        bias, rows, len(weight), inner,
+        ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, TANH=tanh, KEEPS=hidden is not None, PROGRAMS=programs,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
 
 def suits(y: Tensor, width: int) -> bool:
     """Whether it runs here, and there is enough to do for all multiprocessors; otherwise the library is better."""
-    if not y.is_cuda or y.dtype != torch.bfloat16 or width % _COLUMNS or y.shape[-1] % _INNER:
+    tile = Tile()
+    if not y.is_cuda or y.dtype != torch.bfloat16 or width % tile.columns or y.shape[-1] % tile.inner:
         return False
-    tiles = ceil_div(y.numel() // y.shape[-1], _ROWS) * (width // _COLUMNS)
+    tiles = ceil_div(y.numel() // y.shape[-1], tile.rows) * (width // tile.columns)
     return tiles >= 4 * processors(y.device) and _works(y.device)
 
 

@@ -8,7 +8,10 @@
     python benchmarks/numerics.py --data packed:TINY                                              # on a GPU, about two minutes
     python benchmarks/numerics.py --data packed:TINY --only training --model L/8 --ways fused fp8
     python benchmarks/numerics.py --data packed:TINY --only training --model B/16 --image-size 224 --ways fused --steps 1000
+    python benchmarks/numerics.py --data packed:TINY --only training --model Ti/8 --batch 64 --ways fp8-simulated float32 --seeds 3
     python benchmarks/numerics.py --data digits --tiny                                            # anywhere: does everything run?
+
+`fp8-simulated` rounds what enters the blocks' products as fp8 does and computes them in float32, so it runs on a processor, too.
 
 Writes numerics-….csv and, for the training, loss-curves-….png and .csv into --out.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +38,20 @@ from vitrail.train.graphs import Recording
 from vitrail.train.parallel import choose_device
 
 Row = dict[str, Any]
-WAYS = {"fused": ("auto", True), "plain": ("plain", True), "fp8": ("fp8", True), "float32": ("plain", False)}
-NAMES = {"fused": "fused, bf16", "plain": "plain, bf16", "fp8": "fused, fp8", "float32": "plain, float32"}
+WAYS = {
+    "fused": ("auto", True),
+    "plain": ("plain", True),
+    "fp8": ("fp8", True),
+    "fp8-simulated": ("plain", False),
+    "float32": ("plain", False),
+}
+NAMES = {
+    "fused": "fused, bf16",
+    "plain": "plain, bf16",
+    "fp8": "fused, fp8",
+    "fp8-simulated": "fp8, simulated",
+    "float32": "plain, float32",
+}
 
 
 def main() -> None:
@@ -48,18 +64,18 @@ def main() -> None:
 
 
 def compare_training(options: argparse.Namespace, device: torch.device) -> None:
-    found = {NAMES[way]: trained(way, options, device) for way in options.ways}
-    curves = {way: losses for way, (losses, _) in found.items()}
+    runs = {(NAMES[way], seed): trained(way, seed, options, device) for seed in range(options.seeds) for way in options.ways}
+    curves = {way if options.seeds == 1 else f"{way}, seed {seed}": losses for (way, seed), (losses, _) in runs.items()}
     name = f"loss-curves-{options.model.lower().replace('/', '-')}-{options.image_size}px-{machine(device)}"
     write(options.out / f"{name}.csv", [{"step": n, **{way: c[n] for way, c in curves.items()}} for n in range(options.steps)])
     draw(curves, options.out / f"{name}.png", f"ViT-{options.model}, {options.image_size} pixels: the same training")
-    exactest = curves[NAMES[options.ways[-1]]]
-    for way, (losses, norms) in found.items():
-        apart = max(abs(a - b) for a, b in zip(smooth(losses), smooth(exactest), strict=True))
+    reference = NAMES[options.ways[-1]]
+    for (way, seed), (losses, norms) in runs.items():
+        apart = max(abs(a - b) for a, b in zip(smooth(losses), smooth(runs[reference, seed][0]), strict=True))
         finite = sum(math.isfinite(loss + norm) for loss, norm in zip(losses, norms, strict=True))
         print(
-            f"{way:>16}: {finite} of {len(losses)} steps finite, largest gradient norm {max(norms):.3g}, "
-            f"last losses {np.mean(losses[-50:]):.4f}, at most {apart:.4f} from the last way (means of 20 steps)"
+            f"{way:>16}, seed {seed}: {finite} of {len(losses)} steps finite, largest gradient norm {max(norms):.3g}, "
+            f"last losses {np.mean(losses[-50:]):.4f}, at most {apart:.4f} from {reference} (means of 20 steps)"
         )
 
 
@@ -71,13 +87,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="S/8", help="of the training")
     parser.add_argument("--image-size", type=int, default=64, help="of the training; images are enlarged to it")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["fused", "plain", "float32"], help="the last is compared with")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each way, each with other weights and batches")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tiny", action="store_true", help="a small model and few steps")
     options = parser.parse_args()
     if options.tiny:
         options.steps, options.batch, options.model, options.image_size = 30, 16, "Ti/4", 16
-        options.ways = ["fused", "float32"]
+        options.ways = ["fused", "fp8-simulated", "float32"]
     options.out.mkdir(parents=True, exist_ok=True)
     return options
 
@@ -129,15 +147,49 @@ def passed(model: ViT, images: torch.Tensor, labels: torch.Tensor, way: str) -> 
     }
 
 
-def trained(way: str, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
+class EightBitProduct(torch.autograd.Function):
+    """x Wᵀ as fp8 computes it: both rounded to e4m3 with a scale a row, forward and for the gradient at x; not for that at W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return rounded(x) @ rounded(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return rounded(slope) @ rounded(weight.t()).t(), slope.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def simulate_eight_bits(model: ViT) -> None:
+    """In the layers that fp8 covers: all blocks' but the last's attention, of which only the class token's part is computed."""
+    for number, block in enumerate(model.blocks):
+        layers = [block.mlp.up, block.mlp.down]
+        layers += [block.attention.qkv, block.attention.out] if number < len(model.blocks) - 1 else []
+        for layer in layers:
+            layer.forward = partial(_eight_bit_layer, layer)  # type: ignore[method-assign, arg-type]
+
+
+def _eight_bit_layer(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return EightBitProduct.apply(x, layer.weight) + layer.bias  # type: ignore[no-any-return]
+
+
+def trained(way: str, seed: int, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:
     """The losses and gradient norms of a short training: the same weights, the same batches in the same order."""
     kernels, low = WAYS[way]
     source = open_source(options.data).split("train")
     channels, stored = (1, 16) if options.data == "digits" else (3, 64)
     fields: Row = {"image_size": options.image_size, "channels": channels} | ({"depth": 2} if options.tiny else {})
-    model = create_model(options.model, outputs=len(source.classes), seed=0, **fields).to(device).train()
+    model = create_model(options.model, outputs=len(source.classes), seed=seed, **fields).to(device).train()
     assert isinstance(model, ViT)
     model.kernels = kernels  # type: ignore[assignment]
+    if way == "fp8-simulated":
+        simulate_eight_bits(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05)
 
     def backward(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -151,9 +203,11 @@ def trained(way: str, options: argparse.Namespace, device: torch.device) -> tupl
     losses, norms = [], []
     loader = TrainLoader(
         source, preprocess=preset("google-vit", size=stored, channels=channels), batch=options.batch,
-        augment=Augment(crop="none", flip=0.0), seed=0, workers=0, device=device,
+        augment=Augment(crop="none", flip=0.0), seed=seed, workers=0, device=device,
     )  # fmt: skip
-    for _, batch in zip(range(options.steps), loader, strict=False):
+    for number, batch in zip(range(options.steps), loader, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-4 * min(1.0, (number + 1) / max(options.warmup, 1))
         images = batch.images
         if options.image_size != stored:
             images = F.interpolate(images, size=options.image_size, mode="bilinear")

@@ -87,6 +87,21 @@ def test_the_loop_mode_counts_a_step_that_was_not_finite() -> None:
     assert not subject.finite(subject.step())
 
 
+@pytest.mark.parametrize(("mode", "keeps"), [("loop-recompute", "nothing"), ("loop-recompute-products", "products")])
+def test_recomputing_has_modes(mode: str, keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+    real = subjects.build_model
+    monkeypatch.setattr(subjects, "build_model", lambda *given, **named: built.append(real(*given, **named)) or built[-1])  # type: ignore[func-returns-value]
+    subject = prepare(case(mode=mode), Inputs(CONFIG, 2, CPU))
+    assert subject.finite(subject.step())
+    assert (built[0].recomputing.blocks, built[0].recomputing.keeps) == (12, keeps)
+
+
+def test_fp8_where_it_cannot_be_is_a_row_that_says_why() -> None:
+    rows = run(tiny(against=(), modes=("loop", "loop-fp8")), say=lambda words: None, command="x")
+    assert named(rows) == ["vitrail loop done", "vitrail loop-fp8 failed"] and "needs a GPU" in rows[1].note
+
+
 @pytest.mark.parametrize("mode", ["default-bf16", "default"])
 def test_bf16_weights_or_autocast_answer_in_bf16(mode: str) -> None:
     subject = prepare(case(mode=mode, task="infer", precision="bf16"), Inputs(CONFIG, 2, CPU))

@@ -17,12 +17,12 @@ PEERS: tuple[Peer, ...] = ("timm", "torchvision", "hf")
 
 # default: as the product runs it. plain: without our fused kernels. compiled: torch.compile. graphs: compiled, replayed as CUDA
 # graphs. loop: the whole step of `vitrail train`, recorded, and with its guard against non-finite gradients; loop-fp8: the same
-# with eight-bit products. …-bf16: the weights themselves are bf16, instead of being cast by autocast. fast: as
-# `vitrail.models.inference.for_inference` makes it.
+# with eight-bit products; loop-recompute…: with activations computed again in the backward pass. …-bf16: the weights themselves
+# are bf16, instead of being cast by autocast. fast: as `vitrail.models.inference.for_inference` makes it.
 _PEER_TRAINS = ("eager", "compiled", "graphs")
 _PEER_INFERS = (*_PEER_TRAINS, *(f"{mode}-bf16" for mode in _PEER_TRAINS))
 _OUR_PLAIN = ("default", "plain", "compiled", "graphs")
-_OUR_TRAINS = (*_OUR_PLAIN, "loop", "loop-fp8")
+_OUR_TRAINS = (*_OUR_PLAIN, "loop", "loop-fp8", "loop-recompute", "loop-recompute-products")
 _OUR_INFERS = (*_OUR_PLAIN, *(f"{mode}-bf16" for mode in _OUR_PLAIN), "fast", "fast-fp32", "fast-bf16", "fast-int8")
 _ALL_MODES = tuple(dict.fromkeys((*_OUR_TRAINS, *_OUR_INFERS, *_PEER_INFERS)))
 

@@ -133,6 +133,8 @@ def _model(case: Case) -> nn.Module:
             model.kernels = "plain"  # type: ignore[assignment]
         if case.mode == "loop-fp8":
             use_fp8(model, Recipe(), World(case.device))
+        if case.mode.startswith("loop-recompute"):
+            model.checkpoint_activations(keeps="products" if case.mode.endswith("products") else "nothing")  # type: ignore[operator]
     else:
         with case.device:
             model = peers.build(case.who, case.config)

@@ -79,12 +79,10 @@ def _kernel(
         out.store([row, column + HALF], _activated(right, bias, column + HALF, TANH, HALF).to(out.dtype))
 
 
-def up_gelu(
-    y: Tensor, weight: Tensor, bias: Tensor, tanh: bool, *, hidden: Tensor | None = None, tile: Tile | None = None
-) -> Tensor:
+def up_gelu(y: Tensor, weight: Tensor, bias: Tensor, tanh: bool, *, hidden: Tensor | None = None) -> Tensor:
     """GELU(y Wᵀ + b), rounded once; y Wᵀ is written to `hidden`, if given. Has no gradient."""
     rows, inner = y.numel() // y.shape[-1], y.shape[-1]
-    tile = tile or Tile()
+    tile = _tile_for(y, len(weight))
     out = torch.empty(*y.shape[:-1], len(weight), dtype=y.dtype, device=y.device)
     written = (tile.rows, tile.columns // 2)
     matrices = (
@@ -103,13 +101,19 @@ def up_gelu(
     return out
 
 
+def _tile_for(y: Tensor, width: int) -> Tile:
+    """The large tile where all multiprocessors get several of it, else a smaller one: for an image or two."""
+    large = Tile()
+    tiles = ceil_div(y.numel() // y.shape[-1], large.rows) * ceil_div(width, large.columns)
+    return large if tiles >= 4 * processors(y.device) else Tile(rows=64, inner=128)
+
+
 def suits(y: Tensor, width: int) -> bool:
-    """Whether it runs here, and there is enough to do for all multiprocessors; otherwise the library is better."""
-    tile = Tile()
-    if not y.is_cuda or y.dtype != torch.bfloat16 or width % tile.columns or y.shape[-1] % tile.inner:
+    """Whether it runs here, and there is something to do for all multiprocessors; otherwise the library is better."""
+    columns, inner = Tile().columns, Tile().inner
+    if not y.is_cuda or y.dtype != torch.bfloat16 or width % columns or y.shape[-1] % inner or y.numel() // y.shape[-1] < inner:
         return False
-    tiles = ceil_div(y.numel() // y.shape[-1], tile.rows) * (width // tile.columns)
-    return tiles >= 4 * processors(y.device) and _works(y.device)
+    return _works(y.device)
 
 
 @functools.cache

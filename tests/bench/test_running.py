@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models.peers import TIMM, load, randomise, renamed
 from vitrail.bench import BenchPlan, Row, ceiling, run, running, subjects
 from vitrail.bench.clock import Clock
 from vitrail.bench.peers import PACKAGE, build, comparable
@@ -23,7 +24,7 @@ from vitrail.bench.seat import Seat
 from vitrail.bench.subjects import Case, Inputs, many_compilations, prepare
 from vitrail.cli import main
 from vitrail.errors import VitrailError
-from vitrail.models import model_config, parameters
+from vitrail.models import build_model, model_config, parameters
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
@@ -54,6 +55,15 @@ def test_peers_have_our_size_and_answer_in_our_shape(peer: str) -> None:
     theirs = build(peer, CONFIG)
     assert sum(one.numel() for one in theirs.parameters()) == parameters(CONFIG)
     assert theirs(torch.randn(3, 3, 32, 32)).shape == (3, 1000)
+
+
+def test_ours_is_measured_with_the_peers_gelu() -> None:
+    """The same function is compared: with timm's weights ours gives timm's logits."""
+    (config,) = running.Bench(tiny(), lambda words: None, "x").configs
+    theirs = randomise(build("timm", config))
+    ours = load(build_model(config), renamed(theirs.state_dict(), TIMM))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(images), theirs(images), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["B/16", "L/32", "H/14", "So400m/14"])

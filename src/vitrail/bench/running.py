@@ -21,7 +21,7 @@ from vitrail.bench.rows import DONE, PARTIAL, Ledger, Row
 from vitrail.bench.seat import Seat, crowded, fits, room_on
 from vitrail.bench.subjects import Case, Inputs, many_compilations
 from vitrail.errors import VitrailError
-from vitrail.models import ModelConfig, model_config
+from vitrail.models import ModelConfig, ViTConfig, model_config
 from vitrail.train.parallel import choose_device
 from vitrail.train.step import chosen_precision
 
@@ -60,7 +60,7 @@ class Bench:
             )
         self.precision = chosen_precision(plan.precision, self.device)
         self.clock = Clock(self.device)
-        self.configs = [model_config(name, image_size=plan.image_size) for name in plan.model]
+        self.configs = [_as_peers_compute(model_config(name, image_size=plan.image_size)) for name in plan.model]
         self.ledger = Ledger(plan.out / "bench.csv" if plan.out else None, fresh=plan.fresh)
         self.deadline = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -240,6 +240,11 @@ class Bench:
             **found,
             **self.origin,
         )
+
+
+def _as_peers_compute(config: ModelConfig) -> ModelConfig:
+    """With the peers' form of GELU, so that all compute the same function; ours is the paper's code's."""
+    return config.replace(gelu="erf") if isinstance(config, ViTConfig) else config
 
 
 def _first_line(error: BaseException) -> str:

@@ -288,6 +288,22 @@ def test_a_model_with_gelu_in_the_end_of_products(gelu: str, fusing: None, monke
     assert taken == [True, True, False, False]
 
 
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.sampled_from([8, 24, 200]), st.randoms())
+def test_assembled_input(images: int, patches: int, prefix: int, width: int, random: Any) -> None:
+    from vitrail.models.fused.assembling import Assembled
+
+    torch.manual_seed(random.randint(0, 10_000))
+    given_patches = torch.randn(images, patches, width, device=DEVICE).to(LOW).requires_grad_()
+    fixed = torch.randn(prefix + patches, width, device=DEVICE, requires_grad=True)
+    expected = fixed + F.pad(given_patches.float(), (0, 0, prefix, 0))
+    slope = torch.randn_like(expected)
+    found = Assembled.apply(given_patches, fixed)
+    assert found.dtype == torch.float32 and near(found, expected, 1e-6)
+    for one, two in zip(*(torch.autograd.grad(way, (given_patches, fixed), slope) for way in (found, expected)), strict=True):
+        assert one.dtype == two.dtype and near(one, two, 1e-5 if DEVICE == "cpu" else CLOSE)
+
+
 @pytest.mark.parametrize("shape", [(1, 5), (300, 3, 24), (1056, 700)])
 def test_partial_sums(shape: tuple[int, ...]) -> None:
     from vitrail.models.fused.sums import added_up

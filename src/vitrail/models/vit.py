@@ -211,10 +211,14 @@ class ViT(nn.Module):
 
     def assemble(self, patches: Tensor) -> Tensor:
         """z₀ of equation 1: prefix tokens, then patch embeddings, with their positions."""
-        prefix = (self.class_token, self.distill_token, self.registers)
-        given = [token.expand(patches.shape[0], -1, -1).to(patches.dtype) for token in prefix if token is not None]
-        x = torch.cat([*given, patches], dim=1) if given else patches
-        return self.dropout(self.positions.at_input(x))  # type: ignore[no-any-return]
+        prefix = [token for token in (self.class_token, self.distill_token, self.registers) if token is not None]
+        if self.kernels != "plain" and fused.can_fuse(patches):
+            blank = torch.zeros(1, *patches.shape[1:], device=patches.device, dtype=self.norm.weight.dtype)
+            x = fused.assembled(patches, self.positions.at_input(torch.cat([*prefix, blank], dim=1)))
+        else:
+            given = [token.expand(patches.shape[0], -1, -1).to(patches.dtype) for token in prefix]
+            x = self.positions.at_input(torch.cat([*given, patches], dim=1) if given else patches)
+        return self.dropout(x)  # type: ignore[no-any-return]
 
     def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None, first: int | None = None) -> Tensor:
         """All blocks, and the final norm if the model has it before pooling; `kept` is filled with the layers it names.

@@ -49,15 +49,18 @@ def _fault(device: torch.device, tolerance: float, difference: Callable[[], floa
 def _block_difference(device: torch.device, dtype: torch.dtype, *, eight: bool = False) -> float:
     """The largest relative difference of a small encoder's output and gradients."""
     from vitrail.models.config import ViTConfig
-    from vitrail.models.fused.encoder import add_norm, run_blocks
+    from vitrail.models.fused.encoder import add_norm, assembled, run_blocks
     from vitrail.models.vit import Block
 
     config = ViTConfig(name="check", width=64, depth=2, heads=2, mlp=96, patch=(1, 1), image_size=(4, 4))
     blocks = [Block(config, number).to(device) for number in range(2)]
-    norm, x = nn.LayerNorm(64).to(device), torch.randn(3, 17, 64, device=device, requires_grad=True)
-    leaves = [x, norm.weight, *(one for block in blocks for one in block.parameters())]
+    norm = nn.LayerNorm(64).to(device)  # of a stream so small that the branches matter in it
+    patches, fixed = 0.1 * torch.randn(3, 16, 64, device=device).to(dtype), 0.1 * torch.randn(1, 17, 64, device=device)
+    weights = [norm.weight, *(one for block in blocks for one in block.parameters())]
+    leaves = [patches.requires_grad_(), fixed.requires_grad_(), *weights]
     with torch.autocast(device.type, dtype=dtype):
-        plain = norm(blocks[1](blocks[0](x), None, 1))
+        plain = norm(blocks[1](blocks[0](fixed + F.pad(patches, (0, 0, 1, 0))), None, 1))
+        x = assembled(patches, fixed)
         fused = add_norm(run_blocks(blocks, x, first=1, eight=eight), norm, torch.float32)[1]
         for block in blocks:  # compiled and run; what it drops is its own
             block.dropout.p = 0.5

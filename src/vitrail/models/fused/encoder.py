@@ -101,6 +101,13 @@ def _block(
     return Stream(x, branch, block.mlp.down.bias, _keep(block, x), after_mlp, rate)
 
 
+def assembled(patches: Tensor, fixed: Tensor) -> Tensor:
+    """What all images share [1, token, width], with the patches [image, patch, width] added to its last tokens."""
+    from vitrail.models.fused.assembling import Assembled
+
+    return Assembled.apply(patches, fixed[0])  # type: ignore[no-any-return]
+
+
 def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The stream added up, and normed for what comes next in the given precision."""
     from vitrail.models.fused.norm import AddNorm

@@ -313,6 +313,21 @@ def test_partial_sums(shape: tuple[int, ...]) -> None:
     assert added_up(parts, torch.bfloat16).dtype == torch.bfloat16 and added_up(parts, torch.float32).shape == shape[1:]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="a hundred thousand programs take too long without a GPU")
+def test_more_rows_than_a_grid_is_high() -> None:
+    """CUDA counts 65,535 programs in the second and third direction."""
+    from vitrail.models.fused.gelu import gelu, gelu_backward
+    from vitrail.models.fused.products import Eight, quantise
+
+    h, bias = torch.randn(140_000, 64, device=DEVICE, dtype=LOW), torch.randn(64, device=DEVICE)
+    exact = F.gelu(h.float() + bias)
+    assert near(gelu(h, bias, False), exact) and near(gelu_backward(h, bias, h, False)[2], exact)
+    eight = gelu(h, bias, False, eight=True)
+    assert isinstance(eight, Eight)
+    for made, expected in ((eight, exact), (quantise(h), h.float())):
+        assert near(made.values.float() * made.scales[:, None], expected, 0.07)
+
+
 @pytest.mark.parametrize("rows, classes", [(1, 5), (9, 512), (3, 700)])
 def test_cross_entropy_without_copies(rows: int, classes: int) -> None:
     from vitrail.models.fused.cross_entropy import CrossEntropy

@@ -43,22 +43,20 @@ def _forward_kernel(
     h, bias, g, scales, seed, rows, width, rate,
     TANH: tl.constexpr, DROPS: tl.constexpr, EIGHT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        place = row.to(tl.int64)[:, None] * width + column[None, :]
-        x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32) + offset[None, :]
-        chance, _ = share(x, TANH)
-        if DROPS:
-            chance *= kept(seed, place, rate)
-        value = x * chance
-        if EIGHT:
-            value, scale = scaled(value, LARGEST)
-            tl.store(scales + row, scale, mask=row < rows)
-        tl.store(g + place, value.to(g.dtype.element_ty), mask=mask)
+    mask = (row < rows)[:, None] & inside[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    x = tl.load(h + place, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    chance, _ = share(x, TANH)
+    if DROPS:
+        chance *= kept(seed, place, rate)
+    value = x * chance
+    if EIGHT:
+        value, scale = scaled(value, LARGEST)
+        tl.store(scales + row, scale, mask=row < rows)
+    tl.store(g + place, value.to(g.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -105,7 +103,7 @@ def gelu(
     made = empty_eight(h) if eight else Eight(torch.empty_like(h), h)
     at_once, columns = (1, next_power_of_2(width)) if eight else _TILE  # a scale needs the whole row
     if not is_fake(h):
-        _forward_kernel[(ceil_div(width, columns), ceil_div(rows, at_once))](
+        _forward_kernel[(ceil_div(rows, at_once), ceil_div(width, columns))](
             h, bias, *made, seed, rows, width, rate,
             TANH=tanh, DROPS=seed is not None, EIGHT=eight, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns, num_warps=4,
         )  # fmt: skip

@@ -8,7 +8,8 @@
     python benchmarks/numerics.py --data packed:TINY                                              # on a GPU, about two minutes
     python benchmarks/numerics.py --data packed:TINY --only training --model L/8 --ways fused fp8
     python benchmarks/numerics.py --data packed:TINY --only training --model B/16 --image-size 224 --ways fused --steps 1000
-    python benchmarks/numerics.py --data packed:TINY --only training --model Ti/8 --batch 64 --ways fp8-simulated float32 --seeds 3
+    python benchmarks/numerics.py --data packed:TINY --only training --model Ti/16 --batch 64 --steps 400 \\
+        --ways fp8-simulated float32 --seeds 3                                                    # on two cores, a quarter of an hour
     python benchmarks/numerics.py --data digits --tiny                                            # anywhere: does everything run?
 
 `fp8-simulated` rounds what enters the blocks' products as fp8 does and computes them in float32, so it runs on a processor, too.
@@ -68,7 +69,8 @@ def compare_training(options: argparse.Namespace, device: torch.device) -> None:
     curves = {way if options.seeds == 1 else f"{way}, seed {seed}": losses for (way, seed), (losses, _) in runs.items()}
     name = f"loss-curves-{options.model.lower().replace('/', '-')}-{options.image_size}px-{machine(device)}"
     write(options.out / f"{name}.csv", [{"step": n, **{way: c[n] for way, c in curves.items()}} for n in range(options.steps)])
-    draw(curves, options.out / f"{name}.png", f"ViT-{options.model}, {options.image_size} pixels: the same training")
+    pictured = {key: losses for key, (losses, _) in runs.items()}
+    draw(pictured, options.out / f"{name}.png", f"ViT-{options.model}, {options.image_size} pixels: the same training")
     reference = NAMES[options.ways[-1]]
     for (way, seed), (losses, norms) in runs.items():
         apart = max(abs(a - b) for a, b in zip(smooth(losses), smooth(runs[reference, seed][0]), strict=True))
@@ -223,15 +225,19 @@ def smooth(values: list[float], width: int = 20) -> list[float]:
     return [float(one) for one in np.convolve(values, np.ones(width) / width, mode="valid")]
 
 
-def draw(curves: dict[str, list[float]], file: Path, title: str) -> None:
+def draw(runs: dict[tuple[str, int], list[float]], file: Path, title: str) -> None:
+    """A line style for each way; a colour for each way or, where there are several seeds, for each seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (way, losses), style in zip(curves.items(), ("-", "--", ":", "-."), strict=False):
-        axes.plot(smooth(losses), style, lw=1.6, label=way)
+    ways, seeds = list(dict.fromkeys(way for way, _ in runs)), len({seed for _, seed in runs})
+    for (way, seed), losses in runs.items():
+        place = ways.index(way)
+        label = way if seeds == 1 else f"{way}, seed {seed}"
+        axes.plot(smooth(losses), ("-", "--", ":", "-.")[place % 4], lw=1.6, color=f"C{place if seeds == 1 else seed}", label=label)
     axes.set(xlabel="step", ylabel="loss (mean of 20 steps)", title=title)
     axes.legend(frameon=False)
     figure.savefig(file, dpi=150)

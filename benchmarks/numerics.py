@@ -7,9 +7,9 @@
 
     python benchmarks/numerics.py --data packed:TINY                                              # on a GPU, about two minutes
     python benchmarks/numerics.py --data packed:TINY --only training --model L/8 --ways fused fp8
-    python benchmarks/numerics.py --data packed:TINY --only training --model B/16 --image-size 224 --ways fused --steps 1000
+    python benchmarks/numerics.py --data packed:TINY --only training --model S/16 --image-size 224 --ways fused --steps 1000
     python benchmarks/numerics.py --data packed:TINY --only training --model Ti/16 --batch 64 --steps 400 \\
-        --ways fp8-simulated float32 --seeds 3                                                    # on two cores, a quarter of an hour
+        --ways fp8-simulated float32 --seeds 3                                                    # on two cores, 15 minutes
     python benchmarks/numerics.py --data digits --tiny                                            # anywhere: does everything run?
 
 `fp8-simulated` rounds what enters the blocks' products as fp8 does and computes them in float32, so it runs on a processor, too.

@@ -16,7 +16,7 @@ def use_fp8(model: nn.Module, recipe: Recipe, world: World) -> None:
     encoder = next((one for one in model.modules() if isinstance(one, ViT)), None)
     reason = _against(encoder, recipe, world)
     if reason:
-        raise VitrailError(f"--precision fp8 cannot be used: {reason} Take --precision bf16.")
+        raise VitrailError(f"--precision fp8 cannot be used: {reason} Take --precision auto.")
     assert encoder is not None
     encoder.kernels = "fp8"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.models.fused.attention import attention, attention_backward
-from vitrail.models.fused.gelu import gelu, gelu_backward
+from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
 from vitrail.models.fused.launching import is_fake
 from vitrail.models.fused.norm import normed
 from vitrail.models.fused.products import Eight, EightLinear, LowLinear
@@ -97,21 +97,24 @@ def _split(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class MlpBranch(torch.autograd.Function):
-    """Tokens → up → GELU, dropout → down, without the last bias. GELU's value is not kept: its gradient computes it again."""
+    """Tokens → up → GELU, dropout → down, without the last bias. GELU's value is not kept: its gradient computes it again.
+
+    `learns` says whether there will be a gradient; without one, what enters GELU need not be kept either.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, tanh: bool, seed: Tensor | None, rate: float,
-        again: Again | None, eight: bool,
+        again: Again | None, eight: bool, learns: bool,
     ) -> Tensor:  # fmt: skip
         linear = EightLinear if eight else LowLinear
         ctx.up, ctx.down = linear(up_weight, y.dtype), linear(down_weight, y.dtype)
         if not eight and seed is None and suits(y, len(up_weight)):
-            hidden = y.new_empty(*y.shape[:-1], len(up_weight))
+            hidden = y.new_empty(*y.shape[:-1], len(up_weight)) if learns else None
             value: Tensor | Eight = up_gelu(y, ctx.up.weight, up_bias, tanh, hidden=hidden)
         else:
             hidden = ctx.up(y)
-            value = gelu(hidden, up_bias, tanh, seed, rate, eight=eight)
+            value = (gelu_eight if eight else gelu)(hidden, up_bias, tanh, seed, rate)
         ctx.save_for_backward(hidden, up_bias, seed, *((y,) if again is None else again[:3]))
         ctx.eps = None if again is None else again.eps
         ctx.tanh, ctx.rate, ctx.dtypes = tanh, rate, (y.dtype, up_weight.dtype)
@@ -129,7 +132,7 @@ class MlpBranch(torch.autograd.Function):
             weight, shift = norm
             y = Again(y, weight, shift, ctx.eps).tokens(low)
         dup = weight_gradient(dhidden, y, dtype) if needs[1] else None
-        return ctx.up.back(dhidden), dup, dbias if needs[2] else None, ddown, None, None, None, None, None
+        return ctx.up.back(dhidden), dup, dbias if needs[2] else None, ddown, None, None, None, None, None, None
 
 
 class Product(torch.autograd.Function):

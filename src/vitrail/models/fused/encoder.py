@@ -138,12 +138,10 @@ def _attended(attention: Attention, y: Tensor, first: int | None, again: Again |
 
 def _mlp(mlp: Any, y: Tensor, seed: Tensor | None, rate: float, again: Again | None, eight: bool) -> Tensor:
     from vitrail.models.fused.branches import MlpBranch
-    from vitrail.models.fused.up_gelu import suits, up_gelu
 
     tanh, up, down = mlp.approximate == "tanh", mlp.up, mlp.down
-    if not torch.is_grad_enabled() and seed is None and suits(y, len(up.weight)):
-        return F.linear(up_gelu(y, up.weight.to(y.dtype), up.bias, tanh), down.weight.to(y.dtype))
-    return MlpBranch.apply(y, up.weight, up.bias, down.weight, tanh, seed, rate, again, eight)  # type: ignore[no-any-return]
+    learns = torch.is_grad_enabled()
+    return MlpBranch.apply(y, up.weight, up.bias, down.weight, tanh, seed, rate, again, eight, learns)  # type: ignore[no-any-return]
 
 
 def _keep(block: Block, x: Tensor) -> Tensor | None:

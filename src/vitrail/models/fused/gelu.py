@@ -6,8 +6,6 @@ Stegun's 7.1.26 (off by at most 1.5e-7): its exponential is the normal density's
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 import triton
 import triton.language as tl
@@ -87,27 +85,31 @@ def _backward_kernel(
     tl.store(sums + program * width + column, tl.sum(total, axis=0), mask=inside)
 
 
-@overload
-def gelu(
-    h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0, *, eight: Literal[False] = False
-) -> Tensor: ...
-@overload
-def gelu(h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0, *, eight: bool) -> Tensor | Eight: ...
+def gelu(h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0) -> Tensor:
+    """GELU of `h` + `bias`, computed in float32; with a seed followed by dropout."""
+    g = torch.empty_like(h)
+    _launch(h, bias, g, None, tanh, seed, rate, _TILE)
+    return g
 
 
-def gelu(
-    h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0, *, eight: bool = False
-) -> Tensor | Eight:
-    """GELU of `h` + `bias`, computed in float32; with a seed followed by dropout. With `eight` in eight bits, for a product."""
-    width, rows = h.shape[-1], h.numel() // h.shape[-1]
-    made = empty_eight(h) if eight else Eight(torch.empty_like(h), h)
-    at_once, columns = (1, next_power_of_2(width)) if eight else _TILE  # a scale needs the whole row
-    if not is_fake(h):
-        _forward_kernel[(ceil_div(rows, at_once), ceil_div(width, columns))](
-            h, bias, *made, seed, rows, width, rate,
-            TANH=tanh, DROPS=seed is not None, EIGHT=eight, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns, num_warps=4,
-        )  # fmt: skip
-    return made if eight else made.values
+def gelu_eight(h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0) -> Eight:
+    """The same in eight bits, for a product. A row's scale needs the whole row."""
+    made = empty_eight(h)
+    _launch(h, bias, *made, tanh, seed, rate, (1, next_power_of_2(h.shape[-1])))
+    return made
+
+
+def _launch(
+    h: Tensor, bias: Tensor, g: Tensor, scales: Tensor | None, tanh: bool, seed: Tensor | None, rate: float, tile: tuple[int, int]
+) -> None:
+    if is_fake(h):
+        return
+    width, rows, (at_once, columns) = h.shape[-1], h.numel() // h.shape[-1], tile
+    # Rows first: in the other directions a grid ends at 65,535 programs.
+    _forward_kernel[(ceil_div(rows, at_once), ceil_div(width, columns))](
+        h, bias, g, scales, seed, rows, width, rate,
+        TANH=tanh, DROPS=seed is not None, EIGHT=scales is not None, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
 
 
 def gelu_backward(

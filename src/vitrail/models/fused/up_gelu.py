@@ -33,7 +33,8 @@ class Tile(NamedTuple):
 def _chance(x, TANH: tl.constexpr):
     """Φ(x), by which GELU multiplies x, as a logistic function of a polynomial.
 
-    The tanh form is exactly that. For the erf form five coefficients were fitted for least error of GELU, below 3e-5. Beyond 6 the polynomial is not followed further.
+    The tanh form is exactly that. For the erf form five coefficients were fitted for least error of GELU, below 3e-5.
+    Beyond 6 the polynomial is not followed further.
     """
     square = x * x
     if TANH:

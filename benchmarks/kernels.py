@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.models.fused.attention import attention, attention_backward
+from vitrail.models.fused.attention_backward import attention_backward
+from vitrail.models.fused.attention_forward import attention
+from vitrail.models.fused.back_gelu import back_gelu
 from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.fused.gelu import gelu, gelu_backward
 from vitrail.models.fused.norm import AddNorm
+from vitrail.models.fused.up_gelu import up_gelu
 
 LOW = torch.bfloat16
 SHAPES = {"ViT-S/16": (384, 6), "ViT-B/16": (768, 12), "ViT-L/16": (1024, 16)}
@@ -38,7 +41,7 @@ def main() -> None:
     copying = copy_speed(2**20 if options.tiny else 2**28)
     rows: list[Row] = []
     for name, (width, heads) in SHAPES.items():
-        for case in (norm_case, gelu_case, attention_case):
+        for case in (norm_case, gelu_case, mlp_case, attention_case):
             for what, bytes_moved, ours, theirs in case(batch, 197, width, heads):
                 one, two = microseconds(ours), microseconds(theirs)
                 share = round(bytes_moved / one / 1e3 / copying, 3) if bytes_moved else None
@@ -79,17 +82,17 @@ Case = list[tuple[str, int, Callable[[], Any], Callable[[], Any]]]
 def norm_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     x, next_slope = torch.randn(2, batch, tokens, width, device="cuda")
     branch, slope = torch.randn(2, batch, tokens, width, device="cuda", dtype=LOW)
-    bias, weight, shift = torch.randn(3, width, device="cuda")
-    leaves = [one.requires_grad_() for one in (x, branch, bias, weight, shift)]
+    bias = torch.randn(width, device="cuda")
+    leaves = [one.requires_grad_() for one in (x, branch, bias)]
 
     def ours() -> tuple[Tensor, Tensor]:
-        return AddNorm.apply(x, branch, bias, None, None, 0.0, weight, shift, 1e-6, LOW)  # type: ignore[no-any-return]
+        return AddNorm.apply(x, branch, bias, None, None, 0.0, 1e-6, LOW)  # type: ignore[no-any-return]
 
     def theirs() -> tuple[Tensor, Tensor]:
         added = x + (branch + bias.to(LOW))
-        return added, F.layer_norm(added, (width,), weight, shift, 1e-6).to(LOW)
+        return added, F.layer_norm(added, (width,), eps=1e-6).to(LOW)
 
-    forward, backward = x.numel() * 12, x.numel() * 16
+    forward, backward = x.numel() * 12, x.numel() * 14
     return [
         ("residual + norm, forward", forward, without_gradients(ours), without_gradients(theirs)),
         ("residual + norm, backward", backward, *(gradients(way(), leaves, (next_slope, slope)) for way in (ours, theirs))),
@@ -112,6 +115,36 @@ def gelu_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     ]
 
 
+def mlp_case(batch: int, tokens: int, width: int, heads: int) -> Case:
+    """GELU in the ends of products, against the library's products with torch's GELU."""
+    y, dbranch = torch.randn(2, batch * tokens, width, device="cuda", dtype=LOW)
+    up, down = torch.randn(4 * width, width, device="cuda", dtype=LOW), torch.randn(width, 4 * width, device="cuda", dtype=LOW)
+    bias = torch.randn(4 * width, device="cuda", dtype=LOW, requires_grad=True)
+    slope = torch.empty(batch * tokens, 4 * width, device="cuda", dtype=LOW)
+    leaf = F.linear(y, up).requires_grad_()
+    value = F.gelu(leaf + bias)
+    return [
+        (
+            "product and GELU, forward with its derivative",
+            0,
+            lambda: up_gelu(y, up, bias, False, slope=slope),
+            without_gradients(lambda: F.gelu(F.linear(y, up, bias))),
+        ),
+        (
+            "product and GELU, without",
+            0,
+            lambda: up_gelu(y, up, bias, False),
+            without_gradients(lambda: F.gelu(F.linear(y, up, bias))),
+        ),
+        (
+            "product and GELU, backward with bias sums",
+            0,
+            lambda: back_gelu(dbranch, down, slope),
+            lambda: torch.autograd.grad((value,), [leaf, bias], (dbranch @ down,), retain_graph=True),
+        ),
+    ]
+
+
 def attention_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     qkv = torch.randn(batch, tokens, 3 * width, device="cuda", dtype=LOW)
     slope = torch.randn(batch, tokens, width, device="cuda", dtype=LOW)
@@ -119,16 +152,21 @@ def attention_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     found = torch.empty_like(qkv)
     leaf, bias = qkv.clone().requires_grad_(), torch.zeros(3 * width, device="cuda", dtype=LOW, requires_grad=True)
     q, k, v = (leaf + bias).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def library() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        value = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        value = library()
     parts = tuple(found.chunk(3, -1))
     return [
+        ("attention, forward", 0, lambda: attention(*qkv.chunk(3, -1), heads), without_gradients(library)),
         (
             "attention, backward with bias sums",
             0,
             lambda: attention_backward(*qkv.chunk(3, -1), out, slope, lse, heads, parts).sum(0),
             gradients((value,), [leaf, bias], (slope,)),
-        )
+        ),
     ]
 
 

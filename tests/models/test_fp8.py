@@ -36,6 +36,21 @@ def well_rounded(values: Tensor, exact: Tensor) -> Tensor:
     return (values.float() == expected) | (carried if DEVICE == "cpu" else False)
 
 
+@pytest.fixture
+def rounding(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused kernels, and rounding to eight bits by torch where kernels are interpreted: those lost carries would drown the rest."""
+    from vitrail.models.fused import branches, products
+
+    def quantised(x: Tensor) -> products.Eight:
+        rows = x.float().flatten(0, -2)
+        scales = rows.abs().amax(1).clamp(min=1e-12) / products.LARGEST
+        return products.Eight((rows / scales[:, None]).to(products.E4M3).view(x.shape), scales)
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(products, "quantise", quantised)
+        monkeypatch.setattr(branches, "gelu_eight", lambda *given: quantised(branches.gelu(*given)))
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (7, 100), (3, 5, 192), (2, 5000)])
 def test_every_row_has_its_scale(shape: tuple[int, ...]) -> None:
     from vitrail.models.fused.products import quantise
@@ -77,7 +92,7 @@ def test_products_and_their_gradients() -> None:
     gradients = torch.autograd.grad(expected, leaves, slope)
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     entered = leaves[0].to(low)
-    found = Product.apply(entered, leaves[1], leaves[2], True)
+    found = Product.apply(entered, None, None, leaves[1], leaves[2], True)
     found_gradients = torch.autograd.grad(found, leaves, slope.to(low))
     assert 0.005 < apart(found, expected) < 0.09 and 0.005 < apart(found_gradients[0], gradients[0]) < 0.09
     assert all(apart(one, two) < 0.01 for one, two in zip(found_gradients[1:], gradients[1:], strict=True))  # not in eight bits
@@ -85,25 +100,25 @@ def test_products_and_their_gradients() -> None:
 
 @pytest.mark.parametrize("case", [{}, {"gelu": "erf"}, {"dropout": 0.1}, {"pooling": "mean"}], ids=str)
 @pytest.mark.parametrize("keeps", [None, "products", "nothing"])
-def test_a_model_learns_nearly_the_same(case: dict[str, Any], keeps: Any, fusing: None) -> None:
+def test_a_model_learns_nearly_the_same(case: dict[str, Any], keeps: Any, rounding: None) -> None:
     model, images = small(depth=2, **case), torch.randn(2, 3, 48, 48, device=DEVICE)
     if keeps:
         model.checkpoint_activations(None, keeps)
     exact, exact_gradients = results(model, images, "auto")
     eight, gradients = results(model, images, "fp8")
-    assert 0.001 < apart(eight, exact) < 0.15  # eight bits are really used
+    assert 0.001 < apart(eight, exact) < 0.1  # eight bits are really used
     assert gradients.keys() == exact_gradients.keys()
-    assert all(apart(gradients[name], one) < 0.35 for name, one in exact_gradients.items() if float(one.norm()) > 1e-3)
+    assert all(apart(gradients[name], one) < 0.2 for name, one in exact_gradients.items() if float(one.norm()) > 1e-3)
 
 
-def test_many_tokens_and_eight_bits(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import attention
+def test_many_tokens_and_eight_bits(rounding: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import attention_backward
 
-    monkeypatch.setattr(attention, "MOST_TOKENS", 4)
+    monkeypatch.setattr(attention_backward, "MOST_TOKENS", 4)
     model, images = small(depth=2), torch.randn(2, 3, 48, 48, device=DEVICE)
     exact, _ = results(model, images, "auto")
     eight, _ = results(model, images, "fp8")
-    assert 0.001 < apart(eight, exact) < 0.15
+    assert 0.001 < apart(eight, exact) < 0.1
 
 
 def test_evaluation_is_not_in_eight_bits(fusing: None) -> None:
@@ -144,4 +159,5 @@ def test_a_plan_knows_it() -> None:
     eight = make_plan(recipe, gpus=1, memory=80, outputs=10)
     low = make_plan(Recipe(model=ModelSpec(name="ViT-Ti/16"), batch=64, precision="bf16"), gpus=1, memory=80, outputs=10)
     assert eight.precision == "fp8"
-    assert 0.9 < eight.needs[0].activations / low.needs[0].activations < 1.1
+    ratio = eight.needs[0].activations / low.needs[0].activations
+    assert 0.7 < ratio < 0.85  # GELU is a pass of its own there, which computes its value again and keeps one tensor instead of two

@@ -84,6 +84,19 @@ def test_copies_answer_as_the_model_does(kind: str, precision: Any) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_gpus_copy_is_the_same_function(kind: str) -> None:
+    """Norms' weights are taken into the products after them: here in float32 and without a GPU, so that nothing else differs."""
+    from vitrail.models.inference.gpu import gpu_copy
+
+    model = build(kind)
+    images = some_images(model)
+    copied = gpu_copy(model, torch.device("cpu"), torch.float32)
+    assert error(copied(images), model(images)) < 2e-6
+    assert all(block.norm1.weight is None for block in copied.blocks) and model.blocks[0].norm1.weight is not None
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.parametrize("kind", ["Ti/16", "relative", "axial"])
 def test_attention_of_copies_is_a_softmax_near_the_models(kind: str, precision: Any) -> None:

@@ -18,7 +18,7 @@ _IMAGES, _COLUMNS = 16, 128  # that a program of the backward pass takes at once
 
 
 @triton.jit
-def _forward_kernel(patches, fixed, out, tokens, prefix, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+def _assemble_forward_kernel(patches, fixed, out, tokens, prefix, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     image, token = row // tokens, row % tokens
     inside = column < WIDTH
@@ -30,7 +30,7 @@ def _forward_kernel(patches, fixed, out, tokens, prefix, WIDTH: tl.constexpr, PA
 
 
 @triton.jit
-def _backward_kernel(
+def _assemble_backward_kernel(
     dout, dpatches, dfixed, images, tokens, prefix, WIDTH: tl.constexpr, IMAGES: tl.constexpr, COLUMNS: tl.constexpr
 ):
     token, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -57,7 +57,7 @@ class Assembled(torch.autograd.Function):
         ctx.shape, ctx.dtypes = (images, count, tokens, width), (patches.dtype, fixed.dtype)
         out = torch.empty(images, tokens, width, dtype=torch.promote_types(patches.dtype, fixed.dtype), device=patches.device)
         if not is_fake(patches):
-            _forward_kernel[(images * tokens,)](
+            _assemble_forward_kernel[(images * tokens,)](
                 patches.contiguous(), fixed.contiguous(), out, tokens, tokens - count,
                 WIDTH=width, PADDED=next_power_of_2(width), num_warps=4,
             )  # fmt: skip
@@ -69,7 +69,7 @@ class Assembled(torch.autograd.Function):
         dpatches = torch.empty(images, count, width, dtype=ctx.dtypes[0], device=dout.device)
         dfixed = torch.empty(tokens, width, dtype=ctx.dtypes[1], device=dout.device)
         if not is_fake(dout):
-            _backward_kernel[(tokens, ceil_div(width, _COLUMNS))](
+            _assemble_backward_kernel[(tokens, ceil_div(width, _COLUMNS))](
                 dout.contiguous(), dpatches, dfixed, images, tokens, tokens - count,
                 WIDTH=width, IMAGES=_IMAGES, COLUMNS=_COLUMNS, num_warps=4,
             )  # fmt: skip

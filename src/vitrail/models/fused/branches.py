@@ -1,38 +1,28 @@
 """The two branches of an encoder block, each one step of autograd: products by the library, everything around them fused.
 
-Both take the normed tokens and leave out their last bias: it is added with the residual. Weight gradients are summed and
-returned in float32, which is exacter than rounding them first, and faster. With `again` they keep products only: the normed tokens
-are made again from the stream, which is kept anyway, and attention is computed again.
+Both take tokens with mean 0 and deviation 1, and the weights that their norm left to them (`scale` and `shift`; None if it has
+none). Their own last bias is left out in turn: it is added with the residual. Weight gradients are summed and returned in float32,
+which is exacter than rounding them first, and faster. With `light` they keep products only: attention and GELU are computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.models.fused.attention import attention, attention_backward
+from vitrail.models.fused.attention_backward import attention_backward
+from vitrail.models.fused.attention_forward import attention
+from vitrail.models.fused.back_gelu import back_gelu, suits
+from vitrail.models.fused.folding import fold, unfold
 from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
 from vitrail.models.fused.launching import is_fake
-from vitrail.models.fused.norm import normed
 from vitrail.models.fused.products import Eight, EightLinear, LowLinear
 from vitrail.models.fused.sums import added_up
-from vitrail.models.fused.up_gelu import suits, up_gelu
-
-
-class Again(NamedTuple):
-    """What the normed tokens can be made of again."""
-
-    stream: Tensor
-    weight: Tensor
-    shift: Tensor
-    eps: float
-
-    def tokens(self, dtype: torch.dtype) -> Tensor:
-        return normed(*self, dtype)
+from vitrail.models.fused.up_gelu import up_gelu
 
 
 class AttentionBranch(torch.autograd.Function):
@@ -43,36 +33,36 @@ class AttentionBranch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor, heads: int, first: int | None,
-        again: Again | None, eight: bool,
+        ctx: Any, y: Tensor, scale: Tensor | None, shift: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
+        out_weight: Tensor, heads: int, first: int | None, eight: bool, light: bool,
     ) -> Tensor:  # fmt: skip
         linear = EightLinear if eight and first is None else LowLinear
-        ctx.qkv, ctx.out = linear(qkv_weight, y.dtype), linear(out_weight, y.dtype)
-        bias = None if qkv_bias is None else qkv_bias.to(y.dtype)
-        parts = (ctx.qkv(y, bias),) if first is None else _projected(y, ctx.qkv.weight, bias, first)
+        weight, bias = fold(qkv_weight, qkv_bias, scale, shift, y.dtype)
+        ctx.qkv, ctx.out = linear(weight, y.dtype), linear(out_weight, y.dtype)
+        bias = None if bias is None else bias.to(y.dtype)
+        parts = (ctx.qkv(y, bias),) if first is None else _projected(y, weight, bias, first)
         out, lse = attention(*_split(parts), heads)
-        kept = (y, out, lse) if again is None else again[:3]
-        ctx.save_for_backward(*kept, *parts)
-        ctx.eps = None if again is None else again.eps
-        ctx.heads, ctx.dtypes = heads, (y.dtype, qkv_weight.dtype)
+        ctx.save_for_backward(y, scale, shift, qkv_weight, *((None, None) if light else (out, lse)), *parts)
+        ctx.heads = heads
         return ctx.out(out)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dbranch: Tensor) -> Any:
-        y, out, lse, *parts = ctx.saved_tensors
-        low, dtype = ctx.dtypes
-        if ctx.eps is not None:
-            y = Again(y, out, lse, ctx.eps).tokens(low)
+        y, scale, shift, weight, out, lse, *parts = ctx.saved_tensors
+        if out is None:
             out, lse = attention(*_split(parts), ctx.heads)
-        needs = ctx.needs_input_grad
-        dout_weight = weight_gradient(dbranch, out, dtype) if needs[3] else None
+        needs, dtype = ctx.needs_input_grad, weight.dtype
+        dout_weight = weight_gradient(dbranch, out, dtype) if needs[5] else None
         slopes = tuple(torch.empty_like(part) for part in parts)
         sums = attention_backward(*_split(parts), out, ctx.out.back(dbranch), lse, ctx.heads, _split(slopes))
-        if len(slopes) == 1:
-            dy, dweight = ctx.qkv.back(slopes[0]), weight_gradient(slopes[0], y, dtype) if needs[1] else None
-        else:
-            dy, dweight = _unprojected(slopes, y, ctx.qkv.weight, dtype if needs[1] else None)
-        return dy, dweight, added_up(sums, dtype) if needs[2] else None, dout_weight, None, None, None, None
+        del out
+        dbias = added_up(sums, dtype)
+        dy = ctx.qkv.back(slopes[0]) if len(slopes) == 1 else _unprojected(slopes, ctx.qkv.weight)
+        if not any(needs[1:4]):
+            return dy, None, None, None, dbias, dout_weight, None, None, None, None
+        found = [weight_gradient(one, y[:, : one.shape[1]], dtype) for one in slopes]
+        dweight, dscale, dshift = unfold(found[0] if len(found) == 1 else torch.cat(found), dbias, weight, scale, shift)
+        return dy, dscale, dshift, dweight, dbias if needs[4] else None, dout_weight, None, None, None, None
 
 
 def _projected(y: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> tuple[Tensor, ...]:
@@ -82,14 +72,12 @@ def _projected(y: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> tu
     return F.linear(y[:, :first], weight[:width], q_bias), F.linear(y, weight[width:], kv_bias)
 
 
-def _unprojected(slopes: tuple[Tensor, ...], y: Tensor, weight: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients at the tokens and, if a precision is given for it, at the weight, after `_projected`."""
-    width, few = y.shape[-1], slopes[0].shape[1]
+def _unprojected(slopes: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+    """The gradient at the tokens after `_projected`."""
+    width, few = weight.shape[1], slopes[0].shape[1]
     dy = slopes[1] @ weight[width:]
     dy[:, :few] += slopes[0] @ weight[:width]
-    if dtype is None:
-        return dy, None
-    return dy, torch.cat([weight_gradient(slopes[0], y[:, :few], dtype), weight_gradient(slopes[1], y, dtype)])
+    return dy
 
 
 def _split(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,60 +85,77 @@ def _split(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class MlpBranch(torch.autograd.Function):
-    """Tokens → up → GELU, dropout → down, without the last bias. GELU's value is not kept: its gradient computes it again.
+    """Tokens → up → GELU, dropout → down, without the last bias.
 
-    `learns` says whether there will be a gradient; without one, what enters GELU need not be kept either.
+    GELU and its derivative are made and used in the ends of products where they can be, and kept between; elsewhere what enters
+    GELU is kept, and its gradient computes its value again. `learns` says whether there will be a gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, tanh: bool, seed: Tensor | None, rate: float,
-        again: Again | None, eight: bool, learns: bool,
+        ctx: Any, y: Tensor, scale: Tensor | None, shift: Tensor | None, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor,
+        tanh: bool, seed: Tensor | None, rate: float, eight: bool, light: bool, learns: bool,
     ) -> Tensor:  # fmt: skip
         linear = EightLinear if eight else LowLinear
-        ctx.up, ctx.down = linear(up_weight, y.dtype), linear(down_weight, y.dtype)
-        if not eight and seed is None and suits(y, len(up_weight)):
-            hidden = y.new_empty(*y.shape[:-1], len(up_weight)) if learns else None
-            value: Tensor | Eight = up_gelu(y, ctx.up.weight, up_bias, tanh, hidden=hidden)
+        weight, bias = fold(up_weight, up_bias, scale, shift, y.dtype)
+        assert bias is not None
+        ctx.up, ctx.down = linear(weight, y.dtype), linear(down_weight, y.dtype)
+        ctx.in_products = not eight and seed is None and not (light and learns) and suits(y, len(weight))
+        value: Tensor | Eight
+        kept: tuple[Tensor | None, ...]
+        if ctx.in_products:
+            slope = y.new_empty(*y.shape[:-1], len(weight)) if learns else None
+            value = up_gelu(y, weight, bias, tanh, slope=slope)
+            kept = slope, value
         else:
             hidden = ctx.up(y)
-            value = (gelu_eight if eight else gelu)(hidden, up_bias, tanh, seed, rate)
-        ctx.save_for_backward(hidden, up_bias, seed, *((y,) if again is None else again[:3]))
-        ctx.eps = None if again is None else again.eps
-        ctx.tanh, ctx.rate, ctx.dtypes = tanh, rate, (y.dtype, up_weight.dtype)
+            value = (gelu_eight if eight else gelu)(hidden, bias, tanh, seed, rate)
+            kept = hidden, bias, seed
+        if learns:
+            ctx.save_for_backward(y, scale, shift, up_weight, *kept)
+        ctx.tanh, ctx.rate = tanh, rate
         return ctx.down(value)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dbranch: Tensor) -> Any:
-        hidden, bias, seed, y, *norm = ctx.saved_tensors
-        low, dtype = ctx.dtypes
-        dhidden, dbias, value = gelu_backward(hidden, bias, ctx.down.back(dbranch), ctx.tanh, seed, ctx.rate)
-        needs = ctx.needs_input_grad
-        ddown = weight_gradient(dbranch, value, dtype) if needs[3] else None
+        y, scale, shift, weight, *kept = ctx.saved_tensors
+        needs, dtype = ctx.needs_input_grad, weight.dtype
+        if ctx.in_products:
+            slope, value = kept
+            dhidden, dbias = back_gelu(dbranch, ctx.down.weight, slope)
+        else:
+            hidden, bias, seed = kept
+            dhidden, dbias, value = gelu_backward(hidden, bias, ctx.down.back(dbranch), ctx.tanh, seed, ctx.rate)
+        ddown = weight_gradient(dbranch, value, dtype) if needs[5] else None
         del value
-        if ctx.eps is not None:
-            weight, shift = norm
-            y = Again(y, weight, shift, ctx.eps).tokens(low)
-        dup = weight_gradient(dhidden, y, dtype) if needs[1] else None
-        return ctx.up.back(dhidden), dup, dbias if needs[2] else None, ddown, None, None, None, None, None, None
+        dentering: tuple[Tensor | None, ...] = None, None, None
+        if any(needs[1:4]):
+            dentering = unfold(weight_gradient(dhidden, y, dtype), dbias, weight, scale, shift)
+        dweight, dscale, dshift = dentering
+        return ctx.up.back(dhidden), dscale, dshift, dweight, dbias.to(dtype), ddown, None, None, None, None, None, None
 
 
 class Product(torch.autograd.Function):
-    """x Wᵀ + b alone."""
+    """x Wᵀ + b alone, for tokens as in the branches."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eight: bool) -> Tensor:
-        ctx.linear = (EightLinear if eight else LowLinear)(weight, x.dtype)
-        ctx.save_for_backward(x)
-        ctx.dtype = weight.dtype
-        return ctx.linear(x, None if bias is None else bias.to(x.dtype))  # type: ignore[no-any-return]
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eight: bool
+    ) -> Tensor:
+        folded, added = fold(weight, bias, scale, shift, x.dtype)
+        ctx.linear = (EightLinear if eight else LowLinear)(folded, x.dtype)
+        ctx.save_for_backward(x, scale, shift, weight)
+        return ctx.linear(x, None if added is None else added.to(x.dtype))  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        (x,), needs, slope = ctx.saved_tensors, ctx.needs_input_grad, slope.contiguous()
-        dweight = weight_gradient(slope, x, ctx.dtype) if needs[1] else None
-        dbias = slope.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtype) if needs[2] else None
-        return ctx.linear.back(slope), dweight, dbias, None
+        (x, scale, shift, weight), needs, slope = ctx.saved_tensors, ctx.needs_input_grad, slope.contiguous()
+        dentering: tuple[Tensor | None, ...] = None, None, None
+        dbias = slope.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype) if needs[4] or scale is not None else None
+        if any(needs[1:4]):
+            dentering = unfold(weight_gradient(slope, x, weight.dtype), dbias, weight, scale, shift)
+        dweight, dscale, dshift = dentering
+        return ctx.linear.back(slope), dscale, dshift, dweight, dbias if needs[4] else None, None
 
 
 def weight_gradient(dout: Tensor, entered: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,6 @@ from vitrail.models.fused.launching import has_triton, is_fake
 from vitrail.models.recomputing import Recomputing
 
 if TYPE_CHECKING:
-    from vitrail.models.fused.branches import Again
     from vitrail.models.vit import Block
 
 
@@ -92,12 +91,12 @@ def _block(
 ) -> Stream:
     dtype = low_precision(stream.x)
     assert dtype is not None
-    x, y = add_norm(stream, block.norm1, dtype)
-    branch = _attended(block.attention, y, first, _again(x, block.norm1) if light else None, eight)
+    x, y = _added(stream, block.norm1.eps, dtype)
+    branch = _attended(block.attention, block.norm1, y, first, eight, light)
     x, rate = x if first is None else x[:, :first], block.dropout.p
     after_attention, after_gelu, after_mlp = seeds if block.training and rate > 0 else (None, None, None)
-    x, y = add_norm(Stream(x, branch, block.attention.out.bias, _keep(block, x), after_attention, rate), block.norm2, dtype)
-    branch = _mlp(block.mlp, y, after_gelu, rate, _again(x, block.norm2) if light else None, eight)
+    x, y = _added(Stream(x, branch, block.attention.out.bias, _keep(block, x), after_attention, rate), block.norm2.eps, dtype)
+    branch = _mlp(block.mlp, block.norm2, y, after_gelu, rate, eight, light)
     return Stream(x, branch, block.mlp.down.bias, _keep(block, x), after_mlp, rate)
 
 
@@ -109,39 +108,39 @@ def assembled(patches: Tensor, fixed: Tensor) -> Tensor:
 
 
 def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The stream added up, and normed for what comes next in the given precision."""
+    """The stream added up, and normed in the given precision."""
+    x, y = _added(stream, norm.eps, dtype)
+    return x, torch.addcmul(norm.bias.to(dtype), y, norm.weight.to(dtype))
+
+
+def _added(stream: Stream, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The stream added up, and with mean 0 and deviation 1: a norm's weights are left to what comes next."""
     from vitrail.models.fused.norm import AddNorm
 
-    return AddNorm.apply(*stream, norm.weight, norm.bias, norm.eps, dtype)  # type: ignore[no-any-return]
+    return AddNorm.apply(*stream, eps, dtype)  # type: ignore[no-any-return]
 
 
-def _again(x: Tensor, norm: nn.LayerNorm) -> Again:
-    from vitrail.models.fused.branches import Again
-
-    return Again(x.detach(), norm.weight, norm.bias, norm.eps)
-
-
-def _attended(attention: Attention, y: Tensor, first: int | None, again: Again | None, eight: bool) -> Tensor:
-    from vitrail.models.fused.attention import fits
+def _attended(attention: Attention, norm: nn.LayerNorm, y: Tensor, first: int | None, eight: bool, light: bool) -> Tensor:
+    from vitrail.models.fused.attention_backward import fits
     from vitrail.models.fused.branches import AttentionBranch, Product
 
-    qkv, out = attention.qkv, attention.out
+    entering, out = (norm.weight, norm.bias, attention.qkv.weight, attention.qkv.bias), attention.out
     if fits(y.shape[1], y.shape[2] // attention.heads, y.device):
-        return AttentionBranch.apply(y, qkv.weight, qkv.bias, out.weight, attention.heads, first, again, eight)  # type: ignore[no-any-return]
+        return AttentionBranch.apply(y, *entering, out.weight, attention.heads, first, eight, light)  # type: ignore[no-any-return]
     # With many tokens attention itself is much of the cost, and the library's kernels are at their best.
-    both = Product.apply(y, qkv.weight, qkv.bias, eight)
+    both = Product.apply(y, *entering, eight)
     q, k, v = both.unflatten(-1, (3, attention.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     with sdpa_kernel(KERNELS):
         attended = F.scaled_dot_product_attention(q if first is None else q[:, :, :first], k, v)
-    return Product.apply(attended.transpose(1, 2).flatten(2), out.weight, None, eight and first is None)  # type: ignore[no-any-return]
+    return Product.apply(attended.transpose(1, 2).flatten(2), None, None, out.weight, None, eight and first is None)  # type: ignore[no-any-return]
 
 
-def _mlp(mlp: Any, y: Tensor, seed: Tensor | None, rate: float, again: Again | None, eight: bool) -> Tensor:
+def _mlp(mlp: Any, norm: nn.LayerNorm, y: Tensor, seed: Tensor | None, rate: float, eight: bool, light: bool) -> Tensor:
     from vitrail.models.fused.branches import MlpBranch
 
-    tanh, up, down = mlp.approximate == "tanh", mlp.up, mlp.down
-    learns = torch.is_grad_enabled()
-    return MlpBranch.apply(y, up.weight, up.bias, down.weight, tanh, seed, rate, again, eight, learns)  # type: ignore[no-any-return]
+    weights = norm.weight, norm.bias, mlp.up.weight, mlp.up.bias, mlp.down.weight
+    tanh, learns = mlp.approximate == "tanh", torch.is_grad_enabled()
+    return MlpBranch.apply(y, *weights, tanh, seed, rate, eight, light, learns)  # type: ignore[no-any-return]
 
 
 def _keep(block: Block, x: Tensor) -> Tensor | None:

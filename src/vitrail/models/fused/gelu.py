@@ -37,7 +37,7 @@ def share(x, TANH: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(
+def _gelu_forward_kernel(
     h, bias, g, scales, seed, rows, width, rate,
     TANH: tl.constexpr, DROPS: tl.constexpr, EIGHT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _gelu_backward_kernel(
     h, bias, dg, dh, g, sums, seed, rows, width, rate,
     TANH: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def _launch(
         return
     width, rows, (at_once, columns) = h.shape[-1], h.numel() // h.shape[-1], tile
     # Rows first: in the other directions a grid ends at 65,535 programs.
-    _forward_kernel[(ceil_div(rows, at_once), ceil_div(width, columns))](
+    _gelu_forward_kernel[(ceil_div(rows, at_once), ceil_div(width, columns))](
         h, bias, g, scales, seed, rows, width, rate,
         TANH=tanh, DROPS=seed is not None, EIGHT=scales is not None, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def gelu_backward(
     programs = max(1, min(ceil_div(rows, at_once), processors(h.device) * 16 // ceil_div(width, columns)))
     sums = torch.empty(programs, width, dtype=torch.float32, device=h.device)
     if not is_fake(h):
-        _backward_kernel[(ceil_div(width, columns), programs)](
+        _gelu_backward_kernel[(ceil_div(width, columns), programs)](
             h, bias, dg, dh, g, sums, seed, rows, width, rate,
             TANH=tanh, DROPS=seed is not None, ROWS=at_once, COLUMNS=columns, num_warps=4,
         )  # fmt: skip

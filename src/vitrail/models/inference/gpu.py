@@ -1,7 +1,8 @@
 """A copy of a ViT for computing on a GPU: weights in the precision of the arithmetic, and shapes that recur replayed.
 
-Under autocast every call casts the weights again. Here they are cast once; and where a shape keeps coming, as one image after
-another does to a service, its kernels are recorded as a CUDA graph and no longer wait for the processor to start them.
+Under autocast every call casts the weights again, and takes those of the norms into them. Here that is done once; and where a shape
+keeps coming, as one image after another does to a service, its kernels are recorded as a CUDA graph and no longer wait for
+the processor to start them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.models.bit import BiT
 from vitrail.models.vit import ViT
@@ -51,7 +52,19 @@ def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype) -> ViT 
     """The model on a GPU with weights of the given precision. A BiT keeps its own, and is not recorded."""
     made = copy.deepcopy(model).to(device).eval().requires_grad_(False)
     if isinstance(made, ViT):
+        for block in made.blocks:
+            _fold(block, "norm1", block.attention.qkv)  # type: ignore[arg-type, union-attr]
+            _fold(block, "norm2", block.mlp.up)  # type: ignore[arg-type, union-attr]
         made.to(dtype)
         made.__class__ = GpuViT
         made.__dict__ |= {"_calls": {}, "_recorded": {}}
     return made
+
+
+def _fold(block: nn.Module, name: str, linear: nn.Linear) -> None:
+    """Take the weights of the block's norm into the product that follows it, before anything is rounded."""
+    norm = getattr(block, name)
+    shift = linear.weight @ norm.bias
+    linear.bias = nn.Parameter(shift if linear.bias is None else linear.bias + shift, requires_grad=False)
+    linear.weight *= norm.weight
+    setattr(block, name, nn.LayerNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=False))

@@ -1,4 +1,4 @@
-"""Attention over few tokens: the library's kernel forward, and backward one program a head, which reads everything once.
+"""Attention's backward pass over few tokens: one program a head, which reads everything once.
 
 Library kernels cut the sequence into blocks, add the queries' gradients up with atomic additions in float32 and convert them
 after. With up to 256 tokens one program can hold a whole head's queries and walk over its keys; it writes the three gradients
@@ -15,13 +15,41 @@ from torch import Tensor
 from vitrail.models.fused.launching import is_fake, next_power_of_2, shared_memory
 
 MOST_TOKENS = 256
+_AHEAD = 4  # tiles of keys and values on their way at once
 
 
 @triton.jit
-def _backward_kernel(
+def _some_keys(
+    q, do, delta, level, dq, k_in, v_in, dk_out, dv_out, at, start, scale,
+    keys: tl.constexpr, row: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Gradients at `SIZE` keys and values from `start`, and what they add to the queries'."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    key = start + tl.arange(0, SIZE)
+    known = key < (start + SIZE if WHOLE else keys)
+    place, mask = at + key[:, None] * row + tl.arange(0, WIDTH)[None, :], known[:, None]
+    k = tl.load(k_in + place, mask=mask, other=0.0)
+    v = tl.load(v_in + place, mask=mask, other=0.0)
+    p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - level[:, None])
+    if not WHOLE:
+        p = tl.where(known[None, :], p, 0.0)
+    ds = (p * (tl.dot(do, tl.trans(v)) - delta[:, None])).to(q.dtype)
+    if TURNED:  # tensor cores want 64 rows of their left side, and few columns of the right
+        dv = tl.trans(tl.dot(tl.trans(do), p.to(q.dtype)))
+        dk = tl.trans(tl.dot(tl.trans(q), ds))
+    else:
+        dv = tl.dot(tl.trans(p.to(q.dtype)), do)
+        dk = tl.dot(tl.trans(ds), q)
+    tl.store(dk_out + place, (dk * scale).to(q.dtype), mask=mask)
+    tl.store(dv_out + place, dv.to(q.dtype), mask=mask)
+    return tl.dot(ds, k, dq)
+
+
+@triton.jit
+def _attention_backward_kernel(
     q_in, k_in, v_in, out, dout, lse, dq_out, dk_out, dv_out, sums, scale,
     queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, kv_row: tl.constexpr,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
     image, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
@@ -40,45 +68,20 @@ def _backward_kernel(
     at_sum = sums + image * 3 * o_row + head * WIDTH + channel
     tl.store(at_sum + o_row, tl.zeros([WIDTH], tl.float32))
     tl.store(at_sum + 2 * o_row, tl.sum(do.to(tl.float32), axis=0))
+    at_k = image * keys * kv_row + head * WIDTH
     dq = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for start in range(0, keys, KEYS):
-        key = start + tl.arange(0, KEYS)
-        known = key < keys
-        at_k = image * keys * kv_row + head * WIDTH + key[:, None] * kv_row + channel[None, :]
-        k = tl.load(k_in + at_k, mask=known[:, None], other=0.0)
-        v = tl.load(v_in + at_k, mask=known[:, None], other=0.0)
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - level[:, None])
-        p = tl.where(known[None, :], p, 0.0)
-        ds = (p * (tl.dot(do, tl.trans(v)) - delta[:, None])).to(q.dtype)
-        dv = tl.dot(tl.trans(p.to(q.dtype)), do)
-        dk = tl.dot(tl.trans(ds), q) * scale
-        dq = tl.dot(ds, k, dq)
-        tl.store(dk_out + at_k, dk.to(q.dtype), mask=known[:, None])
-        tl.store(dv_out + at_k, dv.to(q.dtype), mask=known[:, None])
+    END: tl.constexpr = keys // KEYS * KEYS
+    for start in range(0, END, KEYS):
+        dq = _some_keys(
+            q, do, delta, level, dq, k_in, v_in, dk_out, dv_out, at_k, start, scale, keys, kv_row, WIDTH, KEYS, True, False
+        )
+    if REST > 0:
+        dq = _some_keys(
+            q, do, delta, level, dq, k_in, v_in, dk_out, dv_out, at_k, END, scale, keys, kv_row, WIDTH, REST, False, REST < 64
+        )
     dq *= scale
     tl.store(dq_out + at_q, dq.to(q.dtype), mask=real)
     tl.store(at_sum, tl.sum(dq, axis=0))
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Attention's output [image, query, width], and the logarithms of softmax's denominators [image, head, query].
-
-    q, k and v are [image, token, width], and may be parts of one tensor.
-    """
-    images, queries, width = q.shape
-    scale = (width // heads) ** -0.5
-    if is_fake(q):
-        return q.new_empty(images, queries, width), q.new_empty(images, heads, queries, dtype=torch.float32)
-    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, k, v)]
-    if not q.is_cuda:
-        scores = (split[0] @ split[1].transpose(-2, -1)).float() * scale
-        out, lse = scores.softmax(-1).to(q.dtype) @ split[2], scores.logsumexp(-1)
-    elif forward_kernel(k.shape[1]) == "cudnn":
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*split, None, True, 0.0, False, False, scale=scale)
-    else:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*split, None, True, 0.0, False, scale=scale)
-        lse = lse[..., :queries].contiguous()  # it comes padded
-    return out.transpose(1, 2).flatten(2), lse.reshape(images, heads, queries)
 
 
 def attention_backward(
@@ -87,13 +90,15 @@ def attention_backward(
     """Write the gradients of q, k and v into tensors laid out alike; returns their sums over tokens [image, 3 · width]."""
     images, queries, width = q.shape
     channels, padded = width // heads, max(16, next_power_of_2(queries))
+    at_once, ahead = 32 if padded == 128 else 64, _AHEAD if _shared_bytes(padded, channels, _AHEAD) < shared_memory(q.device) else 1
+    rest = k.shape[1] % at_once
     sums = torch.empty(images, 3 * width, dtype=torch.float32, device=q.device)
     if not is_fake(q):
-        _backward_kernel[(images * heads,)](
+        _attention_backward_kernel[(images * heads,)](
             q, k, v, out, dout.contiguous(), lse, *gradients, sums, channels**-0.5,
             queries=queries, keys=k.shape[1], q_row=q.stride(1), kv_row=k.stride(1),
-            HEADS=heads, WIDTH=channels, QUERIES=padded, KEYS=32 if padded == 128 else 64,
-            num_warps=8 if padded > 128 else 4, num_stages=1,
+            HEADS=heads, WIDTH=channels, QUERIES=padded, KEYS=at_once, REST=max(16, next_power_of_2(rest)) if rest else 0,
+            num_warps=8 if padded > 128 else 4, num_stages=ahead,
         )  # fmt: skip
     return sums
 
@@ -102,11 +107,9 @@ def fits(tokens: int, channels: int, device: torch.device) -> bool:
     """Whether one program can hold a head: few tokens, and a width the tensor cores like (64 in the paper; ViT-H has 80)."""
     if tokens > MOST_TOKENS or channels not in (16, 32, 64, 128):
         return False
-    queries = next_power_of_2(tokens)
-    bytes_shared = 2 * (2 * queries * channels + queries * 64 + 64 * channels)  # two tiles of queries, one of weights, one of keys
-    return bytes_shared * 1.05 < shared_memory(device)
+    return _shared_bytes(next_power_of_2(tokens), channels, 1) < shared_memory(device)
 
 
-def forward_kernel(tokens: int) -> str:
-    """The library's kernel that measured fastest (docs/performance.md)."""
-    return "efficient" if tokens <= 64 else "cudnn"
+def _shared_bytes(queries: int, channels: int, ahead: int) -> int:
+    """Two tiles of queries, one of weights, and keys and values to be read ahead."""
+    return 2 * (2 * queries * channels + queries * 64 + ahead * 2 * 64 * channels)

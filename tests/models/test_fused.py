@@ -334,8 +334,9 @@ def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channel
     q = 3 * (q[:, :1].contiguous() if few else q)
     split = [one.unflatten(-1, (heads, -1)).transpose(1, 2).double() for one in (q, k, v)]
     scores = split[0] @ split[1].transpose(-1, -2) * channels**-0.5
-    out, lse = attention(q, k, v, heads)
-    assert near(out, (scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)) and near(lse, scores.logsumexp(-1))
+    for together in (True, False):
+        out, lse = attention(q, k, v, heads, together=together)
+        assert near(out, (scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)) and near(lse, scores.logsumexp(-1))
     assert sum(cover(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in cover(tokens))
 
 
@@ -455,6 +456,31 @@ def test_processors_and_float32_go_the_plain_way() -> None:
     assert not model._can_fuse(torch.zeros(1, 10, 192))
     if DEVICE == "cpu":
         assert not model._can_fuse(torch.zeros(1, 10, 192, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "queries, keys, heads, channels", [(1, 1, 2, 16), (5, 5, 1, 32), (1, 70, 2, 16), (197, 197, 1, 16), (65, 65, 3, 16)]
+)
+def test_attention_is_tried_for_every_length(
+    queries: int, keys: int, heads: int, channels: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vitrail.models.fused import attention_backward, checking
+
+    low = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    size = torch.device(DEVICE), low, queries, keys, heads, channels
+    checking.attention_works.cache_clear()
+    assert checking.attention_works(*size) and not caplog.records
+    real = attention_backward.attention_backward
+
+    def wrong(*given: Any) -> Tensor:
+        sums = real(*given)
+        given[-1][2][:, -1] *= 3  # the last value's gradient
+        return sums
+
+    monkeypatch.setattr(attention_backward, "attention_backward", wrong)
+    checking.attention_works.cache_clear()
+    assert not checking.attention_works(*size) and f"over {keys} tokens is not used here (they are off by" in caplog.text
+    checking.attention_works.cache_clear()
 
 
 def test_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

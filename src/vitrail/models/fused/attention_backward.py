@@ -77,7 +77,7 @@ def _attention_backward_kernel(
         )
     if REST > 0:
         dq = _some_keys(
-            q, do, delta, level, dq, k_in, v_in, dk_out, dv_out, at_k, END, scale, keys, kv_row, WIDTH, REST, False, REST < 64
+            q, do, delta, level, dq, k_in, v_in, dk_out, dv_out, at_k, END, scale, keys, kv_row, WIDTH, REST, False, REST < KEYS
         )
     dq *= scale
     tl.store(dq_out + at_q, dq.to(q.dtype), mask=real)
@@ -90,15 +90,16 @@ def attention_backward(
     """Write the gradients of q, k and v into tensors laid out alike; returns their sums over tokens [image, 3 · width]."""
     images, queries, width = q.shape
     channels, padded = width // heads, max(16, next_power_of_2(queries))
-    at_once, ahead = 32 if padded == 128 else 64, _AHEAD if _shared_bytes(padded, channels, _AHEAD) < shared_memory(q.device) else 1
-    rest = k.shape[1] % at_once
+    at_once = rest = 32 if padded == 128 else 64
+    if padded == MOST_TOKENS:  # with fewer warps the compiler gets short rests wrong (seen with Triton 3.6)
+        rest = max(16, next_power_of_2(k.shape[1] % at_once))
     sums = torch.empty(images, 3 * width, dtype=torch.float32, device=q.device)
     if not is_fake(q):
         _attention_backward_kernel[(images * heads,)](
             q, k, v, out, dout.contiguous(), lse, *gradients, sums, channels**-0.5,
             queries=queries, keys=k.shape[1], q_row=q.stride(1), kv_row=k.stride(1),
-            HEADS=heads, WIDTH=channels, QUERIES=padded, KEYS=at_once, REST=max(16, next_power_of_2(rest)) if rest else 0,
-            num_warps=8 if padded > 128 else 4, num_stages=ahead,
+            HEADS=heads, WIDTH=channels, QUERIES=padded, KEYS=at_once, REST=rest if k.shape[1] % at_once else 0,
+            num_warps=8 if padded > 128 else 4, num_stages=_AHEAD,
         )  # fmt: skip
     return sums
 
@@ -107,9 +108,6 @@ def fits(tokens: int, channels: int, device: torch.device) -> bool:
     """Whether one program can hold a head: few tokens, and a width the tensor cores like (64 in the paper; ViT-H has 80)."""
     if tokens > MOST_TOKENS or channels not in (16, 32, 64, 128):
         return False
-    return _shared_bytes(next_power_of_2(tokens), channels, 1) < shared_memory(device)
-
-
-def _shared_bytes(queries: int, channels: int, ahead: int) -> int:
-    """Two tiles of queries, one of weights, and keys and values to be read ahead."""
-    return 2 * (2 * queries * channels + queries * 64 + ahead * 2 * 64 * channels)
+    queries = next_power_of_2(tokens)
+    # Two tiles of queries, one of weights, and the keys and values that are read ahead.
+    return 2 * (2 * queries * channels + queries * 64 + _AHEAD * 2 * 64 * channels) < shared_memory(device)

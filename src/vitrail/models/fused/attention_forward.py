@@ -77,17 +77,19 @@ def _attention_forward_kernel(
         tl.store(lse + (image * HEADS + head) * queries + query, level, mask=query < queries)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *, together: bool | None = None) -> tuple[Tensor, Tensor]:
     """Attention's output [image, query, width], and the logarithms of softmax's denominators [image, head, query].
 
-    q, k and v are [image, token, width], and may be parts of one tensor.
+    q, k and v are [image, token, width], and may be parts of one tensor. `together` says whether one program takes all tiles of
+    a head; None: where that is faster.
     """
     images, queries, width = q.shape
     out = torch.empty(images, queries, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(images, heads, queries, dtype=torch.float32, device=q.device)
     tile = min(64, max(_LEAST, next_power_of_2(queries)))
-    many = images * heads > 8 * processors(q.device)
-    tiles = ceil_div(queries, tile) if many else 1
+    if together is None:
+        together = images * heads > 8 * processors(q.device)
+    tiles = ceil_div(queries, tile) if together else 1
     one, two, three = cover(k.shape[1])
     if not is_fake(q):
         _attention_forward_kernel[(images * heads * ceil_div(queries, tile * tiles),)](

@@ -35,6 +35,15 @@ def fp8_fault(device: torch.device) -> str:
     return _fault(device, _EIGHT_TOLERANCE, lambda: _block_difference(device, torch.bfloat16, eight=True))
 
 
+@functools.cache
+def attention_works(device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int) -> bool:
+    """Whether attention over so many tokens is right in both directions: its kernels are compiled anew for every length."""
+    reason = _fault(device, _TOLERANCE, lambda: _attention_difference(device, dtype, queries, keys, heads, channels))
+    if reason:
+        log.warning("Vitrail's own attention over %d tokens is not used here (%s); going on with torch's.", keys, reason)
+    return not reason
+
+
 def _fault(device: torch.device, tolerance: float, difference: Callable[[], float]) -> str:
     devices = [device] if device.type == "cuda" else []
     try:
@@ -68,6 +77,31 @@ def _block_difference(device: torch.device, dtype: torch.dtype, *, eight: bool =
     torch.autograd.grad(dropped.sum(), leaves)
     slope = torch.randn_like(plain)
     return _largest([plain, *torch.autograd.grad(plain, leaves, slope)], [fused, *torch.autograd.grad(fused, leaves, slope)])
+
+
+def _attention_difference(device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int) -> float:
+    """Laid out as the encoder does it: all side by side or, where only a few are asked, their queries apart."""
+    from vitrail.models.fused.attention_backward import attention_backward
+    from vitrail.models.fused.attention_forward import attention
+
+    width = heads * channels
+    sizes = [3 * width] if queries == keys else [width, 2 * width]
+    given = [torch.randn(3, count, size, device=device).to(dtype) for count, size in zip((queries, keys), sizes, strict=False)]
+    q, k, v = split = [part for one in given for part in one.split(width, dim=-1)]
+    leaves = [one.detach().float().requires_grad_() for one in split]
+    in_heads = [one.unflatten(-1, (heads, channels)).transpose(1, 2) for one in leaves]
+    with torch.autocast(device.type, enabled=False):
+        scores = in_heads[0] @ in_heads[1].transpose(-2, -1) * channels**-0.5
+        plain = (scores.softmax(-1) @ in_heads[2]).transpose(1, 2).flatten(2)
+    slope, found = torch.randn_like(plain).to(dtype), [torch.empty_like(one) for one in given]
+    apart, _ = attention(q, k, v, heads, together=False)
+    fused, lse = attention(q, k, v, heads, together=True)
+    dq, dk, dv = (part for one in found for part in one.split(width, dim=-1))
+    attention_backward(q, k, v, fused, slope, lse, heads, (dq, dk, dv))
+    expected = torch.autograd.grad(plain, leaves, slope.float())
+    if keys == 1:  # nothing to choose from: queries and keys have no gradient, and rounding is all there is
+        return _largest([plain, plain, expected[2]], [apart, fused, dv])
+    return _largest([plain, plain, *expected], [apart, fused, dq, dk, dv])
 
 
 def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from vitrail.models.attention import KERNELS, Attention
-from vitrail.models.fused.checking import works
+from vitrail.models.fused.checking import attention_works, works
 from vitrail.models.fused.launching import has_triton, is_fake
 from vitrail.models.recomputing import Recomputing
 
@@ -121,11 +121,10 @@ def _added(stream: Stream, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def _attended(attention: Attention, norm: nn.LayerNorm, y: Tensor, first: int | None, eight: bool, light: bool) -> Tensor:
-    from vitrail.models.fused.attention_backward import fits
     from vitrail.models.fused.branches import AttentionBranch, Product
 
     entering, out = (norm.weight, norm.bias, attention.qkv.weight, attention.qkv.bias), attention.out
-    if fits(y.shape[1], y.shape[2] // attention.heads, y.device):
+    if _own_attention(y, attention.heads, first):
         return AttentionBranch.apply(y, *entering, out.weight, attention.heads, first, eight, light)  # type: ignore[no-any-return]
     # With many tokens attention itself is much of the cost, and the library's kernels are at their best.
     both = Product.apply(y, *entering, eight)
@@ -133,6 +132,16 @@ def _attended(attention: Attention, norm: nn.LayerNorm, y: Tensor, first: int | 
     with sdpa_kernel(KERNELS):
         attended = F.scaled_dot_product_attention(q if first is None else q[:, :, :first], k, v)
     return Product.apply(attended.transpose(1, 2).flatten(2), None, None, out.weight, None, eight and first is None)  # type: ignore[no-any-return]
+
+
+def _own_attention(y: Tensor, heads: int, first: int | None) -> bool:
+    """Whether our own kernels have room for so many tokens, and are right for them."""
+    from vitrail.models.fused.attention_backward import fits
+
+    keys, channels = y.shape[1], y.shape[2] // heads
+    if not fits(keys, channels, y.device):
+        return False
+    return is_fake(y) or attention_works(y.device, y.dtype, first or keys, keys, heads, channels)
 
 
 def _mlp(mlp: Any, norm: nn.LayerNorm, y: Tensor, seed: Tensor | None, rate: float, eight: bool, light: bool) -> Tensor:

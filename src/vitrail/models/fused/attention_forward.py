@@ -25,56 +25,122 @@ def _piece(k_in, v_in, at, start, keys, row: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def _scores(q, k, start, keys, SIZE: tl.constexpr):
-    known = start + tl.arange(0, SIZE) < keys
-    return tl.where(known[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+def _scores(q, k, start: tl.constexpr, keys: tl.constexpr, SIZE: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k))
+    if start + SIZE > keys:
+        scores = tl.where((start + tl.arange(0, SIZE) < keys)[None, :], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _tile(
+    q_in, out, lse, at_q, at_out, at_lse, first, per_log2, k1, v1, k2, v2, k3, v3,
+    queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, o_row: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr,
+):  # fmt: skip
+    """Some queries from `first`, with the three pieces of keys and values."""
+    query, channel = first + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
+    real = (query < queries)[:, None]
+    q = tl.load(q_in + at_q + query[:, None] * q_row + channel[None, :], mask=real, other=0.0)
+    s1 = _scores(q, k1, 0, keys, ONE)
+    top = tl.max(s1, axis=1)
+    if TWO > 0:
+        s2 = _scores(q, k2, ONE, keys, TWO)
+        top = tl.maximum(top, tl.max(s2, axis=1))
+    if THREE > 0:
+        s3 = _scores(q, k3, ONE + TWO, keys, THREE)
+        top = tl.maximum(top, tl.max(s3, axis=1))
+    top *= per_log2
+    p = tl.exp2(s1 * per_log2 - top[:, None])
+    total = tl.sum(p, axis=1)
+    value = tl.dot(p.to(q.dtype), v1)
+    if TWO > 0:
+        p = tl.exp2(s2 * per_log2 - top[:, None])
+        total += tl.sum(p, axis=1)
+        value = tl.dot(p.to(q.dtype), v2, value)
+    if THREE > 0:
+        p = tl.exp2(s3 * per_log2 - top[:, None])
+        total += tl.sum(p, axis=1)
+        value = tl.dot(p.to(q.dtype), v3, value)
+    share = 1.0 / total
+    tl.store(out + at_out + query[:, None] * o_row + channel[None, :], (value * share[:, None]).to(q.dtype), mask=real)
+    tl.store(lse + at_lse + query, (top + tl.log2(total)) * 0.6931471805599453, mask=query < queries)
+
+
+@triton.jit
+def _turned_scores(k, q, start: tl.constexpr, keys: tl.constexpr, SIZE: tl.constexpr):
+    scores = tl.dot(k, q)
+    if start + SIZE > keys:
+        scores = tl.where((start + tl.arange(0, SIZE) < keys)[:, None], scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _turned_tile(
+    q_in, out, lse, at_q, at_out, at_lse, first, per_log2, k1, v1, k2, v2, k3, v3,
+    queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, o_row: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr,
+):  # fmt: skip
+    """The same turned round, for a few queries: tensor cores take 64 rows, but as few as 8 columns."""
+    query, channel = first + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
+    q = tl.trans(tl.load(q_in + at_q + query[:, None] * q_row + channel[None, :], mask=(query < queries)[:, None], other=0.0))
+    s1 = _turned_scores(k1, q, 0, keys, ONE)
+    top = tl.max(s1, axis=0)
+    if TWO > 0:
+        s2 = _turned_scores(k2, q, ONE, keys, TWO)
+        top = tl.maximum(top, tl.max(s2, axis=0))
+    if THREE > 0:
+        s3 = _turned_scores(k3, q, ONE + TWO, keys, THREE)
+        top = tl.maximum(top, tl.max(s3, axis=0))
+    top *= per_log2
+    p = tl.exp2(s1 * per_log2 - top[None, :])
+    total = tl.sum(p, axis=0)
+    value = tl.dot(tl.trans(v1), p.to(q.dtype))
+    if TWO > 0:
+        p = tl.exp2(s2 * per_log2 - top[None, :])
+        total += tl.sum(p, axis=0)
+        value = tl.dot(tl.trans(v2), p.to(q.dtype), value)
+    if THREE > 0:
+        p = tl.exp2(s3 * per_log2 - top[None, :])
+        total += tl.sum(p, axis=0)
+        value = tl.dot(tl.trans(v3), p.to(q.dtype), value)
+    share = 1.0 / total
+    place = at_out + query[None, :] * o_row + channel[:, None]
+    tl.store(out + place, (value * share[None, :]).to(q.dtype), mask=(query < queries)[None, :])
+    tl.store(lse + at_lse + query, (top + tl.log2(total)) * 0.6931471805599453, mask=query < queries)
 
 
 @triton.jit
 def _attention_forward_kernel(
     q_in, k_in, v_in, out, lse, scale,
     queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, kv_row: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, TILES: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr,
+    QUERIES: tl.constexpr, TILES: tl.constexpr, REST: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr,
 ):  # fmt: skip
-    PROGRAMS: tl.constexpr = (queries + QUERIES * TILES - 1) // (QUERIES * TILES)  # a head
+    END: tl.constexpr = queries // QUERIES * QUERIES if REST > 0 else queries
+    PROGRAMS: tl.constexpr = (END + QUERIES * TILES - 1) // (QUERIES * TILES)  # a head
+    o_row: tl.constexpr = HEADS * WIDTH
     image, head = (tl.program_id(0) // PROGRAMS // HEADS).to(tl.int64), tl.program_id(0) // PROGRAMS % HEADS
     start = tl.program_id(0) % PROGRAMS * QUERIES * TILES
-    at, channel, o_row = image * keys * kv_row + head * WIDTH, tl.arange(0, WIDTH), HEADS * WIDTH
+    at = image * keys * kv_row + head * WIDTH
+    at_q, at_out, at_lse = image * queries * q_row + head * WIDTH, image * queries * o_row + head * WIDTH, image * HEADS + head
+    at_lse *= queries
     k1, v1 = _piece(k_in, v_in, at, 0, keys, kv_row, WIDTH, ONE)
+    k2, v2, k3, v3 = k1, v1, k1, v1
     if TWO > 0:
         k2, v2 = _piece(k_in, v_in, at, ONE, keys, kv_row, WIDTH, TWO)
     if THREE > 0:
         k3, v3 = _piece(k_in, v_in, at, ONE + TWO, keys, kv_row, WIDTH, THREE)
     per_log2 = scale * 1.4426950408889634
-    for first in range(start, min(queries, start + QUERIES * TILES), QUERIES):
-        query = first + tl.arange(0, QUERIES)
-        real = (query < queries)[:, None]
-        place = image * queries * q_row + head * WIDTH + query[:, None] * q_row + channel[None, :]
-        q = tl.load(q_in + place, mask=real, other=0.0)
-        s1 = _scores(q, k1, 0, keys, ONE)
-        top = tl.max(s1, axis=1)
-        if TWO > 0:
-            s2 = _scores(q, k2, ONE, keys, TWO)
-            top = tl.maximum(top, tl.max(s2, axis=1))
-        if THREE > 0:
-            s3 = _scores(q, k3, ONE + TWO, keys, THREE)
-            top = tl.maximum(top, tl.max(s3, axis=1))
-        top *= per_log2
-        p = tl.exp2(s1 * per_log2 - top[:, None])
-        total = tl.sum(p, axis=1)
-        value = tl.dot(p.to(q.dtype), v1)
-        if TWO > 0:
-            p = tl.exp2(s2 * per_log2 - top[:, None])
-            total += tl.sum(p, axis=1)
-            value = tl.dot(p.to(q.dtype), v2, value)
-        if THREE > 0:
-            p = tl.exp2(s3 * per_log2 - top[:, None])
-            total += tl.sum(p, axis=1)
-            value = tl.dot(p.to(q.dtype), v3, value)
-        place = image * queries * o_row + head * WIDTH + query[:, None] * o_row + channel[None, :]
-        tl.store(out + place, (value / total[:, None]).to(q.dtype), mask=real)
-        level = (top + tl.log2(total)) * 0.6931471805599453
-        tl.store(lse + (image * HEADS + head) * queries + query, level, mask=query < queries)
+    if REST > 0:
+        _turned_tile(
+            q_in, out, lse, at_q, at_out, at_lse, END, per_log2, k1, v1, k2, v2, k3, v3,
+            queries, keys, q_row, o_row, WIDTH, REST, ONE, TWO, THREE,
+        )  # fmt: skip
+    for first in range(start, min(END, start + QUERIES * TILES), QUERIES):
+        _tile(
+            q_in, out, lse, at_q, at_out, at_lse, first, per_log2, k1, v1, k2, v2, k3, v3,
+            queries, keys, q_row, o_row, WIDTH, QUERIES, ONE, TWO, THREE,
+        )  # fmt: skip
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *, together: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -87,15 +153,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *, together: bool | N
     out = torch.empty(images, queries, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(images, heads, queries, dtype=torch.float32, device=q.device)
     tile = min(64, max(_LEAST, next_power_of_2(queries)))
-    if together is None:
-        together = images * heads > 8 * processors(q.device)
-    tiles = ceil_div(queries, tile) if together else 1
+    tiles, rest = 1, 0
+    if images * heads > 8 * processors(q.device) if together is None else together:
+        tiles = ceil_div(queries, tile)
+        rest = _LEAST if tiles > 1 and 0 < queries % tile <= _LEAST else 0
     one, two, three = cover(k.shape[1])
     if not is_fake(q):
         _attention_forward_kernel[(images * heads * ceil_div(queries, tile * tiles),)](
             q, k, v, out, lse, (width // heads) ** -0.5,
             queries=queries, keys=k.shape[1], q_row=q.stride(1), kv_row=k.stride(1), HEADS=heads, WIDTH=width // heads,
-            QUERIES=tile, TILES=tiles, ONE=one, TWO=two, THREE=three, num_warps=4, num_stages=3 if tiles > 1 else 1,
+            QUERIES=tile, TILES=tiles, REST=rest, ONE=one, TWO=two, THREE=three, num_warps=4, num_stages=3 if tiles > 1 else 1,
         )  # fmt: skip
     return out, lse
 

@@ -162,7 +162,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *, together: bool | N
         _attention_forward_kernel[(images * heads * ceil_div(queries, tile * tiles),)](
             q, k, v, out, lse, (width // heads) ** -0.5,
             queries=queries, keys=k.shape[1], q_row=q.stride(1), kv_row=k.stride(1), HEADS=heads, WIDTH=width // heads,
-            QUERIES=tile, TILES=tiles, REST=rest, ONE=one, TWO=two, THREE=three, num_warps=4, num_stages=3 if tiles > 1 else 1,
+            QUERIES=tile, TILES=tiles, REST=rest, ONE=one, TWO=two, THREE=three, num_warps=4, num_stages=1,
         )  # fmt: skip
     return out, lse
 

@@ -48,9 +48,9 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _finish(product, slope, out, bias, row, column, TANH: tl.constexpr, SLOPES: tl.constexpr, HALF: tl.constexpr):
     """Write GELU and, if wanted, its derivative.
 
-    Φ(x), by which GELU multiplies x, is a logistic function of a polynomial. The tanh form is exactly that. For the erf form five
-    coefficients were fitted for least error of GELU, below 3e-5 (its derivative's is below 7e-5); beyond 6 it is not followed
-    further. `steep` is the polynomial's derivative.
+    Φ(x), by which GELU multiplies x, is a logistic function of a polynomial, whose derivative is `steep`. The tanh form is exactly
+    that. For the erf form four coefficients of either were fitted for least error: below 2e-5 for GELU, below 5e-5 for its
+    derivative. Beyond 5 they are not followed further.
     """
     x = product + tl.load(bias + column + tl.arange(0, HALF)).to(tl.float32)[None, :]
     square = x * x
@@ -58,11 +58,9 @@ def _finish(product, slope, out, bias, row, column, TANH: tl.constexpr, SLOPES: 
         inner = x * (-2.302208198 + square * -0.10294324)
         steep = 1.595769122 + square * 0.2140644488
     else:
-        square = tl.minimum(square, 36.0)
-        higher = 6.14186324e-04 + square * (5.59615258e-05 + square * -1.93641048e-06)
-        inner = x * (-2.30152210 + square * (-0.105932679 + square * higher))
-        higher = -0.002128602 + square * (-0.000271527 + square * 1.20800e-05)
-        steep = 1.595293560 + square * (0.2202807 + square * higher)
+        square = tl.minimum(square, 25.0)
+        inner = x * (-2.30164078 + square * (-0.105990105 + square * (7.38113483e-04 + square * 2.46914566e-05)))
+        steep = 1.59521493 + square * (0.220498993 + square * (-2.54096609e-03 + square * -1.26102324e-04))
     root = tl.rsqrt(1.0 + tl.exp2(inner))
     chance = root * root  # one instruction less than a division
     value = x * chance

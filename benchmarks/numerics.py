@@ -171,14 +171,24 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 def simulate_eight_bits(model: ViT) -> None:
     """In the layers that fp8 covers: all blocks' but the last's attention, of which only the class token's part is computed."""
     for number, block in enumerate(model.blocks):
-        layers = [block.mlp.up, block.mlp.down]
-        layers += [block.attention.qkv, block.attention.out] if number < len(model.blocks) - 1 else []
-        for layer in layers:
-            layer.forward = partial(_eight_bit_layer, layer)  # type: ignore[method-assign, arg-type]
+        _in_eight_bits(block.mlp.up, block.norm2)
+        _in_eight_bits(block.mlp.down)
+        if number < len(model.blocks) - 1:
+            _in_eight_bits(block.attention.qkv, block.norm1)
+            _in_eight_bits(block.attention.out)
 
 
-def _eight_bit_layer(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return EightBitProduct.apply(x, layer.weight) + layer.bias  # type: ignore[no-any-return]
+def _in_eight_bits(layer: Any, norm: Any = None) -> None:
+    """The weights of a norm before it are taken into the layer's before anything is rounded, as the kernels do it."""
+    layer.forward = partial(_eight_bit_layer, layer, norm)
+    if norm is not None:
+        norm.forward = partial(F.layer_norm, normalized_shape=norm.normalized_shape, eps=norm.eps)
+
+
+def _eight_bit_layer(layer: torch.nn.Linear, norm: torch.nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
+    if norm is None:
+        return EightBitProduct.apply(x, layer.weight) + layer.bias  # type: ignore[no-any-return]
+    return EightBitProduct.apply(x, layer.weight * norm.weight) + (layer.bias + layer.weight @ norm.bias)  # type: ignore[no-any-return]
 
 
 def trained(way: str, seed: int, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:

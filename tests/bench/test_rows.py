@@ -82,6 +82,15 @@ def test_rows_come_back_from_the_file_as_they_were(tmp_path: Path) -> None:
     assert Ledger(tmp_path / "new" / "bench.csv", fresh=True).rows == []
 
 
+def test_files_from_before_the_meter_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "bench.csv"
+    Ledger(file).put(row("vitrail", "default"))
+    lines = [line.split(",") for line in file.read_text().splitlines()]
+    kept = [place for place, name in enumerate(lines[0]) if name not in ("clock_mhz", "watts")]
+    file.write_text("".join(",".join(line[place] for place in kept) + "\n" for line in lines))
+    assert read_csv(file) == [row("vitrail", "default")]
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bench.csv").write_text("name,value\na,1\n")
     with pytest.raises(VitrailError, match="--fresh"):

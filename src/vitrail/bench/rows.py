@@ -47,6 +47,9 @@ class Row:
     """The most memory at any moment of a step."""
     first_step_s: float | None = None
     """Seconds of the very first step, compilation included."""
+    clock_mhz: float | None = None
+    watts: float | None = None
+    """Medians of what the GPU's clock ran at, and drew, during the rounds."""
     p50_ms: float | None = None
     p95_ms: float | None = None
     largest_batch: int | None = None
@@ -155,6 +158,9 @@ class Ledger:
             write_csv(self.file, self.rows)
 
 
+_NEEDED = {field.name for field in dataclasses.fields(Row)} - {"clock_mhz", "watts"}
+
+
 def write_csv(file: Path, rows: Iterable[Row]) -> None:
     with atomic_file(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, [field.name for field in dataclasses.fields(Row)])
@@ -167,7 +173,7 @@ def read_csv(file: Path) -> list[Row]:
     hints = get_type_hints(Row)
     with file.open(newline="", encoding="utf-8") as handle:
         reader = csv.DictReader(handle)
-        if set(reader.fieldnames or ()) != set(hints):
+        if not _NEEDED <= set(reader.fieldnames or ()) <= set(hints):  # columns that came later may be missing
             raise VitrailError(f"{file} does not have the columns of a benchmark. Choose another --out, or --fresh to replace it.")
         return [Row(**{name: _read(hints[name], text) for name, text in line.items()}) for line in reader]
 

@@ -16,6 +16,7 @@ from vitrail.bench.ceiling import ceiling
 from vitrail.bench.clock import Clock
 from vitrail.bench.largest import free_memory, largest_batch, out_of_memory
 from vitrail.bench.machine import hardware, versions
+from vitrail.bench.meter import Meter
 from vitrail.bench.plan import OURS, BenchPlan, Measure, Task
 from vitrail.bench.rows import DONE, PARTIAL, Ledger, Row
 from vitrail.bench.seat import Seat, crowded, fits, room_on
@@ -36,7 +37,7 @@ def run(plan: BenchPlan, *, say: Say = lambda _: None, command: str = "") -> lis
     """
     bench = Bench(plan, say, command)
     try:
-        with many_compilations():
+        with many_compilations(), bench.meter:
             bench.measure()
     finally:
         bench.draw()
@@ -59,7 +60,7 @@ class Bench:
                 "`vitrail plan` computes the largest micro-batch for GPUs that are not here."
             )
         self.precision = chosen_precision(plan.precision, self.device)
-        self.clock = Clock(self.device)
+        self.clock, self.meter = Clock(self.device), Meter(self.device)
         self.configs = [_as_peers_compute(model_config(name, image_size=plan.image_size)) for name in plan.model]
         self.ledger = Ledger(plan.out / "bench.csv" if plan.out else None, fresh=plan.fresh)
         self.deadline = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
@@ -158,7 +159,7 @@ class Bench:
         """A subject ready for its turns; None, and a row that says why, if it cannot be."""
         free_memory(self.device, compiled=False)
         try:
-            seat = Seat(case, inputs, self.clock, self.plan.steps)
+            seat = Seat(case, inputs, self.clock, self.meter, self.plan.steps)
         except Exception as error:  # whatever a subject dies of, the others shall be measured
             reason, full = _first_line(error), out_of_memory(error)
         else:

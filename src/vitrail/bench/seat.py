@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitrail.bench.clock import Clock
+from vitrail.bench.meter import Meter
 from vitrail.bench.plan import OURS
 from vitrail.bench.subjects import Case, Inputs, Subject, count_note, prepare
 from vitrail.models.cost import flops, needed_flops
@@ -26,13 +28,15 @@ class Turn:
 
     seconds: float
     calls: tuple[float, ...] = ()
+    megahertz: float | None = None
+    watts: float | None = None
 
 
 class Seat:
     """Built and warmed up by its constructor, which raises what the first steps raise."""
 
-    def __init__(self, case: Case, inputs: Inputs, clock: Clock, steps: int | None) -> None:
-        self.case, self.clock = case, clock
+    def __init__(self, case: Case, inputs: Inputs, clock: Clock, meter: Meter, steps: int | None) -> None:
+        self.case, self.clock, self.meter = case, clock, meter
         images = inputs.for_case(case)
         memory = Memory(case.device)
         self.subject: Subject = prepare(case, inputs)
@@ -48,11 +52,13 @@ class Seat:
     def take_turn(self) -> None:
         """One round, and a look at its numbers once the time is taken."""
         self._step()  # not counted: it takes the memory back that others have used since
+        began, calls = time.monotonic(), []
         if self.case.measure == "latency":
             calls = self.clock.each(self._step, self.steps)
-            self.turns.append(Turn(sum(calls), tuple(calls)))
+            seconds = sum(calls)
         else:
-            self.turns.append(Turn(self.clock.steps(self._step, self.steps)))
+            seconds = self.clock.steps(self._step, self.steps)
+        self.turns.append(Turn(seconds, tuple(calls), *self.meter.between(began, time.monotonic())))
         self.finite = self._is_finite() and self.finite
 
     def _step(self) -> None:
@@ -81,6 +87,8 @@ class Seat:
             "ceiling_share": arithmetic / ceiling,
             "peak_gib": None if self.peak is None else self.peak / 2**30,
             "first_step_s": self.first_step,
+            "clock_mhz": _median(turn.megahertz for turn in self.turns),
+            "watts": _median(turn.watts for turn in self.turns),
             "finite": self.finite,
             "rounds": len(self.turns),
             "steps": self.steps,
@@ -88,6 +96,11 @@ class Seat:
             "parameters": self.subject.parameters,
             "note": "; ".join(filter(None, (count_note(case, self.subject), self.subject.remark()))),
         }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def arithmetic_of(case: Case) -> int:

@@ -213,6 +213,15 @@ def test_weights_without_gradients_may_be_frozen(fusing: None) -> None:
     assert all(near(frozen[name], whole[name], 1e-6) for name in frozen)
 
 
+def test_a_frozen_block_between_others(fusing: None) -> None:
+    model, images = small(qkv_bias=False), torch.randn(2, 3, 48, 48, device=DEVICE)
+    model.blocks[1].requires_grad_(False)
+    _, plain = results(model, images, "plain")
+    _, fused = results(model, images, "auto")
+    assert fused.keys() == plain.keys() and not any(name.startswith("blocks.1.") for name in fused)
+    assert all(near(fused[name], one, 2 * CLOSE) for name, one in plain.items())
+
+
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 256), st.integers(1, 3), st.sampled_from([16, 32]), st.booleans(), st.randoms())
 def test_attention_gradients(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
@@ -469,17 +478,20 @@ def test_attention_is_tried_for_every_length(
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     size = torch.device(DEVICE), low, queries, keys, heads, channels
     checking.attention_works.cache_clear()
-    assert checking.attention_works(*size) and not caplog.records
+    assert checking.attention_works(*size, True) and not caplog.records
     real = attention_backward.attention_backward
 
-    def wrong(*given: Any) -> Tensor:
+    def wrong(factor: float, *given: Any) -> Tensor:
         sums = real(*given)
-        given[-1][2][:, -1] *= 3  # the last value's gradient
+        given[-1][2][:, -1] *= factor  # the last value's gradient
         return sums
 
-    monkeypatch.setattr(attention_backward, "attention_backward", wrong)
-    checking.attention_works.cache_clear()
-    assert not checking.attention_works(*size) and f"over {keys} tokens is not used here (they are off by" in caplog.text
+    for factor in (3.0, torch.nan):
+        monkeypatch.setattr(attention_backward, "attention_backward", partial(wrong, factor))
+        caplog.clear()
+        checking.attention_works.cache_clear()
+        assert not checking.attention_works(*size, True) and checking.attention_works(*size, False)
+        assert f"over {keys} tokens is not used here (they are off by" in caplog.text
     checking.attention_works.cache_clear()
 
 

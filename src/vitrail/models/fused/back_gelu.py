@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vitrail.models.fused.checking import largest_difference
 from vitrail.models.fused.launching import ceil_div, is_fake, processors
 from vitrail.models.fused.sums import added_up
 from vitrail.models.fused.up_gelu import Tile, halves, tile_at, up_gelu
@@ -75,8 +76,7 @@ def back_gelu(dbranch: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, T
 
 
 def suits(y: Tensor, width: int) -> bool:
-    """Whether both products with GELU run here, and there is something to do for all multiprocessors; otherwise the library
-    is better."""
+    """Whether both products with GELU run here, and have something to do for all multiprocessors; else the library is better."""
     columns, inner = _TILE.columns, _TILE.inner
     if y.dtype != torch.bfloat16 or width % columns or y.shape[-1] % inner or y.numel() // y.shape[-1] < inner:
         return False
@@ -108,4 +108,4 @@ def _difference(device: torch.device, rows: int) -> float:
         (derivative,) = torch.autograd.grad(value.sum(), entering)
         gradient = (y.float() @ down.float()) * derivative
     expected = [value.detach()] * 2 + [derivative, gradient, gradient.sum(0)]
-    return max(float((one.float() - two).norm() / two.norm()) for one, two in zip(found, expected, strict=True))
+    return largest_difference(expected, found)

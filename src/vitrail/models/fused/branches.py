@@ -57,11 +57,12 @@ class AttentionBranch(torch.autograd.Function):
         sums = attention_backward(*_split(parts), out, ctx.out.back(dbranch), lse, ctx.heads, _split(slopes))
         del out
         dbias = added_up(sums, dtype)
+        dentering: tuple[Tensor | None, ...] = None, None, None
+        if any(needs[1:4]):
+            found = [weight_gradient(one, y[:, : one.shape[1]], dtype) for one in slopes]
+            dentering = unfold(found[0] if len(found) == 1 else torch.cat(found), dbias, weight, scale, shift)
+        dweight, dscale, dshift = dentering
         dy = ctx.qkv.back(slopes[0]) if len(slopes) == 1 else _unprojected(slopes, ctx.qkv.weight)
-        if not any(needs[1:4]):
-            return dy, None, None, None, dbias, dout_weight, None, None, None, None
-        found = [weight_gradient(one, y[:, : one.shape[1]], dtype) for one in slopes]
-        dweight, dscale, dshift = unfold(found[0] if len(found) == 1 else torch.cat(found), dbias, weight, scale, shift)
         return dy, dscale, dshift, dweight, dbias if needs[4] else None, dout_weight, None, None, None, None
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,11 @@ def fp8_fault(device: torch.device) -> str:
 
 
 @functools.cache
-def attention_works(device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int) -> bool:
-    """Whether attention over so many tokens is right in both directions: its kernels are compiled anew for every length."""
-    reason = _fault(device, _TOLERANCE, lambda: _attention_difference(device, dtype, queries, keys, heads, channels))
+def attention_works(
+    device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, learns: bool
+) -> bool:
+    """Whether attention over so many tokens is right, with its gradients if it learns: every length is compiled anew."""
+    reason = _fault(device, _TOLERANCE, lambda: _attention_difference(device, dtype, queries, keys, heads, channels, learns))
     if reason:
         log.warning("Vitrail's own attention over %d tokens is not used here (%s); going on with torch's.", keys, reason)
     return not reason
@@ -76,10 +79,14 @@ def _block_difference(device: torch.device, dtype: torch.dtype, *, eight: bool =
         dropped = add_norm(run_blocks(blocks, x), norm, torch.float32)[1]
     torch.autograd.grad(dropped.sum(), leaves)
     slope = torch.randn_like(plain)
-    return _largest([plain, *torch.autograd.grad(plain, leaves, slope)], [fused, *torch.autograd.grad(fused, leaves, slope)])
+    return largest_difference(
+        [plain, *torch.autograd.grad(plain, leaves, slope)], [fused, *torch.autograd.grad(fused, leaves, slope)]
+    )
 
 
-def _attention_difference(device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int) -> float:
+def _attention_difference(
+    device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, learns: bool
+) -> float:
     """Laid out as the encoder does it: all side by side or, where only a few are asked, their queries apart."""
     from vitrail.models.fused.attention_backward import attention_backward
     from vitrail.models.fused.attention_forward import attention
@@ -93,15 +100,18 @@ def _attention_difference(device: torch.device, dtype: torch.dtype, queries: int
     with torch.autocast(device.type, enabled=False):
         scores = in_heads[0] @ in_heads[1].transpose(-2, -1) * channels**-0.5
         plain = (scores.softmax(-1) @ in_heads[2]).transpose(1, 2).flatten(2)
-    slope, found = torch.randn_like(plain).to(dtype), [torch.empty_like(one) for one in given]
     apart, _ = attention(q, k, v, heads, together=False)
     fused, lse = attention(q, k, v, heads, together=True)
+    off = largest_difference([plain, plain], [apart, fused])
+    if not learns:
+        return off
+    slope, found = torch.randn_like(plain).to(dtype), [torch.empty_like(one) for one in given]
     dq, dk, dv = (part for one in found for part in one.split(width, dim=-1))
     attention_backward(q, k, v, fused, slope, lse, heads, (dq, dk, dv))
-    expected = torch.autograd.grad(plain, leaves, slope.float())
-    if keys == 1:  # nothing to choose from: queries and keys have no gradient, and rounding is all there is
-        return _largest([plain, plain, expected[2]], [apart, fused, dv])
-    return _largest([plain, plain, *expected], [apart, fused, dq, dk, dv])
+    expected, gradients = torch.autograd.grad(plain, leaves, slope.float()), (dq, dk, dv)
+    # With one key there is nothing to choose from: queries and keys have no gradient, and rounding is all there is of it.
+    first = 2 if keys == 1 else 0
+    return max(off, largest_difference(expected[first:], gradients[first:]))
 
 
 def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:
@@ -110,12 +120,16 @@ def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:
     logits = torch.randn(5, 12, device=device).to(dtype).requires_grad_()
     targets = torch.arange(5, device=device)
     plain, fused = F.cross_entropy(logits.float(), targets, reduction="none"), CrossEntropy.apply(logits, targets)
-    return _largest([plain, *torch.autograd.grad(plain.sum(), logits)], [fused, *torch.autograd.grad(fused.sum(), logits)])
+    return largest_difference(
+        [plain, *torch.autograd.grad(plain.sum(), logits)], [fused, *torch.autograd.grad(fused.sum(), logits)]
+    )
 
 
-def _largest(expected: list[Tensor], found: list[Tensor]) -> float:
+def largest_difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Of all pairs, relative to the expected one's size; infinite if anything is not a number."""
     return max(_difference(one.detach().float(), two.detach().float()) for one, two in zip(expected, found, strict=True))
 
 
 def _difference(one: Tensor, two: Tensor) -> float:
-    return float((two - one).norm() / one.norm())
+    found = float((two - one).norm() / one.norm())
+    return found if math.isfinite(found) else math.inf  # a NaN would be neither more nor less than the others

@@ -141,7 +141,7 @@ def _own_attention(y: Tensor, heads: int, first: int | None) -> bool:
     keys, channels = y.shape[1], y.shape[2] // heads
     if not fits(keys, channels, y.device):
         return False
-    return is_fake(y) or attention_works(y.device, y.dtype, first or keys, keys, heads, channels)
+    return is_fake(y) or attention_works(y.device, y.dtype, first or keys, keys, heads, channels, torch.is_grad_enabled())
 
 
 def _mlp(mlp: Any, norm: nn.LayerNorm, y: Tensor, seed: Tensor | None, rate: float, eight: bool, light: bool) -> Tensor:

@@ -67,7 +67,8 @@ def fold(
     """
     if scale is None or shift is None:
         return weight.to(dtype), bias
-    folded, width = torch.empty_like(weight, dtype=dtype), weight.shape[1]
+    weight, width = weight.contiguous(), weight.shape[1]
+    folded = torch.empty_like(weight, dtype=dtype)
     offset = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     padded = next_power_of_2(width)
     at_once = max(1, 4096 // padded)
@@ -85,7 +86,7 @@ def unfold(
     """The gradients of the weight, the scale and the shift from those of what `fold` gave; `dfolded` is overwritten."""
     if scale is None or shift is None:
         return dfolded, None, None
-    rows, width = weight.shape
+    weight, (rows, width) = weight.contiguous(), weight.shape
     across = ceil_div(width, _COLUMNS)
     programs = max(1, min(ceil_div(rows, _ROWS), processors(weight.device) * 8 // across))
     sums = torch.empty(programs, 2, width, dtype=torch.float32, device=weight.device)

@@ -15,15 +15,19 @@ _BEFORE = 3  # steps in the ordinary way first: kernels are compiled and chosen 
 
 
 class Recording:
-    """`backward(images, targets)` → loss, leaving gradients behind: recorded after a few calls, replayed from then on.
+    """`backward(images, targets)` → loss, adding to the gradients that are there: after a few calls recorded, then replayed.
 
-    Only for calls that find no gradients there yet. A call of another shape goes the ordinary way.
+    A call of another shape goes the ordinary way.
     """
 
     def __init__(self, backward: Callable[[Tensor, Tensor], Tensor], parameters: Sequence[nn.Parameter]) -> None:
         self._backward, self._parameters = backward, parameters
         self._calls, self._shapes = 0, (_kind(torch.empty(0)),) * 2
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._learning: list[tuple[nn.Parameter, Tensor]] = []
+        """Parameters that get a gradient, and where the recorded one is written: over that of the replay before."""
+        self._sums: list[Tensor] = []
+        """Where gradients are added up if a step has several micro-batches."""
         self.failure = ""
         """Why nothing can be recorded, once that was tried in vain."""
 
@@ -36,14 +40,31 @@ class Recording:
                 self._record(images, targets)
         if self._graph is None or shapes != self._shapes:
             return self._backward(images, targets)
+        there = self._set_aside()
         self._images.copy_(images)
         self._targets.copy_(targets)
         self._graph.replay()
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        return self._loss
+        if there:
+            torch._foreach_add_(there, tuple(gradient for _, gradient in self._learning))
+        else:
+            for parameter, gradient in self._learning:
+                parameter.grad = gradient
+        return self._loss.clone()  # the next replay writes over it
+
+    def _set_aside(self) -> list[Tensor]:
+        """The gradients that are there already, moved if they lie where a replay writes."""
+        if any(parameter.grad is gradient for parameter, gradient in self._learning):
+            fresh = [gradient for _, gradient in self._learning]
+            self._sums = self._sums or [torch.empty_like(gradient) for gradient in fresh]
+            torch._foreach_copy_(self._sums, fresh)
+            for (parameter, _), total in zip(self._learning, self._sums, strict=True):
+                parameter.grad = total
+        return [parameter.grad for parameter, _ in self._learning if parameter.grad is not None]
 
     def _record(self, images: Tensor, targets: Tensor) -> None:
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
         self._images, self._targets = images.clone(), targets.clone()
         torch.cuda.empty_cache()  # what is recorded has memory of its own
         graph = torch.cuda.CUDAGraph()
@@ -51,15 +72,14 @@ class Recording:
             # Only this thread is watched: the loader's pins memory meanwhile, which a recording would otherwise not bear.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._loss = self._backward(self._images, self._targets)
+            self._learning = [(one, one.grad) for one in self._parameters if one.grad is not None]
+            self._graph = graph
         except Exception as error:  # whatever cannot be recorded still runs
             self.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             _forget_recording(images.device)
-            return
         finally:
-            self._gradients = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
-        self._graph = graph
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
 
 
 def _forget_recording(device: torch.device) -> None:

@@ -215,6 +215,7 @@ class Loop:
         self.micro_batch = size
         self.loader.close()
         self.loader = self._make_loader()
+        self.step.record_anew()
 
     # Running
 

@@ -110,8 +110,7 @@ class Step:
 
     def backward(self, batch: Batch) -> Tensor:
         """Add a micro-batch's gradient; returns its part of the step's mean loss."""
-        alone = batch.part == 0 and batch.last
-        if self._recording is not None and alone and batch.total == self.recipe.batch:
+        if self._recording is not None and batch.total == self.recipe.batch:
             return self._recording(batch.images, batch.targets)
         with self.runner.accumulating(batch.last):
             return self._backward(batch.images, batch.targets, batch.total)
@@ -123,6 +122,12 @@ class Step:
         why, self._recording = self._recording.failure, None
         return why
 
+    def record_anew(self) -> None:
+        """After a change of the micro-batch: give back the memory of what was recorded, and begin again."""
+        if self._recording is not None:
+            self.optimizer.zero_grad()  # gradients may lie in it
+            self._recording = self._make_recording()
+
     def _backward(self, images: Tensor, targets: Tensor, total: int) -> Tensor:
         with autocast(self.precision, self.world.device):
             losses = self.task.objective(self.runner, images, targets)
@@ -132,7 +137,7 @@ class Step:
         return loss.detach()
 
     def _make_recording(self) -> Recording | None:
-        """Where one GPU takes the whole step at once, it can be recorded."""
+        """On one GPU forward and backward can be recorded: nobody else waits for the gradients."""
         recipe, device = self.recipe, self.world.device
         if device.type != "cuda" or self.world.ranks > 1 or self.scaler is not None or recipe.compile or not recipe.cuda_graph:
             return None

@@ -99,7 +99,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_the_table_keeps_to_a_hundred_columns_and_says_what_went_wrong() -> None:
     rows = [
-        row("vitrail", "default", images_per_s=14_325.0, slowest=14_001.0, fastest=14_402.0),
+        row("vitrail", "default", images_per_s=14_325.0, slowest=14_001.0, fastest=14_402.0, clock_mhz=1455.0, watts=698.2),
         row("torchvision", "compiled-bf16", images_per_s=11_000.0, slowest=10_001.0, fastest=12_402.0),
         row("hf", "graphs", status="out of memory", images_per_s=None, slowest=None, rounds=0),
         row("timm", "eager", finite=False, turns_with=0, note="1 parameters, ours has 2"),
@@ -111,6 +111,7 @@ def test_the_table_keeps_to_a_hundred_columns_and_says_what_went_wrong() -> None
     assert max(len(line.rstrip()) for line in lines if "│" not in line) <= 100
     assert "…" not in text and "14,325" in text and "compiled-bf16" in text
     assert "out of memory" in next(line for line in lines if line.lstrip().startswith("hf"))
+    assert "The GPU meanwhile: vitrail default 1,455 MHz, 698 W\n" in text
     for words in ("1.30× the images a second", "not finite", "ran alone", "ours has 2", "745 TFLOP/s"):
         assert words in text
 

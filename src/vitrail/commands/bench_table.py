@@ -33,6 +33,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
         console.print(_table(entries, against.get(contest)))
         if contest in against:
             console.print(verdict(against[contest]), highlight=False, soft_wrap=True)
+        if clocks := _clocks(entries):
+            console.print(clocks, style="dim", highlight=False, soft_wrap=True)
         uneven = max((row.fastest / row.slowest for row in entries if row.fastest and row.slowest), default=1.0)
         if uneven > _UNEVEN and entries[0].measure == "throughput":
             words = f"Rounds of the same subject differ by up to {uneven:.1f}×: the machine was busy with something else as well."
@@ -68,6 +70,12 @@ def verdict(ratio: Ratio) -> str:
         return f"{who}: {ratio.speed:.2f}× the batch"
     memory = f", {ratio.memory:.2f}× the memory" if ratio.memory else ""
     return f"{who}: {ratio.speed:.2f}× the images a second{memory}"
+
+
+def _clocks(rows: list[Row]) -> str:
+    """At what clock and power each was measured: where the power is at its limit, the clock has given way."""
+    known = [f"{row.who} {row.mode} {row.clock_mhz:,.0f} MHz, {row.watts:,.0f} W" for row in rows if row.clock_mhz and row.watts]
+    return "The GPU meanwhile: " + "; ".join(known) if known else ""
 
 
 def _headline(rows: list[Row]) -> str:

@@ -194,6 +194,20 @@ def test_many_tokens_go_to_the_library(fusing: None, monkeypatch: pytest.MonkeyP
     assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
 
 
+def test_older_gpus_use_the_librarys_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import attention_backward
+
+    here = torch.device(DEVICE)
+    assert attention_backward.fits(197, 64, here) and not attention_backward.fits(257, 64, here)
+    assert not attention_backward.fits(197, 80, here)
+    for number, expected in ((8, False), (10, True), (12, False)):
+        monkeypatch.setattr(attention_backward, "generation", lambda device, number=number: number)
+        assert attention_backward.fits(197, 64, here) == expected
+    monkeypatch.setattr(attention_backward, "generation", lambda device: 9)
+    monkeypatch.setattr(attention_backward, "shared_memory", lambda device: 101_376)
+    assert not attention_backward.fits(197, 64, here) and attention_backward.fits(50, 64, here)
+
+
 @pytest.mark.parametrize("keeps", ["nothing", "products"])
 def test_recomputed_blocks_give_the_same(keeps: Any, fusing: None) -> None:
     model, images = small(depth=2, dropout=0.2, stochastic_depth=0.2), torch.randn(2, 3, 48, 48, device=DEVICE)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitrail.models.fused.checking import largest_difference
-from vitrail.models.fused.launching import ceil_div, is_fake, processors
+from vitrail.models.fused.launching import ceil_div, generation, is_fake, processors
 from vitrail.models.fused.sums import added_up
 from vitrail.models.fused.up_gelu import Tile, halves, tile_at, up_gelu
 
@@ -86,7 +86,7 @@ def suits(y: Tensor, width: int) -> bool:
 @functools.cache
 def _works(device: torch.device) -> bool:
     """Whether the device has what the kernels are made for, and they compute the right thing there."""
-    if torch.cuda.get_device_capability(device)[0] < 9:
+    if generation(device) < 9:
         return False
     try:
         with torch.no_grad():

@@ -30,6 +30,12 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 166_912
 
 
+@functools.cache
+def generation(device: torch.device) -> int:
+    """The GPU's architecture by number; 9, which is Hopper's, where only plans are made or kernels are interpreted."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no numbers, as when memory is planned: then nothing is launched."""
     from torch._subclasses.fake_tensor import FakeTensor

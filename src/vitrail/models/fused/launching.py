@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 from torch import Tensor
+
+# Products and sums in one instruction, which the kernels are written for. From 3.10 on Triton does so only where it is told to,
+# and 3.9 warns of it.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 @functools.cache

@@ -1,0 +1,101 @@
+"""Compile every kernel for a GPU that is not there: `python tests/models/compile_kernels.py 90` for compute capability 9.0.
+
+The functions that launch kernels are called as ever, with tensors of a processor; Triton compiles what they ask for down to machine
+code, and a driver of straw takes it and runs nothing. So it is known that they compile, though not that they are right.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+COMPILED: list[str] = []
+
+
+class Straw:
+    """What Triton asks of a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.utils, self.launcher_cls = self, lambda source, metadata: lambda *given: None
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "max_num_regs": 65_536, "warpSize": 32}
+
+    def load_binary(self, name: str, binary: bytes, *rest: Any) -> tuple[int, ...]:
+        assert binary.startswith(b"\x7fELF")
+        COMPILED.append(name)
+        return 1, 1, 32, 0, 1024
+
+    def unload_module(self, *rest: Any) -> None:
+        pass
+
+
+def low(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.bfloat16)
+
+
+def main(capability: int) -> None:
+    driver.set_active(Straw(capability))
+    from vitrail.models.fused.assembling import Assembled
+    from vitrail.models.fused.cross_entropy import CrossEntropy
+    from vitrail.models.fused.folding import fold, unfold
+    from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
+    from vitrail.models.fused.norm import AddNorm
+    from vitrail.models.fused.products import quantise
+
+    one = torch.ones(192)
+    for keep, drawn in ((None, None), (torch.ones(2), torch.tensor(3))):
+        x, branch, bias = torch.zeros(2, 5, 192, requires_grad=True), low(2, 5, 192).requires_grad_(), torch.zeros(192)
+        out, y = AddNorm.apply(x, branch, bias.requires_grad_(), keep, drawn, 0.1, 1e-6, torch.bfloat16)
+        torch.autograd.grad((out, y), (x, branch, bias), (torch.zeros_like(out), torch.zeros_like(y)))
+        for tanh in (True, False):
+            gelu(low(4, 768), torch.zeros(768), tanh, drawn, 0.1)
+            gelu_backward(low(4, 768), torch.zeros(768), low(4, 768), tanh, drawn, 0.1)
+    if capability >= 89:  # older ones have no eight-bit floats
+        quantise(low(4, 192))
+        gelu_eight(low(4, 768), torch.zeros(768), False)
+    folded, offset = fold(torch.zeros(64, 192), one[:64], one, one, torch.bfloat16)
+    unfold(folded.float(), offset, torch.zeros(64, 192), one, one)
+    Assembled.apply(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()
+    CrossEntropy.apply(low(3, 40).requires_grad_(), torch.tensor([0, 1, 2])).sum().backward()
+    if capability in (90, 100):
+        hopper()
+    sys.stdout.write(" ".join(sorted(set(COMPILED))))
+
+
+def hopper() -> None:
+    """What only these GPUs run."""
+    from vitrail.models.fused.attention_backward import attention_backward
+    from vitrail.models.fused.attention_forward import attention
+    from vitrail.models.fused.back_gelu import back_gelu
+    from vitrail.models.fused.up_gelu import up_gelu
+
+    for tokens, first in ((50, 50), (65, 65), (197, 197), (197, 1)):
+        q, (k, v) = low(2, first, 128), low(2, tokens, 256).chunk(2, -1)
+        for together in (True, False):
+            out, lse = attention(q, k, v, 2, together=together)
+        gradients = low(2, tokens, 256)
+        attention_backward(q, k, v, out, out, lse, 2, (torch.empty_like(q), *gradients.chunk(2, -1)))
+    for tanh in (True, False):
+        slope = low(512, 256)
+        up_gelu(low(512, 128), low(256, 128), torch.zeros(256), tanh)
+        up_gelu(low(512, 128), low(256, 128), torch.zeros(256), tanh, slope=slope)
+    back_gelu(low(512, 128), low(128, 256), slope)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

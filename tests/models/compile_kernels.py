@@ -14,6 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 COMPILED: list[str] = []
+SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that a program may share among its threads, by compute capability; Triton refuses kernels that want more."""
 
 
 class Straw:
@@ -33,7 +35,7 @@ class Straw:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "max_num_regs": 65_536, "warpSize": 32}
+        return {"max_shared_mem": SHARED[self.capability], "multiprocessor_count": 132, "max_num_regs": 65_536, "warpSize": 32}
 
     def load_binary(self, name: str, binary: bytes, *rest: Any) -> tuple[int, ...]:
         assert binary.startswith(b"\x7fELF")

@@ -146,6 +146,12 @@ def test_impossible_settings_are_sentences(changes, words):
         Recipe(epochs=1, optim=OptimSpec(**changes))
 
 
+@pytest.mark.parametrize("size", [0, -4])
+def test_a_micro_batch_has_images(size: int) -> None:
+    with pytest.raises(VitrailError, match=f"micro_batch is {size}; it must be at least 1, or auto"):
+        Recipe(epochs=1, micro_batch=size)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("clip", [0.05, 100.0])
 def test_clipping_on_the_way_is_clipping_before(name: Any, clip: float) -> None:

@@ -275,6 +275,8 @@ def check(recipe: Recipe) -> None:
     for name in ("batch", "keep", "log_every"):
         if getattr(recipe, name) < 1:
             raise VitrailError(f"{name} is {getattr(recipe, name)}; it must be at least 1.")
+    if recipe.micro_batch != "auto" and int(recipe.micro_batch) < 1:
+        raise VitrailError(f"micro_batch is {recipe.micro_batch}; it must be at least 1, or auto for what fits.")
     for name in ("epochs", "steps"):
         if getattr(recipe, name) is not None and getattr(recipe, name) <= 0:
             raise VitrailError(f"{name} is {getattr(recipe, name)}; there would be nothing to train.")

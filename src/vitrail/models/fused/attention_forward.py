@@ -25,88 +25,57 @@ def _piece(k_in, v_in, at, start, keys, row: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def _scores(q, k, start: tl.constexpr, keys: tl.constexpr, SIZE: tl.constexpr):
-    scores = tl.dot(q, tl.trans(k))
+def _scores(q, k, start: tl.constexpr, keys: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr):
+    scores = tl.dot(k, q) if TURNED else tl.dot(q, tl.trans(k))
     if start + SIZE > keys:
-        scores = tl.where((start + tl.arange(0, SIZE) < keys)[None, :], scores, float("-inf"))
+        known = start + tl.arange(0, SIZE) < keys
+        scores = tl.where(tl.expand_dims(known, 1 if TURNED else 0), scores, float("-inf"))
     return scores
+
+
+@triton.jit
+def _weigh(scores, v, top, per_log2, total, value, TURNED: tl.constexpr):
+    """Add what some keys contribute to the sum of weights and to the values weighed by them."""
+    AXIS: tl.constexpr = 0 if TURNED else 1
+    p = tl.exp2(scores * per_log2 - tl.expand_dims(top, AXIS))
+    low = p.to(v.dtype)
+    return total + tl.sum(p, axis=AXIS), tl.dot(tl.trans(v), low, value) if TURNED else tl.dot(low, v, value)
 
 
 @triton.jit
 def _tile(
     q_in, out, lse, at_q, at_out, at_lse, first, per_log2, k1, v1, k2, v2, k3, v3,
     queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, o_row: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr,
+    ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Some queries from `first`, with the three pieces of keys and values."""
+    """Some queries from `first`, with the three pieces of keys and values.
+
+    Turned round, queries are columns: tensor cores take 64 rows, but as few as 8 columns.
+    """
+    AXIS: tl.constexpr = 0 if TURNED else 1  # the keys'
     query, channel = first + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
-    real = (query < queries)[:, None]
-    q = tl.load(q_in + at_q + query[:, None] * q_row + channel[None, :], mask=real, other=0.0)
-    s1 = _scores(q, k1, 0, keys, ONE)
-    top = tl.max(s1, axis=1)
+    q = tl.load(q_in + at_q + query[:, None] * q_row + channel[None, :], mask=(query < queries)[:, None], other=0.0)
+    if TURNED:
+        q = tl.trans(q)
+    s1 = _scores(q, k1, 0, keys, ONE, TURNED)
+    top = tl.max(s1, axis=AXIS)
     if TWO > 0:
-        s2 = _scores(q, k2, ONE, keys, TWO)
-        top = tl.maximum(top, tl.max(s2, axis=1))
+        s2 = _scores(q, k2, ONE, keys, TWO, TURNED)
+        top = tl.maximum(top, tl.max(s2, axis=AXIS))
     if THREE > 0:
-        s3 = _scores(q, k3, ONE + TWO, keys, THREE)
-        top = tl.maximum(top, tl.max(s3, axis=1))
+        s3 = _scores(q, k3, ONE + TWO, keys, THREE, TURNED)
+        top = tl.maximum(top, tl.max(s3, axis=AXIS))
     top *= per_log2
-    p = tl.exp2(s1 * per_log2 - top[:, None])
-    total = tl.sum(p, axis=1)
-    value = tl.dot(p.to(q.dtype), v1)
+    total = tl.zeros([QUERIES], tl.float32)
+    value = tl.zeros([WIDTH, QUERIES] if TURNED else [QUERIES, WIDTH], tl.float32)
+    total, value = _weigh(s1, v1, top, per_log2, total, value, TURNED)
     if TWO > 0:
-        p = tl.exp2(s2 * per_log2 - top[:, None])
-        total += tl.sum(p, axis=1)
-        value = tl.dot(p.to(q.dtype), v2, value)
+        total, value = _weigh(s2, v2, top, per_log2, total, value, TURNED)
     if THREE > 0:
-        p = tl.exp2(s3 * per_log2 - top[:, None])
-        total += tl.sum(p, axis=1)
-        value = tl.dot(p.to(q.dtype), v3, value)
-    share = 1.0 / total
-    tl.store(out + at_out + query[:, None] * o_row + channel[None, :], (value * share[:, None]).to(q.dtype), mask=real)
-    tl.store(lse + at_lse + query, (top + tl.log2(total)) * 0.6931471805599453, mask=query < queries)
-
-
-@triton.jit
-def _turned_scores(k, q, start: tl.constexpr, keys: tl.constexpr, SIZE: tl.constexpr):
-    scores = tl.dot(k, q)
-    if start + SIZE > keys:
-        scores = tl.where((start + tl.arange(0, SIZE) < keys)[:, None], scores, float("-inf"))
-    return scores
-
-
-@triton.jit
-def _turned_tile(
-    q_in, out, lse, at_q, at_out, at_lse, first, per_log2, k1, v1, k2, v2, k3, v3,
-    queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, o_row: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr,
-):  # fmt: skip
-    """The same turned round, for a few queries: tensor cores take 64 rows, but as few as 8 columns."""
-    query, channel = first + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
-    q = tl.trans(tl.load(q_in + at_q + query[:, None] * q_row + channel[None, :], mask=(query < queries)[:, None], other=0.0))
-    s1 = _turned_scores(k1, q, 0, keys, ONE)
-    top = tl.max(s1, axis=0)
-    if TWO > 0:
-        s2 = _turned_scores(k2, q, ONE, keys, TWO)
-        top = tl.maximum(top, tl.max(s2, axis=0))
-    if THREE > 0:
-        s3 = _turned_scores(k3, q, ONE + TWO, keys, THREE)
-        top = tl.maximum(top, tl.max(s3, axis=0))
-    top *= per_log2
-    p = tl.exp2(s1 * per_log2 - top[None, :])
-    total = tl.sum(p, axis=0)
-    value = tl.dot(tl.trans(v1), p.to(q.dtype))
-    if TWO > 0:
-        p = tl.exp2(s2 * per_log2 - top[None, :])
-        total += tl.sum(p, axis=0)
-        value = tl.dot(tl.trans(v2), p.to(q.dtype), value)
-    if THREE > 0:
-        p = tl.exp2(s3 * per_log2 - top[None, :])
-        total += tl.sum(p, axis=0)
-        value = tl.dot(tl.trans(v3), p.to(q.dtype), value)
-    share = 1.0 / total
-    place = at_out + query[None, :] * o_row + channel[:, None]
-    tl.store(out + place, (value * share[None, :]).to(q.dtype), mask=(query < queries)[None, :])
+        total, value = _weigh(s3, v3, top, per_log2, total, value, TURNED)
+    place = at_out + tl.expand_dims(query, AXIS) * o_row + tl.expand_dims(channel, 1 - AXIS)
+    value *= tl.expand_dims(1.0 / total, AXIS)
+    tl.store(out + place, value.to(q.dtype), mask=tl.expand_dims(query < queries, AXIS))
     tl.store(lse + at_lse + query, (top + tl.log2(total)) * 0.6931471805599453, mask=query < queries)
 
 
@@ -132,14 +101,14 @@ def _attention_forward_kernel(
         k3, v3 = _piece(k_in, v_in, at, ONE + TWO, keys, kv_row, WIDTH, THREE)
     per_log2 = scale * 1.4426950408889634
     if REST > 0:
-        _turned_tile(
+        _tile(
             q_in, out, lse, at_q, at_out, at_lse, END, per_log2, k1, v1, k2, v2, k3, v3,
-            queries, keys, q_row, o_row, WIDTH, REST, ONE, TWO, THREE,
+            queries, keys, q_row, o_row, WIDTH, REST, ONE, TWO, THREE, True,
         )  # fmt: skip
     for first in range(start, min(END, start + QUERIES * TILES), QUERIES):
         _tile(
             q_in, out, lse, at_q, at_out, at_lse, first, per_log2, k1, v1, k2, v2, k3, v3,
-            queries, keys, q_row, o_row, WIDTH, QUERIES, ONE, TWO, THREE,
+            queries, keys, q_row, o_row, WIDTH, QUERIES, ONE, TWO, THREE, False,
         )  # fmt: skip
 
 

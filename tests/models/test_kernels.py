@@ -1,0 +1,247 @@
+"""The GPU kernels one by one, against float64 or torch's own.
+
+Without a GPU they run in Triton's interpreter (tests/conftest.py switches it on), in float32 and to float32's accuracy.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.models.test_fused import CLOSE, DEVICE, LOW, near
+from vitrail.models.fused import encoder
+
+pytest.importorskip("triton")
+
+
+def test_dropout_is_even_and_differs_by_seed() -> None:
+    from vitrail.models.fused.gelu import gelu
+
+    ones = torch.full((40, 1000), 30.0, device=DEVICE)  # so far out GELU changes nothing
+    one, two = (
+        gelu(ones, torch.zeros(1000, device=DEVICE), True, torch.tensor(seed, device=DEVICE), 0.1) / 30 for seed in (5, 2**40 + 5)
+    )
+    for found in (one, two):
+        assert {round(value, 5) for value in found.unique().tolist()} == {0.0, round(1 / 0.9, 5)}
+        dropped = found == 0
+        assert abs(float(dropped.float().mean()) - 0.1) < 0.01
+        for axis in (0, 1):  # no row, no column is treated differently
+            assert float((dropped.float().mean(axis) - 0.1).abs().max()) < 0.35
+        neighbours = (dropped[:, 1:] & dropped[:, :-1]).float().mean()
+        assert abs(float(neighbours) - 0.01) < 0.004
+    assert abs(float(((one == 0) & (two == 0)).float().mean()) - 0.01) < 0.004
+
+
+def test_older_gpus_use_the_librarys_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import attention_backward
+
+    here = torch.device(DEVICE)
+    assert attention_backward.fits(197, 64, here) and not attention_backward.fits(257, 64, here)
+    assert not attention_backward.fits(197, 80, here)
+    for number, expected in ((8, False), (10, True), (12, False)):
+        monkeypatch.setattr(attention_backward, "generation", lambda device, number=number: number)
+        assert attention_backward.fits(197, 64, here) == expected
+    monkeypatch.setattr(attention_backward, "generation", lambda device: 9)
+    monkeypatch.setattr(attention_backward, "shared_memory", lambda device: 101_376)
+    assert not attention_backward.fits(197, 64, here) and attention_backward.fits(50, 64, here)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 256), st.integers(1, 3), st.sampled_from([16, 32]), st.booleans(), st.randoms())
+def test_attention_gradients(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
+    from vitrail.models.fused.attention_backward import attention_backward
+    from vitrail.models.fused.attention_forward import attention
+
+    torch.manual_seed(random.randint(0, 10_000))
+    width, queries = heads * channels, 1 if few else tokens
+    kv = torch.randn(images, tokens, 2 * width, device=DEVICE, dtype=LOW, requires_grad=True)
+    q = torch.randn(images, queries, width, device=DEVICE, dtype=LOW, requires_grad=True)
+    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, *kv.chunk(2, -1))]
+    expected = F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+    slope = torch.randn_like(expected)
+    dq, dkv = torch.autograd.grad(expected, (q, kv), slope)
+    with torch.no_grad():
+        parts = (q, *kv.chunk(2, -1))
+        out, lse = attention(*parts, heads)
+        found_q, found_kv = torch.full_like(q, torch.nan), torch.full_like(kv, torch.nan)
+        sums = attention_backward(*parts, out, slope, lse, heads, (found_q, *found_kv.chunk(2, -1)))
+    assert near(out, expected) and near(found_q, dq, 3 * CLOSE) and near(found_kv, dkv, 3 * CLOSE)
+    assert near(sums, torch.cat([dq.sum(1), dkv.sum(1)], -1), 10 * CLOSE)
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+def test_gelu_to_seven_digits(tanh: bool) -> None:
+    from vitrail.models.fused.gelu import gelu, gelu_backward
+
+    h = torch.linspace(-12, 12, 3 * 700, device=DEVICE).reshape(3, 700)
+    slope = torch.randn_like(h)
+    bias = torch.linspace(-0.5, 0.5, 700, device=DEVICE)
+    exact = (h + bias).double().requires_grad_()
+    value = F.gelu(exact, approximate="tanh" if tanh else "none")
+    (expected,) = torch.autograd.grad(value, exact, slope.double())
+    dh, sums, again = gelu_backward(h, bias, slope, tanh)
+    assert (gelu(h, bias, tanh) - value).abs().max() < 2e-6 and torch.equal(again, gelu(h, bias, tanh))
+    assert (dh - expected).abs().max() < 5e-6 and (sums - expected.sum(0)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+@pytest.mark.parametrize("rows, inner, columns", [(1, 64, 128), (300, 64, 256), (129, 192, 384)])
+def test_gelu_in_the_ends_of_products(tanh: bool, rows: int, inner: int, columns: int) -> None:
+    from vitrail.models.fused.back_gelu import back_gelu
+    from vitrail.models.fused.up_gelu import up_gelu
+
+    y, up = torch.randn(rows, inner, device=DEVICE).to(LOW), torch.randn(columns, inner, device=DEVICE).to(LOW) / 4
+    bias, down = torch.linspace(-9, 9, columns, device=DEVICE), torch.randn(inner, columns, device=DEVICE).to(LOW) / 4
+    entering = F.linear(y.double(), up.double(), bias.double()).requires_grad_()
+    value = F.gelu(entering, approximate="tanh" if tanh else "none")
+    (derivative,) = torch.autograd.grad(value.sum(), entering)
+    slope = torch.full((rows, columns), torch.nan, device=DEVICE, dtype=LOW)
+
+    def off(found: Tensor, exact: Tensor) -> float:
+        """By how much it is off beyond what rounding to bfloat16 does."""
+        exact, rounding = exact.detach(), 2**-8 if DEVICE == "cuda" else 0
+        return float(((found - exact).abs() - rounding * exact.abs()).max())
+
+    assert off(up_gelu(y, up, bias, tanh), value) < 2e-5
+    assert off(up_gelu(y, up, bias, tanh, slope=slope), value) < 2e-5
+    assert off(slope, derivative) < 5e-5
+    dhidden, dbias = back_gelu(y, down, slope)
+    expected = (y.double() @ down.double()) * slope.double()
+    assert near(dhidden, expected) and near(dbias, expected.sum(0))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("rows, columns", [(1, 16), (30, 200), (70, 300)])
+def test_a_norms_weights_taken_into_a_product(rows: int, columns: int, has_bias: bool) -> None:
+    from vitrail.models.fused.folding import fold, unfold
+
+    weight, scale, shift = (torch.randn(size, device=DEVICE) for size in ((rows, columns), (columns,), (columns,)))
+    bias = torch.randn(rows, device=DEVICE) if has_bias else None
+    leaves = [one.double().requires_grad_() for one in (weight, scale, shift)]
+    folded, offset = leaves[0] * leaves[1], leaves[0] @ leaves[2]
+    slopes = torch.randn(rows, columns, device=DEVICE), torch.randn(rows, device=DEVICE)
+    expected = torch.autograd.grad((folded, offset), leaves, [one.double() for one in slopes])
+    found = fold(weight, bias, scale, shift, torch.float32)
+    assert near(found[0], folded, 1e-6)
+    assert found[1] is not None and near(found[1], offset if bias is None else offset + bias, 1e-6)
+    for one, two in zip(unfold(slopes[0].clone(), slopes[1], weight, scale, shift), expected, strict=True):
+        assert one is not None and near(one, two, 2e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 2), st.integers(1, 300), st.integers(1, 2), st.sampled_from([16, 32]), st.booleans(), st.randoms())
+def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
+    from vitrail.models.fused.attention_forward import attention, cover
+
+    torch.manual_seed(random.randint(0, 10_000))
+    width = heads * channels
+    q, k, v = torch.randn(images, tokens, 3 * width, device=DEVICE, dtype=LOW).chunk(3, -1)
+    q = 3 * (q[:, :1].contiguous() if few else q)
+    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2).double() for one in (q, k, v)]
+    scores = split[0] @ split[1].transpose(-1, -2) * channels**-0.5
+    for together in (True, False):
+        out, lse = attention(q, k, v, heads, together=together)
+        assert near(out, (scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)) and near(lse, scores.logsumexp(-1))
+    assert sum(cover(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in cover(tokens))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.sampled_from([8, 24, 200]), st.randoms())
+def test_assembled_input(images: int, patches: int, prefix: int, width: int, random: Any) -> None:
+    from vitrail.models.fused.assembling import Assembled
+
+    torch.manual_seed(random.randint(0, 10_000))
+    given_patches = torch.randn(images, patches, width, device=DEVICE).to(LOW).requires_grad_()
+    fixed = torch.randn(prefix + patches, width, device=DEVICE, requires_grad=True)
+    expected = fixed + F.pad(given_patches.float(), (0, 0, prefix, 0))
+    slope = torch.randn_like(expected)
+    found = Assembled.apply(given_patches, fixed)
+    assert found.dtype == torch.float32 and near(found, expected, 1e-6)
+    for one, two in zip(*(torch.autograd.grad(way, (given_patches, fixed), slope) for way in (found, expected)), strict=True):
+        assert one.dtype == two.dtype and near(one, two, 1e-5 if DEVICE == "cpu" else CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (300, 3, 24), (1056, 700)])
+def test_partial_sums(shape: tuple[int, ...]) -> None:
+    from vitrail.models.fused.sums import added_up
+
+    parts = torch.randn(shape, device=DEVICE)
+    assert (added_up(parts, torch.float32) - parts.double().sum(0)).abs().max() < 1e-4
+    assert added_up(parts, torch.bfloat16).dtype == torch.bfloat16 and added_up(parts, torch.float32).shape == shape[1:]
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_eight", "gelu_backward"])
+def test_more_rows_than_a_grid_is_high(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA counts 65,535 programs in the second and third direction, and many more in the first."""
+    from vitrail.models.fused import gelu
+
+    grids: list[tuple[int, ...]] = []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *given, **named: None
+
+    monkeypatch.setattr(gelu, "_gelu_forward_kernel", Watched())
+    monkeypatch.setattr(gelu, "_gelu_backward_kernel", Watched())
+    h, bias = torch.zeros(500_000, 16, device=DEVICE), torch.zeros(16, device=DEVICE)
+    getattr(gelu, name)(h, bias, *([h] if name == "gelu_backward" else []), False)
+    assert len(grids) == 1 and all(count <= 65_535 for count in grids[0][1:])
+
+
+@pytest.mark.parametrize("rows, classes", [(1, 5), (9, 512), (3, 700)])
+def test_cross_entropy_without_copies(rows: int, classes: int) -> None:
+    from vitrail.models.fused.cross_entropy import CrossEntropy
+
+    logits = (20 * torch.randn(rows, classes, device=DEVICE)).requires_grad_()
+    targets = torch.randint(classes, (rows,), device=DEVICE)
+    slopes = torch.randn(rows, device=DEVICE)
+    expected = F.cross_entropy(logits.double(), targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected, logits, slopes.double())
+    losses = CrossEntropy.apply(logits, targets)
+    (found,) = torch.autograd.grad(losses, logits, slopes)
+    assert (losses - expected).abs().max() < 3e-5 and (found - gradient).abs().max() < 1e-5
+
+
+def test_norm_of_a_stream_far_from_zero() -> None:
+    """Two passes over the row, not the difference of two large sums."""
+    x = 1000 + torch.randn(2, 5, 24, device=DEVICE)
+    norm = nn.LayerNorm(24, eps=1e-6).to(DEVICE)
+    _, y = encoder.add_norm(encoder.Stream(x), norm, torch.float32)
+    exact = F.layer_norm(x.double(), (24,), eps=1e-6)
+    assert (y - exact).abs().max() < 5e-4  # the inputs themselves are only that fine
+
+
+@pytest.mark.parametrize(
+    "queries, keys, heads, channels", [(1, 1, 2, 16), (5, 5, 1, 32), (1, 70, 2, 16), (197, 197, 1, 16), (65, 65, 3, 16)]
+)
+def test_attention_is_tried_for_every_length(
+    queries: int, keys: int, heads: int, channels: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vitrail.models.fused import attention_backward, checking
+
+    low = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    size = torch.device(DEVICE), low, queries, keys, heads, channels
+    checking.attention_works.cache_clear()
+    assert checking.attention_works(*size, True) and not caplog.records
+    real = attention_backward.attention_backward
+
+    def wrong(factor: float, *given: Any) -> Tensor:
+        sums = real(*given)
+        given[-1][2][:, -1] *= factor  # the last value's gradient
+        return sums
+
+    for factor in (3.0, torch.nan):
+        monkeypatch.setattr(attention_backward, "attention_backward", partial(wrong, factor))
+        caplog.clear()
+        checking.attention_works.cache_clear()
+        assert not checking.attention_works(*size, True) and checking.attention_works(*size, False)
+        assert f"over {keys} tokens is not used here (they are off by" in caplog.text
+    checking.attention_works.cache_clear()

@@ -37,6 +37,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--batch", type=int, default=256)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it times kernels on a CUDA GPU, and there is none here")
     batch = 4 if options.tiny else options.batch
     copying = copy_speed(2**20 if options.tiny else 2**28)
     rows: list[Row] = []

@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it looks at a CUDA GPU's kernels, and there is no such GPU here")
     rows: list[Row] = []
     for name in options.model:
         images = torch.randn(options.batch, 3, 224, 224, device="cuda")

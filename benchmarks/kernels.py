@@ -25,7 +25,7 @@ from vitrail.models.fused.back_gelu import back_gelu
 from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.fused.gelu import gelu, gelu_backward
 from vitrail.models.fused.norm import AddNorm
-from vitrail.models.fused.up_gelu import up_gelu
+from vitrail.models.fused.product import product, up_gelu
 
 LOW = torch.bfloat16
 SHAPES = {"ViT-S/16": (384, 6), "ViT-B/16": (768, 12), "ViT-L/16": (1024, 16)}
@@ -118,14 +118,21 @@ def gelu_case(batch: int, tokens: int, width: int, heads: int) -> Case:
 
 
 def mlp_case(batch: int, tokens: int, width: int, heads: int) -> Case:
-    """GELU in the ends of products, against the library's products with torch's GELU."""
+    """A bias or GELU in the ends of products, against the library's products with torch's GELU."""
     y, dbranch = torch.randn(2, batch * tokens, width, device="cuda", dtype=LOW)
     up, down = torch.randn(4 * width, width, device="cuda", dtype=LOW), torch.randn(width, 4 * width, device="cuda", dtype=LOW)
     bias = torch.randn(4 * width, device="cuda", dtype=LOW, requires_grad=True)
     slope = torch.empty(batch * tokens, 4 * width, device="cuda", dtype=LOW)
     leaf = F.linear(y, up).requires_grad_()
     value = F.gelu(leaf + bias)
+    qkv, added = torch.randn(3 * width, width, device="cuda", dtype=LOW), torch.randn(3 * width, device="cuda", dtype=LOW)
     return [
+        (
+            "product and bias",
+            0,
+            lambda: product(y, qkv, added),
+            lambda: F.linear(y, qkv, added),
+        ),
         (
             "product and GELU, forward with its derivative",
             0,

@@ -22,7 +22,7 @@ from vitrail.models import create_model
 from vitrail.models.inference import for_inference
 
 KINDS = {
-    "_up_gelu": "product with GELU",
+    "_product_kernel": "product with a bias or GELU",
     "_back_gelu": "product with GELU's gradient",
     "_attention_forward": "attention forward",
     "_attention_backward": "attention backward",

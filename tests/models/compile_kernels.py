@@ -75,16 +75,15 @@ def main(capability: int) -> None:
     Assembled.apply(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()
     CrossEntropy.apply(low(3, 40).requires_grad_(), torch.tensor([0, 1, 2])).sum().backward()
     if capability in (90, 100):
-        hopper()
+        attention_of_few_tokens()
+    if capability == 90:
+        products()
     sys.stdout.write(" ".join(sorted(set(COMPILED))))
 
 
-def hopper() -> None:
-    """What only these GPUs run."""
+def attention_of_few_tokens() -> None:
     from vitrail.models.fused.attention_backward import attention_backward
     from vitrail.models.fused.attention_forward import attention
-    from vitrail.models.fused.back_gelu import back_gelu
-    from vitrail.models.fused.up_gelu import up_gelu
 
     for tokens, first in ((50, 50), (65, 65), (197, 197), (197, 1)):
         q, (k, v) = low(2, first, 128), low(2, tokens, 256).chunk(2, -1)
@@ -92,11 +91,19 @@ def hopper() -> None:
             out, lse = attention(q, k, v, 2, together=together)
         gradients = low(2, tokens, 256)
         attention_backward(q, k, v, out, out, lse, 2, (torch.empty_like(q), *gradients.chunk(2, -1)))
-    for tanh in (True, False):
-        slope = low(512, 256)
-        up_gelu(low(512, 128), low(256, 128), torch.zeros(256), tanh)
-        up_gelu(low(512, 128), low(256, 128), torch.zeros(256), tanh, slope=slope)
-    back_gelu(low(512, 128), low(128, 256), slope)
+
+
+def products() -> None:
+    from vitrail.models.fused.back_gelu import back_gelu
+    from vitrail.models.fused.product import product, up_gelu
+
+    for rows in (100, 512):  # low tiles and high ones
+        for tanh in (True, False):
+            slope = low(rows, 256)
+            up_gelu(low(rows, 128), low(256, 128), torch.zeros(256), tanh)
+            up_gelu(low(rows, 128), low(256, 128), torch.zeros(256), tanh, slope=slope)
+        product(low(rows, 128), low(256, 128), low(256))
+    back_gelu(low(512, 128), low(128, 256), low(512, 256))
 
 
 if __name__ == "__main__":

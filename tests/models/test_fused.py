@@ -201,34 +201,6 @@ def test_a_frozen_block_between_others(fusing: None) -> None:
     assert all(near(fused[name], one, 2 * CLOSE) for name, one in plain.items())
 
 
-@pytest.mark.parametrize("gelu", ["erf", "tanh"])
-def test_a_model_with_gelu_in_the_ends_of_products(gelu: str, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import back_gelu, branches, up_gelu
-
-    taken: list[str] = []
-    forward, backward = up_gelu.up_gelu, back_gelu.back_gelu
-
-    def watched(*given: Any, slope: Tensor | None) -> Tensor:
-        taken.append("value" if slope is None else "both")
-        return forward(*given, slope=slope)
-
-    def watched_back(*given: Any) -> tuple[Tensor, Tensor]:
-        taken.append("back")
-        return backward(*given)
-
-    model, images = small(depth=2, gelu=gelu), torch.randn(2, 3, 48, 48, device=DEVICE)
-    plain, plain_gradients = results(model, images, "plain")
-    monkeypatch.setattr(branches, "suits", lambda y, width: True)
-    monkeypatch.setattr(branches, "up_gelu", watched)
-    monkeypatch.setattr(branches, "back_gelu", watched_back)
-    fused, gradients = results(model, images, "auto")
-    assert taken == ["both", "both", "back", "back"] and near(fused, plain, 1e-4 + CLOSE)
-    assert all(near(gradients[name], one, 1e-4 + 2 * CLOSE) for name, one in plain_gradients.items())
-    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
-        assert near(model(images), plain, 1e-4 + CLOSE)
-    assert taken[4:] == ["value", "value"]
-
-
 @pytest.mark.parametrize("kind", ["masked-patch", "masked-autoencoder"])
 def test_learning_without_labels_goes_the_same_way(kind: str, fusing: None) -> None:
     encoder_part = small(outputs=0)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from vitrail.models.fused.attention_backward import attention_backward
 from vitrail.models.fused.attention_forward import attention
-from vitrail.models.fused.back_gelu import back_gelu, suits
+from vitrail.models.fused.choosing import suits
 from vitrail.models.fused.folding import fold, unfold
 from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
 from vitrail.models.fused.launching import is_fake
 from vitrail.models.fused.products import Eight, EightLinear, LowLinear
 from vitrail.models.fused.sums import added_up
-from vitrail.models.fused.up_gelu import up_gelu
 
 
 class AttentionBranch(torch.autograd.Function):
@@ -101,10 +100,12 @@ class MlpBranch(torch.autograd.Function):
         weight, bias = fold(up_weight, up_bias, scale, shift, y.dtype)
         assert bias is not None
         ctx.up, ctx.down = linear(weight, y.dtype), linear(down_weight, y.dtype)
-        ctx.in_products = not eight and seed is None and not (light and learns) and suits(y, len(weight))
+        ctx.in_products = not eight and seed is None and not (light and learns) and suits(y, len(weight), "gelu")
         value: Tensor | Eight
         kept: tuple[Tensor | None, ...]
         if ctx.in_products:
+            from vitrail.models.fused.product import up_gelu
+
             slope = y.new_empty(*y.shape[:-1], len(weight)) if learns else None
             value = up_gelu(y, weight, bias, tanh, slope=slope)
             kept = slope, value
@@ -122,6 +123,8 @@ class MlpBranch(torch.autograd.Function):
         y, scale, shift, weight, *kept = ctx.saved_tensors
         needs, dtype = ctx.needs_input_grad, weight.dtype
         if ctx.in_products:
+            from vitrail.models.fused.back_gelu import back_gelu
+
             slope, value = kept
             dhidden, dbias = back_gelu(dbranch, ctx.down.weight, slope)
         else:

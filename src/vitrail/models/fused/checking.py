@@ -6,10 +6,12 @@ another function, must cost speed and not a training.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ _EIGHT_TOLERANCE = 0.2  # the same with three bits of mantissa
 @functools.cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Run a small encoder both ways, forward and backward. Leaves every random generator as it was."""
-    reason = _fault(device, _TOLERANCE, lambda: max(_block_difference(device, dtype), _loss_difference(device, dtype)))
+    reason = fault(device, _TOLERANCE, lambda: max(_block_difference(device, dtype), _loss_difference(device, dtype)))
     if reason:
         log.warning("Vitrail's own GPU kernels are not used here (%s); going on with torch's, more slowly.", reason)
     return not reason
@@ -33,7 +35,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 @functools.cache
 def fp8_fault(device: torch.device) -> str:
     """Why eight-bit products cannot be used on a device; empty where they can."""
-    return _fault(device, _EIGHT_TOLERANCE, lambda: _block_difference(device, torch.bfloat16, eight=True))
+    return fault(device, _EIGHT_TOLERANCE, lambda: _block_difference(device, torch.bfloat16, eight=True))
 
 
 @functools.cache
@@ -41,18 +43,28 @@ def attention_works(
     device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, learns: bool
 ) -> bool:
     """Whether attention over so many tokens is right, with its gradients if it learns: every length is compiled anew."""
-    reason = _fault(device, _TOLERANCE, lambda: _attention_difference(device, dtype, queries, keys, heads, channels, learns))
+    reason = fault(device, _TOLERANCE, lambda: _attention_difference(device, dtype, queries, keys, heads, channels, learns))
     if reason:
         log.warning("Vitrail's own attention over %d tokens is not used here (%s); going on with torch's.", keys, reason)
     return not reason
 
 
-def _fault(device: torch.device, tolerance: float, difference: Callable[[], float]) -> str:
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+def fault(device: torch.device, tolerance: float, difference: Callable[[], float]) -> str:
+    """What is wrong with kernels whose difference from what they should compute is asked for; empty if nothing is.
+
+    They are asked in a thread of their own, where nothing is in force that was set for this one: no autocast, no mode, and no
+    hooks on what autograd keeps, such as those by which activations are computed again.
+    """
+
+    def ask() -> float:
+        cuda = device.type == "cuda"
+        with torch.cuda.device(device) if cuda else contextlib.nullcontext(), torch.random.fork_rng([device] if cuda else []):
             torch.manual_seed(0)
-            found = difference()
+            return difference()
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(ask).result()
     except Exception as error:  # whatever it is, there is another path
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     return "" if found <= tolerance else f"they are off by {found:.1%}"

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.models.fused.choosing import suits
 from vitrail.models.fused.launching import is_fake, next_power_of_2
 
 E4M3 = torch.float8_e4m3fn
@@ -36,7 +37,11 @@ class LowLinear:
 
     def __call__(self, x: Tensor | Eight, bias: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
-        return F.linear(x, self.weight, bias)
+        if bias is None or not suits(x, len(self.weight), "bias"):
+            return F.linear(x, self.weight, bias)
+        from vitrail.models.fused.product import product
+
+        return product(x, self.weight, bias)
 
     def back(self, slope: Tensor) -> Tensor:
         return slope @ self.weight

@@ -54,6 +54,7 @@ def main(capability: int) -> None:
     driver.set_active(Straw(capability))
     from vitrail.models.fused.assembling import Assembled
     from vitrail.models.fused.cross_entropy import CrossEntropy
+    from vitrail.models.fused.cutting import cut
     from vitrail.models.fused.folding import fold, unfold
     from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
     from vitrail.models.fused.norm import AddNorm
@@ -70,6 +71,7 @@ def main(capability: int) -> None:
     if capability >= 89:  # older ones have no eight-bit floats
         quantise(low(4, 192))
         gelu_eight(low(4, 768), torch.zeros(768), False)
+    cut(torch.zeros(2, 3, 28, 42), (14, 14), torch.bfloat16)
     folded, offset = fold(torch.zeros(64, 192), one[:64], one, one, torch.bfloat16)
     unfold(folded.float(), offset, torch.zeros(64, 192), one, one)
     Assembled.apply(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.models.test_fused import CLOSE, DEVICE, LOW, near
+from tests.models.test_fused import CLOSE, DEVICE, LOW, fusing, near, small
 from vitrail.models.fused import encoder
 
 pytest.importorskip("triton")
+__all__ = ["fusing"]
 
 
 def test_dropout_is_even_and_differs_by_seed() -> None:
@@ -74,6 +75,32 @@ def test_attention_gradients(images: int, tokens: int, heads: int, channels: int
         sums = attention_backward(*parts, out, slope, lse, heads, (found_q, *found_kv.chunk(2, -1)))
     assert near(out, expected) and near(found_q, dq, 3 * CLOSE) and near(found_kv, dkv, 3 * CLOSE)
     assert near(sums, torch.cat([dq.sum(1), dkv.sum(1)], -1), 10 * CLOSE)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 17), st.integers(1, 17))
+def test_images_cut_into_patches(batch: int, channels: int, rows: int, columns: int, height: int, width: int) -> None:
+    from vitrail.models.fused.cutting import cut
+    from vitrail.models.layers import cut as plain
+
+    images = torch.randn(batch, channels, rows * height, columns * width, device=DEVICE)
+    for given_images in (images, images.mT.contiguous().mT):  # also where rows do not follow each other
+        found = cut(given_images, (height, width), torch.float16)
+        assert torch.equal(found, plain(images, (height, width)).half())
+
+
+def test_images_are_cut_by_a_kernel_unless_they_want_a_gradient(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import cutting
+
+    calls, real = [], cutting.cut
+    monkeypatch.setattr(cutting, "cut", lambda *given: (calls.append(1), real(*given))[1])
+    model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+        found = model(images)
+        assert len(calls) == 1 and near(model(images.requires_grad_()), found, CLOSE)
+        model.kernels = "plain"
+        model(images.detach())
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("tanh", [True, False])

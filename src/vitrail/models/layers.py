@@ -24,7 +24,9 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.linear(cut(images, self.patch), self.weight.flatten(1), self.bias)
+        """Images, or patches [image, patch, channel · row · column] that have been cut already."""
+        patches = cut(images, self.patch) if images.dim() == 4 else images
+        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 def cut(images: Tensor, patch: Pair) -> Tensor:

@@ -207,7 +207,15 @@ class ViT(nn.Module):
     def embed_patches(self, images: Tensor) -> Tensor:
         """The patches' embeddings [batch, patch, width], before positions."""
         check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
+        if self._cuts(images):
+            images = fused.cut_for(images, self.config.patch, self.patches.weight)
         return self.patches(images if self.resnet is None else self.resnet(images))  # type: ignore[no-any-return]
+
+    def _cuts(self, images: Tensor) -> bool:
+        """Whether images are cut into patches, and rounded, by a kernel; it has no gradient."""
+        plain = self.kernels == "plain" or self.resnet is not None or type(self.patches) is not PatchEmbedding
+        there = images.device == self.patches.weight.device and not images.requires_grad
+        return not plain and there and fused.can_fuse(self.patches.weight)
 
     def assemble(self, patches: Tensor) -> Tensor:
         """z₀ of equation 1: prefix tokens, then patch embeddings, with their positions."""

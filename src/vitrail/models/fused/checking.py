@@ -26,7 +26,8 @@ _EIGHT_TOLERANCE = 0.2  # the same with three bits of mantissa
 @functools.cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Run a small encoder both ways, forward and backward. Leaves every random generator as it was."""
-    reason = fault(device, _TOLERANCE, lambda: max(_block_difference(device, dtype), _loss_difference(device, dtype)))
+    parts = (_cut_difference, _block_difference, _loss_difference)
+    reason = fault(device, _TOLERANCE, lambda: max(part(device, dtype) for part in parts))
     if reason:
         log.warning("Vitrail's own GPU kernels are not used here (%s); going on with torch's, more slowly.", reason)
     return not reason
@@ -124,6 +125,14 @@ def _attention_difference(
     # With one key there is nothing to choose from: queries and keys have no gradient, and rounding is all there is of it.
     first = 2 if keys == 1 else 0
     return max(off, largest_difference(expected[first:], gradients[first:]))
+
+
+def _cut_difference(device: torch.device, dtype: torch.dtype) -> float:
+    from vitrail.models.fused.cutting import cut
+    from vitrail.models.layers import cut as plain
+
+    images = torch.randn(2, 3, 28, 42, device=device)
+    return largest_difference([plain(images, (14, 14))], [cut(images, (14, 14), dtype)])
 
 
 def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:

@@ -100,6 +100,15 @@ def _block(
     return Stream(x, branch, block.mlp.down.bias, _keep(block, x), after_mlp, rate)
 
 
+def cut_for(images: Tensor, patch: tuple[int, int], weight: Tensor) -> Tensor:
+    """Images cut into patches, in the precision in which they will be multiplied with the weight."""
+    from vitrail.models.fused.cutting import cut
+
+    dtype = low_precision(weight)
+    assert dtype is not None
+    return cut(images, patch, dtype)
+
+
 def assembled(patches: Tensor, fixed: Tensor) -> Tensor:
     """What all images share [1, token, width], with the patches [image, patch, width] added to its last tokens."""
     from vitrail.models.fused.assembling import Assembled

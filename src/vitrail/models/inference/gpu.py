@@ -39,7 +39,7 @@ class GpuViT(ViT):
         return leaving.clone()
 
     def embed_patches(self, images: Tensor) -> Tensor:
-        return super().embed_patches(images.to(self.norm.weight.dtype))
+        return super().embed_patches(images if self._cuts(images) else images.to(self.norm.weight.dtype))
 
     def _record(self, images: Tensor) -> None:
         graph, entering = torch.cuda.CUDAGraph(), images.clone()

@@ -213,9 +213,10 @@ class ViT(nn.Module):
 
     def _cuts(self, images: Tensor) -> bool:
         """Whether images are cut into patches, and rounded, by a kernel; it has no gradient."""
-        plain = self.kernels == "plain" or self.resnet is not None or type(self.patches) is not PatchEmbedding
-        there = images.device == self.patches.weight.device and not images.requires_grad
-        return not plain and there and fused.can_fuse(self.patches.weight)
+        if self.kernels == "plain" or self.resnet is not None or type(self.patches) is not PatchEmbedding or images.requires_grad:
+            return False
+        weight = self.patches.weight
+        return images.device == weight.device and fused.can_fuse(weight)
 
     def assemble(self, patches: Tensor) -> Tensor:
         """z₀ of equation 1: prefix tokens, then patch embeddings, with their positions."""

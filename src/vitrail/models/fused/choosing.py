@@ -16,8 +16,8 @@ from vitrail.models.fused.launching import generation, is_fake, processors
 def suits(x: Tensor, columns: int, end: Literal["bias", "gelu"]) -> bool:
     """Whether our own kernels are for x [..., inner] times a weight with so many columns, and right on this device.
 
-    With GELU in the end they are faster than the library and a pass, whatever the size; with a bias where there are many rows.
-    Without either the library is: its tiles are larger, and need less power, which is what limits a GPU in the end.
+    With GELU in the end they are faster than the library and a pass, but for two to four images, where there is little between
+    them; with a bias where there are many rows. Without either the library is: its larger tiles need less power.
     """
     inner, rows = x.shape[-1], x.numel() // x.shape[-1]
     if x.dtype not in (torch.bfloat16, torch.float16) or columns % 128 or inner % 64 or rows < 64:

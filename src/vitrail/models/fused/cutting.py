@@ -31,9 +31,11 @@ def cut(images: Tensor, patch: tuple[int, int], dtype: torch.dtype) -> Tensor:
     batch, channels, height, width = images.shape
     rows, columns = height // patch[0], width // patch[1]
     patches = torch.empty(batch, rows * columns, channels * patch[0] * patch[1], dtype=dtype, device=images.device)
+    tile = next_power_of_2(patch[0]), next_power_of_2(width)
     if not is_fake(images):
         _cut_kernel[(batch, channels, rows)](
             images.contiguous(), patches, channels, width,
-            HEIGHT=patch[0], WIDTH=patch[1], PADDED_HEIGHT=next_power_of_2(patch[0]), PADDED=next_power_of_2(width), num_warps=4,
+            HEIGHT=patch[0], WIDTH=patch[1], PADDED_HEIGHT=tile[0], PADDED=tile[1],
+            num_warps=min(16, max(4, tile[0] * tile[1] // 1024)),
         )  # fmt: skip
     return patches

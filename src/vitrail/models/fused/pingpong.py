@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vitrail.models.fused.launching import ceil_div
 
-# Triton 3.7 gave them other names.
+# The first names are those of newer versions of Triton, the others those of 3.6.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 

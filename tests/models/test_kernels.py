@@ -89,7 +89,7 @@ def test_images_cut_into_patches(batch: int, channels: int, rows: int, columns: 
         assert torch.equal(found, plain(images, (height, width)).half())
 
 
-def test_images_are_cut_by_a_kernel_unless_they_want_a_gradient(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_cut_by_a_kernel_unless_somebody_could_tell(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import cutting
 
     calls, real = [], cutting.cut
@@ -98,8 +98,12 @@ def test_images_are_cut_by_a_kernel_unless_they_want_a_gradient(fusing: None, mo
     with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         found = model(images)
         assert len(calls) == 1 and near(model(images.requires_grad_()), found, CLOSE)
+        images, seen = images.detach(), []
+        with model.patches.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape)):
+            model(images)
+        assert seen == [images.shape]
         model.kernels = "plain"
-        model(images.detach())
+        model(images)
     assert len(calls) == 1
 
 

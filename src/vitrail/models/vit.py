@@ -213,10 +213,10 @@ class ViT(nn.Module):
 
     def _cuts(self, images: Tensor) -> bool:
         """Whether images are cut into patches, and rounded, by a kernel; it has no gradient."""
-        if self.kernels == "plain" or self.resnet is not None or type(self.patches) is not PatchEmbedding or images.requires_grad:
+        patches = self.patches
+        if self.kernels == "plain" or self.resnet is not None or type(patches) is not PatchEmbedding or fused.is_heard(patches):
             return False
-        weight = self.patches.weight
-        return images.device == weight.device and fused.can_fuse(weight)
+        return not images.requires_grad and images.device == patches.weight.device and fused.can_fuse(patches.weight)
 
     def assemble(self, patches: Tensor) -> Tensor:
         """z₀ of equation 1: prefix tokens, then patch embeddings, with their positions."""

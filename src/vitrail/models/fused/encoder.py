@@ -51,10 +51,15 @@ def can_fuse(x: Tensor) -> bool:
     return is_fake(x) or works(x.device, dtype)
 
 
+def is_heard(module: nn.Module) -> bool:
+    """Whether somebody listens to it, an engine for shards or a person: then it is called as ever, with what it has always got."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 def is_plain(block: Block) -> bool:
     """Whether the fused path computes what this block does, as it is now."""
-    if any(one._forward_hooks or one._forward_pre_hooks or one._backward_hooks for one in block.modules()):
-        return False  # somebody listens to its parts, an engine for shards or a person: then every part is called
+    if any(is_heard(one) for one in block.modules()):
+        return False
     dropping = block.training and block.attention.dropout > 0
     linear = all(type(one) is nn.Linear for one in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down))
     return linear and type(block.attention) is Attention and type(block.scale1) is nn.Identity and not dropping

@@ -92,10 +92,7 @@ def _group(given, NUMBER: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constex
         done += 2 * count
         turn ^= 1
         _finish(left, bias, slope, out, one, two, row, column, GELU)
-        if slope is not None:
-            _finish(right, bias, slope, out, one, two, row, column + COLUMNS // 2, GELU)
-        else:
-            _finish(right, bias, slope, out, two, one, row, column + COLUMNS // 2, GELU)
+        _finish(right, bias, slope, out, two if slope is None else one, two, row, column + COLUMNS // 2, GELU)
     tma.store_wait(0)
 
 

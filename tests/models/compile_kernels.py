@@ -80,6 +80,7 @@ def main(capability: int) -> None:
         attention_of_few_tokens()
     if capability == 90:
         products()
+        attention_over_many_heads()
     sys.stdout.write(" ".join(sorted(set(COMPILED))))
 
 
@@ -106,6 +107,14 @@ def products() -> None:
             up_gelu(low(rows, 128), low(256, 128), torch.zeros(256), tanh, slope=slope)
         product(low(rows, 128), low(256, 128), low(256))
     back_gelu(low(512, 128), low(128, 256), low(512, 256))
+
+
+def attention_over_many_heads() -> None:
+    from vitrail.models.fused.attention_hopper import attention_in_turns
+
+    for tokens in (145, 197):  # keys in two pieces and in three
+        for learns in (True, False):
+            attention_in_turns(low(2, tokens, 384), 2, learns=learns)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.models.fused.attention_backward import attention_backward
 from vitrail.models.fused.attention_forward import attention
-from vitrail.models.fused.choosing import suits
+from vitrail.models.fused.choosing import suits, suits_turns
 from vitrail.models.fused.folding import fold, unfold
 from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
 from vitrail.models.fused.launching import is_fake
@@ -27,20 +27,21 @@ from vitrail.models.fused.sums import added_up
 class AttentionBranch(torch.autograd.Function):
     """Tokens → queries, keys, values → attention → output projection, without that projection's bias.
 
-    With `first` there are queries, and an output, only for so many of the first tokens.
+    With `first` there are queries, and an output, only for so many of the first tokens. `learns` says whether there will be a
+    gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, scale: Tensor | None, shift: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
-        out_weight: Tensor, heads: int, first: int | None, eight: bool, light: bool,
+        out_weight: Tensor, heads: int, first: int | None, eight: bool, light: bool, learns: bool,
     ) -> Tensor:  # fmt: skip
         linear = EightLinear if eight and first is None else LowLinear
         weight, bias = fold(qkv_weight, qkv_bias, scale, shift, y.dtype)
         ctx.qkv, ctx.out = linear(weight, y.dtype), linear(out_weight, y.dtype)
         bias = None if bias is None else bias.to(y.dtype)
         parts = (ctx.qkv(y, bias),) if first is None else _projected(y, weight, bias, first)
-        out, lse = attention(*_split(parts), heads)
+        out, lse = _attended(parts, heads, learns)
         ctx.save_for_backward(y, scale, shift, qkv_weight, *((None, None) if light else (out, lse)), *parts)
         ctx.heads = heads
         return ctx.out(out)  # type: ignore[no-any-return]
@@ -49,7 +50,7 @@ class AttentionBranch(torch.autograd.Function):
     def backward(ctx: Any, dbranch: Tensor) -> Any:
         y, scale, shift, weight, out, lse, *parts = ctx.saved_tensors
         if out is None:
-            out, lse = attention(*_split(parts), ctx.heads)
+            out, lse = _attended(parts, ctx.heads, True)
         needs, dtype = ctx.needs_input_grad, weight.dtype
         dout_weight = weight_gradient(dbranch, out, dtype) if needs[5] else None
         slopes = tuple(torch.empty_like(part) for part in parts)
@@ -62,7 +63,7 @@ class AttentionBranch(torch.autograd.Function):
             dentering = unfold(found[0] if len(found) == 1 else torch.cat(found), dbias, weight, scale, shift)
         dweight, dscale, dshift = dentering
         dy = ctx.qkv.back(slopes[0]) if len(slopes) == 1 else _unprojected(slopes, ctx.qkv.weight)
-        return dy, dscale, dshift, dweight, dbias if needs[4] else None, dout_weight, None, None, None, None
+        return dy, dscale, dshift, dweight, dbias if needs[4] else None, dout_weight, None, None, None, None, None
 
 
 def _projected(y: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> tuple[Tensor, ...]:
@@ -78,6 +79,15 @@ def _unprojected(slopes: tuple[Tensor, ...], weight: Tensor) -> Tensor:
     dy = slopes[1] @ weight[width:]
     dy[:, :few] += slopes[0] @ weight[:width]
     return dy
+
+
+def _attended(parts: Sequence[Tensor], heads: int, learns: bool) -> tuple[Tensor, Tensor | None]:
+    """Attention's output and, if something learns from them, the logarithms of softmax's denominators."""
+    if len(parts) > 1 or not suits_turns(parts[0], heads, learns):
+        return attention(*_split(parts), heads)
+    from vitrail.models.fused.attention_hopper import attention_in_turns
+
+    return attention_in_turns(parts[0], heads, learns=learns)
 
 
 def _split(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

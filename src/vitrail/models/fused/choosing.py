@@ -1,4 +1,4 @@
-"""Whether a product is better done by our own kernels or by the library: asked before each, answered by shape and by a trial."""
+"""Whether a kernel for Hopper GPUs is the better one: asked before each use, answered by shape and by a trial."""
 
 from __future__ import annotations
 
@@ -26,6 +26,43 @@ def suits(x: Tensor, columns: int, end: Literal["bias", "gelu"]) -> bool:
         return True
     enough = end == "gelu" or rows * columns >= 8 * 128 * 128 * processors(x.device)
     return x.is_cuda and enough and _works(x.device, x.dtype)
+
+
+def suits_turns(qkv: Tensor, heads: int, learns: bool) -> bool:
+    """Whether attention over queries, keys and values [image, token, 3 · width] is for `attention_hopper.py`, and right there.
+
+    It is for many heads of the width that the paper has, over so many tokens that there are tiles for all groups.
+    """
+    images, tokens, width = *qkv.shape[:2], qkv.shape[2] // 3
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or width != 64 * heads or not 128 < tokens <= 224 or is_fake(qkv):
+        return False
+    many = qkv.is_cuda and images * heads >= processors(qkv.device)
+    return many and _turns_work(qkv.device, qkv.dtype, tokens, heads, learns)
+
+
+@functools.cache
+def _turns_work(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> bool:
+    """Whether the device has what that kernel is made for, and it is right for so many tokens: each number is compiled anew."""
+    if generation(device) != 9:
+        return False
+    reason = fault(device, 0.01, lambda: _turns_difference(device, dtype, tokens, heads, learns))
+    if reason:
+        log.warning("Attention over %d tokens goes on more slowly: a faster kernel is not used here (%s).", tokens, reason)
+    return not reason
+
+
+def _turns_difference(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> float:
+    """How far off the output and softmax's denominators are; each program gets several heads."""
+    from vitrail.models.fused.attention_hopper import attention_in_turns
+
+    generator = torch.Generator(device).manual_seed(0)
+    qkv = torch.randn(3, tokens, 3 * 64 * heads, device=device, generator=generator).to(dtype)
+    q, k, v = qkv.float().unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    scores = q @ k.transpose(-2, -1) / 8
+    expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    out, lse = attention_in_turns(qkv, heads, learns=learns, programs=max(1, 3 * heads // 7))
+    off = largest_difference([expected], [out])
+    return off if lse is None else max(off, largest_difference([scores.logsumexp(-1)], [lse]))
 
 
 @functools.cache

@@ -139,7 +139,8 @@ def _attended(attention: Attention, norm: nn.LayerNorm, y: Tensor, first: int | 
 
     entering, out = (norm.weight, norm.bias, attention.qkv.weight, attention.qkv.bias), attention.out
     if _own_attention(y, attention.heads, first):
-        return AttentionBranch.apply(y, *entering, out.weight, attention.heads, first, eight, light)  # type: ignore[no-any-return]
+        learns = torch.is_grad_enabled()
+        return AttentionBranch.apply(y, *entering, out.weight, attention.heads, first, eight, light, learns)  # type: ignore[no-any-return]
     # With many tokens attention itself is much of the cost, and the library's kernels are at their best.
     both = Product.apply(y, *entering, eight)
     q, k, v = both.unflatten(-1, (3, attention.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)

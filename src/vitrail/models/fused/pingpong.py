@@ -48,10 +48,11 @@ def rooms_for(COUNT: gl.constexpr, matrix):
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr):
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """So many, each of which opens when it has been arrived at so often."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for number in gl.static_range(COUNT):
-        mbarrier.init(made.index(number), count=1)
+        mbarrier.init(made.index(number), count=ARRIVALS)
     return made
 
 

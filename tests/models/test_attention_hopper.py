@@ -1,0 +1,115 @@
+"""Attention by three groups of warps in turn, and when it is taken.
+
+The kernel needs a Hopper GPU: it is written in Gluon, which has no interpreter. Without one a stand-in takes its place in a model,
+and test_compiling.py compiles it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.models.test_fused import CLOSE, DEVICE, LOW, fusing, near, results, small
+from tests.models.test_products import HOPPER, on_hopper
+
+pytest.importorskip("triton")
+
+__all__ = ["fusing"]
+
+
+def plain_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The output, and the logarithms of softmax's denominators."""
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), scores.logsumexp(-1)
+
+
+@on_hopper
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [129, 145, 170, 192, 197, 224])
+def test_attention_in_turns(low: torch.dtype, tokens: int) -> None:
+    from vitrail.models.fused.attention_hopper import attention_in_turns
+
+    qkv = torch.randn(7, tokens, 3 * 3 * 64, device=DEVICE).to(low)
+    qkv[3] *= 20  # scores so high that only their differences can be exponents
+    expected, levels = plain_attention(qkv.double(), 3)
+    for programs in (1, 4, None):  # with all 21 heads, some of them, one
+        out, lse = attention_in_turns(qkv, 3, learns=True, programs=programs)
+        assert lse is not None and (lse - levels).abs().max() < 1e-5 * levels.abs().max()
+        assert (out - expected).abs().max() < 4 * torch.finfo(low).eps * expected.abs().max()
+        assert torch.equal(attention_in_turns(qkv, 3, learns=False, programs=programs)[0], out)
+
+
+@on_hopper
+def test_attention_in_turns_gives_the_same_every_time() -> None:
+    from vitrail.models.fused.attention_hopper import attention_in_turns
+
+    qkv = torch.randn(200, 197, 3 * 12 * 64, device=DEVICE).to(LOW)
+    first, _ = attention_in_turns(qkv, 12, learns=True)
+    assert all(torch.equal(first, attention_in_turns(qkv, 12, learns=True)[0]) for _ in range(30))
+
+
+def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import choosing
+
+    with FakeTensorMode():
+        assert not choosing.suits_turns(torch.zeros(64, 197, 2304, dtype=torch.bfloat16), 12, True)  # nothing is launched
+    assert not choosing.suits_turns(torch.zeros(2, 197, 576, dtype=torch.bfloat16), 3, True)  # on a processor
+    if DEVICE == "cuda":
+        monkeypatch.setattr(choosing, "_turns_work", lambda *given: True)
+        many = choosing.processors(torch.device(DEVICE))
+
+        def taken(images: int, tokens: int, heads: int = 1, width: int = 64, dtype: torch.dtype = LOW) -> bool:
+            return choosing.suits_turns(torch.zeros(images, tokens, 3 * width, dtype=dtype, device=DEVICE), heads, True)
+
+        assert taken(many, 129) and taken(many, 224) and not taken(many - 1, 197)
+        assert not any((taken(many, 128), taken(many, 225), taken(many, 197, 2), taken(many, 197, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("number, off, expected", [(9, 0.001, True), (9, 0.5, False), (9, float("nan"), False), (10, 0.001, False)])
+def test_it_is_tried_before_it_is_used(
+    number: int, off: float, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vitrail.models.fused import choosing
+
+    monkeypatch.setattr(choosing, "generation", lambda device: number)
+    monkeypatch.setattr(choosing, "_turns_difference", lambda *given: off)
+    choosing._turns_work.cache_clear()
+    assert choosing._turns_work(torch.device("cpu"), LOW, 197, 12, True) == expected
+    choosing._turns_work.cache_clear()
+    assert bool(caplog.records) == (number == 9 and not expected)
+
+
+@pytest.mark.parametrize("keeps", [None, "products", "nothing"])
+def test_a_model_with_attention_in_turns(keeps: Any, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import attention_hopper, branches
+
+    taken: list[bool] = []
+    real = attention_hopper.attention_in_turns
+
+    def watched(qkv: Tensor, heads: int, *, learns: bool) -> tuple[Tensor, Tensor | None]:
+        taken.append(learns)
+        if HOPPER:
+            return real(qkv, heads, learns=learns)
+        out, lse = plain_attention(qkv, heads)
+        return out, lse if learns else None
+
+    size = 192 if HOPPER else 48
+    model, images = small(depth=2, image_size=size), torch.randn(2, 3, size, size, device=DEVICE)
+    plain, plain_gradients = results(model, images, "plain")
+    if keeps:
+        model.checkpoint_activations(keeps=keeps)
+    monkeypatch.setattr(branches, "suits_turns", lambda qkv, heads, learns: True)
+    monkeypatch.setattr(attention_hopper, "attention_in_turns", watched)
+    fused, gradients = results(model, images, "auto")
+    # The last block's queries are apart from its keys, and few; so one block is left, and computed again if little is kept of it.
+    assert taken == [True] * (2 if keeps else 1)
+    assert near(fused, plain, 1e-4 + CLOSE)
+    assert all(near(gradients[name], one, 1e-4 + 2 * CLOSE) for name, one in plain_gradients.items())
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+        assert near(model(images), plain, 1e-4 + CLOSE)
+    assert not taken[-1]

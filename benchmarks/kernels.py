@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.models.fused.attention_backward import attention_backward
-from vitrail.models.fused.attention_forward import attention
 from vitrail.models.fused.back_gelu import back_gelu
+from vitrail.models.fused.branches import attended
 from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.fused.gelu import gelu, gelu_backward
 from vitrail.models.fused.norm import AddNorm
@@ -157,7 +157,7 @@ def mlp_case(batch: int, tokens: int, width: int, heads: int) -> Case:
 def attention_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     qkv = torch.randn(batch, tokens, 3 * width, device="cuda", dtype=LOW)
     slope = torch.randn(batch, tokens, width, device="cuda", dtype=LOW)
-    out, lse = attention(*qkv.chunk(3, -1), heads)
+    out, lse = attended((qkv,), heads, True)
     found = torch.empty_like(qkv)
     leaf, bias = qkv.clone().requires_grad_(), torch.zeros(3 * width, device="cuda", dtype=LOW, requires_grad=True)
     q, k, v = (leaf + bias).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -169,7 +169,7 @@ def attention_case(batch: int, tokens: int, width: int, heads: int) -> Case:
         value = library()
     parts = tuple(found.chunk(3, -1))
     return [
-        ("attention, forward", 0, lambda: attention(*qkv.chunk(3, -1), heads), without_gradients(library)),
+        ("attention, forward", 0, lambda: attended((qkv,), heads, True), without_gradients(library)),
         (
             "attention, backward with bias sums",
             0,

@@ -25,6 +25,7 @@ KINDS = {
     "_product_kernel": "product with a bias or GELU",
     "_back_gelu": "product with GELU's gradient",
     "_attention_forward": "attention forward",
+    "_attention_hopper": "attention forward",
     "_attention_backward": "attention backward",
     "_norm_": "residual and norm",
     "_gelu_": "GELU alone",

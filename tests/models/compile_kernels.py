@@ -57,7 +57,7 @@ def main(capability: int) -> None:
     from vitrail.models.fused.cutting import cut
     from vitrail.models.fused.folding import fold, unfold
     from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
-    from vitrail.models.fused.norm import AddNorm
+    from vitrail.models.fused.norm import AddNorm, add
     from vitrail.models.fused.products import quantise
 
     one = torch.ones(192)
@@ -68,6 +68,7 @@ def main(capability: int) -> None:
         for tanh in (True, False):
             gelu(low(4, 768), torch.zeros(768), tanh, drawn, 0.1)
             gelu_backward(low(4, 768), torch.zeros(768), low(4, 768), tanh, drawn, 0.1)
+    add(low(2, 5, 192), low(2, 5, 192), low(192), 1e-6)
     if capability >= 89:  # older ones have no eight-bit floats
         quantise(low(4, 192))
         gelu_eight(low(4, 768), torch.zeros(768), False)
@@ -105,7 +106,8 @@ def products() -> None:
             slope = low(rows, 256)
             up_gelu(low(rows, 128), low(256, 128), torch.zeros(256), tanh)
             up_gelu(low(rows, 128), low(256, 128), torch.zeros(256), tanh, slope=slope)
-        product(low(rows, 128), low(256, 128), low(256))
+        for factors in (None, torch.ones(rows)):
+            product(low(rows, 128), low(256, 128), low(256), factors=factors)
     back_gelu(low(512, 128), low(128, 256), low(512, 256))
 
 

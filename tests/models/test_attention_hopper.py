@@ -61,12 +61,12 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not choosing.suits_turns(torch.zeros(2, 197, 576, dtype=torch.bfloat16), 3, True)  # on a processor
     if DEVICE == "cuda":
         monkeypatch.setattr(choosing, "_turns_work", lambda *given: True)
-        many = choosing.processors(torch.device(DEVICE))
+        many = 2 * choosing.processors(torch.device(DEVICE))
 
         def taken(images: int, tokens: int, heads: int = 1, width: int = 64, dtype: torch.dtype = LOW) -> bool:
             return choosing.suits_turns(torch.zeros(images, tokens, 3 * width, dtype=dtype, device=DEVICE), heads, True)
 
-        assert taken(many, 129) and taken(many, 224) and not taken(many - 1, 197)
+        assert taken(many, 129) and taken(many, 224) and not taken(many // 2, 197)
         assert not any((taken(many, 128), taken(many, 225), taken(many, 197, 2), taken(many, 197, dtype=torch.float32)))
 
 

@@ -94,6 +94,7 @@ def test_a_gpus_copy_is_the_same_function(kind: str) -> None:
     copied = gpu_copy(model, torch.device("cpu"), torch.float32)
     assert error(copied(images), model(images)) < 2e-6
     assert all(block.norm1.weight is None for block in copied.blocks) and model.blocks[0].norm1.weight is not None
+    assert all(block.mlp.up.weight.sum(dim=1).abs().max() < 1e-5 for block in copied.blocks)  # a token's mean is not felt
 
 
 @torch.no_grad()

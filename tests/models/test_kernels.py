@@ -122,6 +122,16 @@ def test_gelu_to_seven_digits(tanh: bool) -> None:
     assert (dh - expected).abs().max() < 5e-6 and (sums - expected.sum(0)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_sum_and_its_factors(adds: bool) -> None:
+    from vitrail.models.fused.norm import add
+
+    x, branch, bias = (torch.randn(size, device=DEVICE) + 3 for size in ((2, 7, 100), (2, 7, 100), (100,)))
+    expected = x.double() + branch.double() + bias.double() if adds else x.double()
+    total, factors = add(x, *((branch, bias) if adds else (None, None)), 1e-6)
+    assert near(total, expected, 1e-6) and near(factors, expected.var(-1, correction=0).add(1e-6).rsqrt().flatten(), 2e-6)
+
+
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows, columns", [(1, 16), (30, 200), (70, 300)])
 def test_a_norms_weights_taken_into_a_product(rows: int, columns: int, has_bias: bool) -> None:

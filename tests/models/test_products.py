@@ -60,6 +60,10 @@ def test_products_with_something_in_their_end(low: torch.dtype, tanh: bool, rows
 
     assert off(product(y, up, bias), entering) < 2e-5
     assert off(up_gelu(y, up, bias, tanh), value) < 2e-5
+    factors = torch.linspace(0.5, 2, rows, device=DEVICE)
+    scaled = F.linear(y.double() * factors.double()[:, None], up.double(), bias.double())
+    assert off(product(y, up, bias, factors=factors), scaled) < 2e-5
+    assert off(up_gelu(y, up, bias, tanh, factors=factors), F.gelu(scaled, approximate="tanh" if tanh else "none")) < 2e-5
     assert off(up_gelu(y, up, bias, tanh, slope=slope), value) < 2e-5
     assert off(slope, derivative) < 5e-5
     dhidden, dbias = back_gelu(y, down, slope)
@@ -93,6 +97,27 @@ def test_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choosing, "_works", lambda device, dtype: True)
         few, many = (torch.zeros(rows, 64, dtype=LOW, device=DEVICE) for rows in (200, 200_000))
         assert choosing.suits(few, 256, "gelu") and not choosing.suits(few, 256, "bias") and choosing.suits(many, 256, "bias")
+
+
+@on_hopper
+def test_factors_are_tried_rightly() -> None:
+    from vitrail.models.fused import choosing
+
+    assert choosing._factors_difference(torch.device(DEVICE), torch.bfloat16) < 0.005
+
+
+@pytest.mark.parametrize("off, expected", [(0.001, True), (0.5, False), (float("nan"), False)])
+def test_factors_are_tried_before_they_are_used(
+    off: float, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vitrail.models.fused import choosing
+
+    monkeypatch.setattr(choosing, "suits", lambda x, columns, end: True)
+    monkeypatch.setattr(choosing, "_factors_difference", lambda device, dtype: off)
+    choosing._factors_work.cache_clear()
+    assert choosing.suits_factors(torch.zeros(1, 5, 64), 192, 256) == expected
+    choosing._factors_work.cache_clear()
+    assert bool(caplog.records) != expected
 
 
 @pytest.mark.parametrize("number, off, expected", [(9, 0.001, True), (9, 0.5, False), (9, float("nan"), False), (10, 0.001, False)])
@@ -181,3 +206,36 @@ def test_a_bias_in_the_end_of_a_product(kind: dict[str, Any], fusing: None, monk
     # A norm's shift is a bias, too; in the last block keys and values are made apart, for the class token's queries are few.
     assert taken == [(576, 192)] and near(found, expected, 1e-4 + CLOSE)
     assert all(near(gradients[name], one, 1e-4 + 2 * CLOSE) for name, one in expected_gradients.items())
+
+
+def test_a_copy_whose_norms_are_factors_in_the_ends_of_products(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import choosing, product
+    from vitrail.models.inference.gpu import gpu_copy
+
+    taken: list[str] = []
+
+    def watched(name: str, real: Any, stand_in: Any) -> Any:
+        def call(x: Tensor, weight: Tensor, bias: Tensor, *rest: Any, factors: Tensor) -> Tensor:
+            taken.append(name)
+            if HOPPER:
+                return real(x, weight, bias, *rest, factors=factors)  # type: ignore[no-any-return]
+            return stand_in(F.linear(x * factors.view(*x.shape[:-1], 1), weight, bias))  # type: ignore[no-any-return]
+
+        return call
+
+    model, images = small(gelu="erf").eval(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    with torch.no_grad():
+        model.patches.bias += 2  # means far from zero, which must not be felt
+        expected = model(images)
+    copied = gpu_copy(model, torch.device(DEVICE), LOW)
+    monkeypatch.setattr(choosing, "suits_factors", lambda x, biased, gelu: (biased, gelu) == (576, 768))
+    monkeypatch.setattr(product, "product", watched("bias", product.product, lambda x: x))
+    monkeypatch.setattr(product, "up_gelu", watched("gelu", product.up_gelu, F.gelu))
+    assert near(copied(images), expected, 1e-5 + CLOSE)
+    assert taken == ["bias", "gelu"] * 2  # the last block computes the class token only
+    taken.clear()
+    assert near(copied.features(images).pre_logits, model.features(images).pre_logits, 1e-5 + CLOSE)  # with gradients
+    assert not taken
+    with torch.no_grad():
+        assert near(model(images), expected, 1e-5)  # its norms have weights of their own
+    assert not taken

@@ -41,7 +41,7 @@ class AttentionBranch(torch.autograd.Function):
         ctx.qkv, ctx.out = linear(weight, y.dtype), linear(out_weight, y.dtype)
         bias = None if bias is None else bias.to(y.dtype)
         parts = (ctx.qkv(y, bias),) if first is None else _projected(y, weight, bias, first)
-        out, lse = _attended(parts, heads, learns)
+        out, lse = attended(parts, heads, learns)
         ctx.save_for_backward(y, scale, shift, qkv_weight, *((None, None) if light else (out, lse)), *parts)
         ctx.heads = heads
         return ctx.out(out)  # type: ignore[no-any-return]
@@ -50,7 +50,7 @@ class AttentionBranch(torch.autograd.Function):
     def backward(ctx: Any, dbranch: Tensor) -> Any:
         y, scale, shift, weight, out, lse, *parts = ctx.saved_tensors
         if out is None:
-            out, lse = _attended(parts, ctx.heads, True)
+            out, lse = attended(parts, ctx.heads, True)
         needs, dtype = ctx.needs_input_grad, weight.dtype
         dout_weight = weight_gradient(dbranch, out, dtype) if needs[5] else None
         slopes = tuple(torch.empty_like(part) for part in parts)
@@ -81,7 +81,7 @@ def _unprojected(slopes: tuple[Tensor, ...], weight: Tensor) -> Tensor:
     return dy
 
 
-def _attended(parts: Sequence[Tensor], heads: int, learns: bool) -> tuple[Tensor, Tensor | None]:
+def attended(parts: Sequence[Tensor], heads: int, learns: bool) -> tuple[Tensor, Tensor | None]:
     """Attention's output and, if something learns from them, the logarithms of softmax's denominators."""
     if len(parts) > 1 or not suits_turns(parts[0], heads, learns):
         return attention(*_split(parts), heads)

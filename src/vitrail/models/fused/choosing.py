@@ -28,15 +28,43 @@ def suits(x: Tensor, columns: int, end: Literal["bias", "gelu"]) -> bool:
     return x.is_cuda and enough and _works(x.device, x.dtype)
 
 
+def suits_factors(x: Tensor, biased: int, gelu: int) -> bool:
+    """Whether products with so many columns, with a bias and with GELU, are for our own kernels, and take factors rightly."""
+    return suits(x, biased, "bias") and suits(x, gelu, "gelu") and (is_fake(x) or _factors_work(x.device, x.dtype))
+
+
+@functools.cache
+def _factors_work(device: torch.device, dtype: torch.dtype) -> bool:
+    reason = fault(device, 0.01, lambda: _factors_difference(device, dtype))
+    if reason:
+        log.warning("Norms are not left to products here (%s); going on a little more slowly.", reason)
+    return not reason
+
+
+def _factors_difference(device: torch.device, dtype: torch.dtype) -> float:
+    """How far off products of normed tokens are when only the tokens' factors are known of the norm."""
+    from vitrail.models.fused.norm import add
+    from vitrail.models.fused.product import product, up_gelu
+
+    generator, sizes = torch.Generator(device).manual_seed(0), ((1, 40_037, 192), (1, 40_037, 192), (256, 192), (256,), (192,))
+    x, branch, weight, bias, added = (torch.randn(size, device=device, generator=generator) / 4 for size in sizes)
+    exact = F.linear(F.layer_norm(x + branch + added, (192,)), weight, bias)
+    total, factors = add(x.to(dtype), branch.to(dtype), added.to(dtype), 1e-6)
+    weight = (weight - weight.mean(dim=1, keepdim=True)).to(dtype)
+    found = product(total, weight, bias, factors=factors), up_gelu(total, weight, bias, False, factors=factors)
+    return largest_difference([exact, F.gelu(exact)], found)
+
+
 def suits_turns(qkv: Tensor, heads: int, learns: bool) -> bool:
     """Whether attention over queries, keys and values [image, token, 3 · width] is for `attention_hopper.py`, and right there.
 
-    It is for many heads of the width that the paper has, over so many tokens that there are tiles for all groups.
+    It is for heads of the width that the paper has, more of them than multiprocessors, over so many tokens that there are tiles
+    for all groups.
     """
     images, tokens, width = *qkv.shape[:2], qkv.shape[2] // 3
     if qkv.dtype not in (torch.bfloat16, torch.float16) or width != 64 * heads or not 128 < tokens <= 224 or is_fake(qkv):
         return False
-    many = qkv.is_cuda and images * heads >= processors(qkv.device)
+    many = qkv.is_cuda and images * heads >= 1.5 * processors(qkv.device)
     return many and _turns_work(qkv.device, qkv.dtype, tokens, heads, learns)
 
 

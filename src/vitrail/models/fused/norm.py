@@ -25,7 +25,7 @@ def _norm_forward_kernel(
     x, branch, bias, keep, seed, x_out, y, rstd_out,
     tokens, eps, rate,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_KEEP: tl.constexpr,
-    DROPS: tl.constexpr,
+    DROPS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.arange(0, PADDED)
     inside = column < WIDTH
@@ -44,7 +44,8 @@ def _norm_forward_kernel(
     mean = tl.sum(value) / WIDTH
     centred = tl.where(inside, value - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
-    tl.store(y + place, (centred * rstd).to(y.dtype.element_ty), mask=inside)
+    if NORMS:
+        tl.store(y + place, (centred * rstd).to(y.dtype.element_ty), mask=inside)
     tl.store(rstd_out + row, rstd)
 
 
@@ -91,18 +92,8 @@ class AddNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None,
         rate: float, eps: float, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        width, rows = x.shape[-1], x.numel() // x.shape[-1]
-        x = x.contiguous()
-        out = x.view_as(x) if branch is None else torch.empty_like(x)
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
-        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-        if not is_fake(x):
-            _norm_forward_kernel[(rows,)](
-                x, branch, bias, keep, seed, out, y, rstd, x.shape[1], eps, rate,
-                WIDTH=width, PADDED=next_power_of_2(width),
-                ADDS=branch is not None, HAS_BIAS=bias is not None, HAS_KEEP=keep is not None,
-                DROPS=seed is not None, num_warps=4,
-            )  # fmt: skip
+        out, rstd = _forward(x.contiguous(), branch, bias, keep, seed, rate, eps, y)
         ctx.save_for_backward(y, rstd, keep, seed)
         ctx.rate, ctx.dtypes = rate, (x.dtype, None if branch is None else branch.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
@@ -129,3 +120,25 @@ class AddNorm(torch.autograd.Function):
             )  # fmt: skip
         dbias = None if sums is None or of_bias is None else added_up(sums, of_bias)
         return dx, dbranch, dbias, None, None, None, None, None
+
+
+def add(x: Tensor, branch: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """x + branch + bias, and for each of its rows the factor that would bring it to deviation 1. Has no gradient."""
+    return _forward(x.contiguous(), branch, bias, None, None, 0.0, eps, None)
+
+
+def _forward(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
+    y: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sum, and one over its rows' deviations; the normed sum is written to `y`, if that is given."""
+    width, rows = x.shape[-1], x.numel() // x.shape[-1]
+    out = x.view_as(x) if branch is None else torch.empty_like(x)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if not is_fake(x):
+        _norm_forward_kernel[(rows,)](
+            x, branch, bias, keep, seed, out, y, rstd, x.shape[1], eps, rate,
+            WIDTH=width, PADDED=next_power_of_2(width), ADDS=branch is not None, HAS_BIAS=bias is not None,
+            HAS_KEEP=keep is not None, DROPS=seed is not None, NORMS=y is not None, num_warps=4,
+        )  # fmt: skip
+    return out, rstd

@@ -64,8 +64,11 @@ def _write(matrix, value, room, row, column):
 
 
 @gluon.jit
-def _finish(x, bias, slope, out, room, spare, row, column, GELU: gl.constexpr):
+def _finish(x, factors, bias, slope, out, room, spare, row, column, rows, GELU: gl.constexpr):
     """Write half a tile, and GELU's derivative into `slope`, if there is one."""
+    if factors is not None:
+        at = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+        x *= gl.load(factors + at, mask=at < rows, other=0.0)[:, None]
     x += gl.load(bias + column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))).to(gl.float32)[None, :]
     if GELU is None:
         _write(out, x, room, row, column)
@@ -79,7 +82,7 @@ def _finish(x, bias, slope, out, room, spare, row, column, GELU: gl.constexpr):
 @gluon.jit
 def _group(given, NUMBER: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constexpr):
     """What one of the two groups of warps does: every other tile of this program."""
-    lefts, rights, ready, free, turns, rooms, bias, slope, out, rows, columns, inner = given
+    lefts, rights, ready, free, turns, rooms, factors, bias, slope, out, rows, columns, inner = given
     ROWS: gl.constexpr = lefts.shape[1]
     COLUMNS: gl.constexpr = rights.shape[1]
     count = gl.cdiv(inner, lefts.shape[2])
@@ -91,19 +94,19 @@ def _group(given, NUMBER: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constex
         left, right = halves(multiply(lefts, rights, ready, free, mine, others, turn, done, count, False))
         done += 2 * count
         turn ^= 1
-        _finish(left, bias, slope, out, one, two, row, column, GELU)
-        _finish(right, bias, slope, out, two if slope is None else one, two, row, column + COLUMNS // 2, GELU)
+        _finish(left, factors, bias, slope, out, one, two, row, column, rows, GELU)
+        _finish(right, factors, bias, slope, out, two if slope is None else one, two, row, column + COLUMNS // 2, rows, GELU)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _product_kernel(
-    left, right, bias, slope, out, rows, columns, inner,
+    left, right, factors, bias, slope, out, rows, columns, inner,
     STEPS: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     lefts, rights, rooms = rooms_for(STEPS, left), rooms_for(STEPS, right), rooms_for(4, out)
     ready, free, turns = barriers(STEPS), barriers(STEPS), barriers(2)
-    given = (lefts, rights, ready, free, turns, rooms, bias, slope, out, rows, columns, inner)
+    given = (lefts, rights, ready, free, turns, rooms, factors, bias, slope, out, rows, columns, inner)
     gl.warp_specialize(
         [
             (_group, (given, 0, GELU, PROGRAMS)),
@@ -115,17 +118,19 @@ def _product_kernel(
     )
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x Wᵀ + b. Has no gradient."""
-    return _launch(x, weight, bias, None, None)
+def product(x: Tensor, weight: Tensor, bias: Tensor, *, factors: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, with each row of x times its factor, if there are any. Has no gradient."""
+    return _launch(x, weight, bias, None, factors, None)
 
 
-def up_gelu(y: Tensor, weight: Tensor, bias: Tensor, tanh: bool, *, slope: Tensor | None = None) -> Tensor:
-    """GELU(y Wᵀ + b), rounded once; its derivative is written to `slope`, if given. Has no gradient."""
-    return _launch(y, weight, bias, "tanh" if tanh else "erf", slope)
+def up_gelu(
+    y: Tensor, weight: Tensor, bias: Tensor, tanh: bool, *, factors: Tensor | None = None, slope: Tensor | None = None
+) -> Tensor:
+    """GELU(y Wᵀ + b), rounded once, with factors as in `product`; its derivative is written to `slope`, if given. No gradient."""
+    return _launch(y, weight, bias, "tanh" if tanh else "erf", factors, slope)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor, gelu: str | None, slope: Tensor | None) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor, gelu: str | None, factors: Tensor | None, slope: Tensor | None) -> Tensor:
     columns, inner = weight.shape
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     if is_fake(x):
@@ -136,6 +141,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor, gelu: str | None, slope: Te
     _product_kernel[(count,)](
         described(x.reshape(rows, inner), tall, INNER),
         described(weight, COLUMNS, INNER),
+        factors,
         bias,
         None if slope is None else described(slope.view(rows, columns), tall, COLUMNS // 2),
         described(out.view(rows, columns), tall, COLUMNS // 2),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.models.bit import BiT
+from vitrail.models.layers import FoldedNorm
 from vitrail.models.vit import ViT
 
 _BEFORE = 3  # calls of a shape in the ordinary way, in which kernels are compiled and chosen
@@ -62,9 +63,10 @@ def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype) -> ViT 
 
 
 def _fold(block: nn.Module, name: str, linear: nn.Linear) -> None:
-    """Take the weights of the block's norm into the product that follows it, before anything is rounded."""
+    """Take the block's norm, but for the division by the deviation, into the product that follows, before anything is rounded."""
     norm = getattr(block, name)
     shift = linear.weight @ norm.bias
     linear.bias = nn.Parameter(shift if linear.bias is None else linear.bias + shift, requires_grad=False)
     linear.weight *= norm.weight
-    setattr(block, name, nn.LayerNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=False))
+    linear.weight -= linear.weight.mean(dim=1, keepdim=True)
+    setattr(block, name, FoldedNorm(norm))

@@ -20,6 +20,7 @@ from vitrail.models.fused.pingpong import barriers, load_tile, rooms_for, store_
 _TILE = 64  # queries that a group takes at once; also the width of a head
 _PADDED = 256  # keys that are fetched, of which up to 224 are multiplied
 _HEADS = 2  # in shared memory at once
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 _GROUPS = gl.constexpr(3)
 _WORKERS = gl.constexpr([4, 4, 1])
 _REGISTERS = gl.constexpr([160, 160, 24])
@@ -172,5 +173,4 @@ def attention_in_turns(qkv: Tensor, heads: int, *, learns: bool, programs: int |
 
 def _described(tokens: Tensor, count: int) -> TensorDescriptor:
     """Tokens [image, token, width] as the GPU's copying unit wants them: so many of one image and head are copied at once."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor.from_tensor(tokens, [1, count, _TILE], layout)
+    return TensorDescriptor.from_tensor(tokens, [1, count, _TILE], _LAYOUT)

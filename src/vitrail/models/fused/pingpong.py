@@ -8,7 +8,8 @@ Triton's own products cannot be divided so; this is written in Gluon, its lower 
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -116,8 +117,13 @@ def halves(tile):
 
 def described(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     """A matrix as the GPU's copying unit wants it: with the height and width of what is copied at once."""
-    dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(matrix, [height, width], gl.NVMMASharedLayout.get_default_for([height, width], dtype))
+    return TensorDescriptor.from_tensor(matrix, [height, width], _layout(height, width))
+
+
+@functools.cache
+def _layout(height: int, width: int) -> gl.NVMMASharedLayout:
+    """Of numbers of 16 bits, whichever. Made once: making it takes the processor as long as a small product the GPU."""
+    return gl.NVMMASharedLayout.get_default_for([height, width], gl.float16)
 
 
 def tiles(rows: int, columns: int, tall: int = ROWS) -> int:

@@ -16,6 +16,9 @@ from vitrail.errors import VitrailError
         ({"modes": ("compield",)}, "compiled"),
         ({"modes": ("timm:default",)}, "eager"),
         ({"modes": ("hf:eager",)}, "--against"),
+        ({"modes": ("vitrail:loop-fp8",), "mode": ("infer",)}, "to infer there is no mode 'loop-fp8'"),
+        ({"modes": ("fast",)}, "to train there is no mode 'fast'"),
+        ({"modes": ("eager",), "against": ()}, "no mode 'eager'"),
         ({"modes": ("jax:eager",)}, "vitrail, timm, torchvision, hf"),
         ({"against": ("tim",)}, "Did you mean timm"),
         ({"latency": True, "mode": ("train",)}, "--mode infer"),
@@ -31,7 +34,7 @@ def test_mistakes_are_named_before_anything_runs(wrong: dict[str, Any], words: s
 
 
 def test_a_mode_goes_to_those_who_have_it_or_to_the_one_that_is_named() -> None:
-    plan = BenchPlan(modes=("default", "compiled", "timm:eager", "vitrail:loop"), against=("timm", "hf"))
+    plan = BenchPlan(modes=("default", "compiled", "timm:eager", "vitrail:loop"), against=("timm", "hf"), mode=("train", "infer"))
     modes = {who: plan.modes_of(who, "train", "throughput", gpu=False) for who in ("vitrail", "timm", "hf")}
     assert modes == {"vitrail": ("default", "compiled", "loop"), "timm": ("compiled", "eager"), "hf": ("compiled",)}
     assert plan.modes_of("vitrail", "infer", "throughput", gpu=False) == ("default", "compiled")  # there is no loop to infer in
@@ -45,7 +48,7 @@ def test_the_usual_modes_exist(task: Any, measure: Any, gpu: bool) -> None:
         return
     for who in ("vitrail", "timm"):
         usual = BenchPlan().modes_of(who, task, measure, gpu=gpu)
-        assert usual == BenchPlan(modes=usual).modes_of(who, task, measure, gpu=gpu)
+        assert usual == BenchPlan(modes=usual, mode=(task,)).modes_of(who, task, measure, gpu=gpu)
 
 
 def test_latency_and_the_largest_batch_take_the_place_of_throughput() -> None:

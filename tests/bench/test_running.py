@@ -201,6 +201,20 @@ def test_when_the_time_is_up_nothing_new_begins(tmp_path: Path) -> None:
     assert rows == [] and any("time is up before ViT-Ti/16 train, vitrail default" in words for words in said)
 
 
+def test_a_file_is_no_folder_for_results_and_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(VitrailError, match=r"notes is a file; --out is a folder"):
+        run(tiny(out=tmp_path / "notes"))
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_the_command_does_not_name_files_that_it_has_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--model", "Ti/16", "--device", "cpu", "--seconds", "1e-9", "--out", str(tmp_path / "new")])
+    shown = capsys.readouterr().out
+    assert "Nothing was measured." in shown and "bench.csv" not in shown and not (tmp_path / "new").exists()
+
+
 def test_subjects_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Seat] = weakref.WeakSet()
 

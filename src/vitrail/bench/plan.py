@@ -24,7 +24,6 @@ _PEER_INFERS = (*_PEER_TRAINS, *(f"{mode}-bf16" for mode in _PEER_TRAINS))
 _OUR_PLAIN = ("default", "plain", "compiled", "graphs")
 _OUR_TRAINS = (*_OUR_PLAIN, "loop", "loop-fp8", "loop-recompute", "loop-recompute-products")
 _OUR_INFERS = (*_OUR_PLAIN, *(f"{mode}-bf16" for mode in _OUR_PLAIN), "fast", "fast-fp32", "fast-bf16", "fast-int8")
-_ALL_MODES = tuple(dict.fromkeys((*_OUR_TRAINS, *_OUR_INFERS, *_PEER_INFERS)))
 
 # The modes that matter, when none are asked for: (ours, a peer's). Every compilation of a model costs about a minute.
 _USUAL: dict[tuple[bool, Task, Measure], tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -97,12 +96,15 @@ class BenchPlan:
             who, mode = _split(word)
             if who not in (None, OURS, *PEERS):
                 raise VitrailError(f"--modes {word}: before the colon stands {', '.join((OURS, *PEERS))}, not {who!r}.")
-            known = {None: _ALL_MODES, OURS: (*_OUR_TRAINS, *_OUR_INFERS)}.get(who, _PEER_INFERS)
-            if mode not in known:
-                choices = ", ".join(dict.fromkeys(known))
-                raise VitrailError(f"--modes {word}: there is no mode {mode!r}.{nearest(mode, known)} Known are {choices}.")
             if who in PEERS and who not in self.against:
                 raise VitrailError(f"--modes {word} names {who}, which is not compared with: add it to --against.")
+            owners = (who,) if who else (OURS, *self.against)
+            known = tuple(dict.fromkeys(mode for owner in owners for task in self.tasks for mode in _modes_known(owner, task)))
+            if mode not in known:
+                tasks = " and ".join(self.tasks)
+                raise VitrailError(
+                    f"--modes {word}: to {tasks} there is no mode {mode!r}.{nearest(mode, known)} Known are {', '.join(known)}."
+                )
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -62,6 +62,8 @@ class Bench:
         self.precision = chosen_precision(plan.precision, self.device)
         self.clock, self.meter = Clock(self.device), Meter(self.device)
         self.configs = [_as_peers_compute(model_config(name, image_size=plan.image_size)) for name in plan.model]
+        if plan.out is not None and plan.out.exists() and not plan.out.is_dir():
+            raise VitrailError(f"{plan.out} is a file; --out is a folder for bench.csv and bench.png. Choose another name.")
         self.ledger = Ledger(plan.out / "bench.csv" if plan.out else None, fresh=plan.fresh)
         self.deadline = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

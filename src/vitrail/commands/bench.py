@@ -43,8 +43,11 @@ def bench(*, plan: Plan = DEFAULT, json_: Json = False) -> None:
         return
     console = console_for_tables()
     show(rows, console)
-    if plan.out is not None:
-        console.print(f"\nbench.csv and bench.png are in {plan.out}", highlight=False, soft_wrap=True)
+    written = [name for name in ("bench.csv", "bench.png") if plan.out is not None and (plan.out / name).exists()]
+    if not rows:
+        console.print("Nothing was measured.")
+    elif written:
+        console.print(f"\nwritten to {plan.out}: {' and '.join(written)}", highlight=False, soft_wrap=True)
 
 
 def command() -> str:

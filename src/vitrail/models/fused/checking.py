@@ -27,10 +27,8 @@ _EIGHT_TOLERANCE = 0.2  # the same with three bits of mantissa
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Run a small encoder both ways, forward and backward. Leaves every random generator as it was."""
     parts = (_cut_difference, _block_difference, _loss_difference)
-    reason = fault(device, _TOLERANCE, lambda: max(part(device, dtype) for part in parts))
-    if reason:
-        log.warning("Vitrail's own GPU kernels are not used here (%s); going on with torch's, more slowly.", reason)
-    return not reason
+    otherwise = "Vitrail's own GPU kernels are not used here (%s); going on with torch's, more slowly."
+    return passes(device, _TOLERANCE, lambda: max(part(device, dtype) for part in parts), otherwise)
 
 
 @functools.cache
@@ -44,9 +42,16 @@ def attention_works(
     device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, learns: bool
 ) -> bool:
     """Whether attention over so many tokens is right, with its gradients if it learns: every length is compiled anew."""
-    reason = fault(device, _TOLERANCE, lambda: _attention_difference(device, dtype, queries, keys, heads, channels, learns))
+    otherwise = f"Vitrail's own attention over {keys} tokens is not used here (%s); going on with torch's."
+    given = device, dtype, queries, keys, heads, channels, learns
+    return passes(device, _TOLERANCE, lambda: _attention_difference(*given), otherwise)
+
+
+def passes(device: torch.device, tolerance: float, difference: Callable[[], float], otherwise: str) -> bool:
+    """Whether kernels have no `fault`; if they have, a warning says so, with the reason in place of its %s."""
+    reason = fault(device, tolerance, difference)
     if reason:
-        log.warning("Vitrail's own attention over %d tokens is not used here (%s); going on with torch's.", keys, reason)
+        log.warning(otherwise, reason)
     return not reason
 
 

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.models.fused.checking import fault, largest_difference, log
+from vitrail.models.fused.checking import largest_difference, passes
 from vitrail.models.fused.launching import generation, is_fake, processors
+
+_TOLERANCE = 0.01  # relative, of what the kernels compute: a few times what rounding to low precision does
 
 
 def suits(x: Tensor, columns: int, end: Literal["bias", "gelu"]) -> bool:
@@ -35,10 +37,8 @@ def suits_factors(x: Tensor, biased: int, gelu: int) -> bool:
 
 @functools.cache
 def _factors_work(device: torch.device, dtype: torch.dtype) -> bool:
-    reason = fault(device, 0.01, lambda: _factors_difference(device, dtype))
-    if reason:
-        log.warning("Norms are not left to products here (%s); going on a little more slowly.", reason)
-    return not reason
+    otherwise = "Norms are not left to products here (%s); going on a little more slowly."
+    return passes(device, _TOLERANCE, lambda: _factors_difference(device, dtype), otherwise)
 
 
 def _factors_difference(device: torch.device, dtype: torch.dtype) -> float:
@@ -71,12 +71,9 @@ def suits_turns(qkv: Tensor, heads: int, learns: bool) -> bool:
 @functools.cache
 def _turns_work(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> bool:
     """Whether the device has what that kernel is made for, and it is right for so many tokens: each number is compiled anew."""
-    if generation(device) != 9:
-        return False
-    reason = fault(device, 0.01, lambda: _turns_difference(device, dtype, tokens, heads, learns))
-    if reason:
-        log.warning("Attention over %d tokens goes on more slowly: a faster kernel is not used here (%s).", tokens, reason)
-    return not reason
+    otherwise = f"The fastest kernel for attention over {tokens} tokens is not used here (%s); going on with another, more slowly."
+    given = device, dtype, tokens, heads, learns
+    return generation(device) == 9 and passes(device, _TOLERANCE, lambda: _turns_difference(*given), otherwise)
 
 
 def _turns_difference(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> float:
@@ -96,12 +93,8 @@ def _turns_difference(device: torch.device, dtype: torch.dtype, tokens: int, hea
 @functools.cache
 def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has what the kernels are made for, and they compute the right thing there."""
-    if generation(device) != 9:
-        return False
-    reason = fault(device, 0.01, lambda: _difference(device, dtype))
-    if reason:
-        log.warning("Vitrail's own products are not used here (%s); going on with torch's, more slowly.", reason)
-    return not reason
+    otherwise = "Vitrail's own products are not used here (%s); going on with torch's, more slowly."
+    return generation(device) == 9 and passes(device, _TOLERANCE, lambda: _difference(device, dtype), otherwise)
 
 
 def _difference(device: torch.device, dtype: torch.dtype) -> float:

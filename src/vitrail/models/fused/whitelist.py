@@ -1,0 +1,171 @@
+"""What a fast path may replace: one exact list, asked at every call and never remembered.
+
+A fused kernel or an inference copy computes what the modules of a plain block compute. Anything a user can change about a module
+(another class, a hook, a patched `forward`, an adapter in place of a layer) must therefore be seen here, and takes the plain path.
+The checks read `__dict__` directly: `nn.Module.__getattr__` would cost ten times as much, and this runs for every block.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as module_globals
+
+import vitrail.models.vit  # by its name, since that module imports this package
+from vitrail.models.attention import Attention
+from vitrail.models.layers import FoldedNorm, LayerScale, Mlp, StochasticDepth
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether a hook of any kind sits on this module; FSDP2's own do not count, see `_fsdp_hooks`."""
+    state = module.__dict__
+    if not (state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]):
+        return False
+    own = _fsdp_hooks(module)
+    return any(number not in own for kind in _HOOKS for number in state[kind])
+
+
+def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Tell whether a module is exactly a `kind` and runs that class's own `forward`, without hooks."""
+    if type(module) is not kind:
+        return False
+    state = module.__dict__
+    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return False
+    return "forward" not in state and "_compiled_call_impl" not in state and "_call_impl" not in state
+
+
+def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bool = False) -> bool:
+    """Tell whether a block computes exactly equations 2 and 3 with the layers of the paper, as it is now.
+
+    `layer_scale` also admits `LayerScale` on the branches. With `eval_mode` the block is judged as if it were in eval mode:
+    dropout and stochastic depth, which a copy for inference switches off, then do not matter.
+    """
+    if not _is_block(block):
+        return False
+    parts = block.__dict__["_modules"]
+    attention, mlp, skip = parts["attention"], parts["mlp"], parts["skip"]
+    if not (is_plain(attention, Attention) and is_plain(mlp, Mlp) and is_plain(skip, StochasticDepth)):
+        return False
+    width = _norm_width(parts["norm1"])
+    if not width or _norm_width(parts["norm2"]) != width:
+        return False
+    inner, outer = attention.__dict__["_modules"], mlp.__dict__["_modules"]
+    qkv, out, up, down = inner["qkv"], inner["out"], outer["up"], outer["down"]
+    if not (_is_linear(qkv, 3 * width, width) and _is_linear(out, width, width)):
+        return False
+    hidden = up.__dict__.get("out_features", 0)
+    if not (_is_linear(up, hidden, width) and _is_linear(down, width, hidden)):
+        return False
+    for name in ("scale1", "scale2"):
+        if not (is_plain(parts[name], nn.Identity) or (layer_scale and is_plain(parts[name], LayerScale))):
+            return False
+    if not (is_plain(parts["dropout"], nn.Dropout) and is_plain(outer["dropout"], nn.Dropout)):
+        return False
+    if eval_mode:
+        return True
+    if parts["dropout"].p >= 1.0 or outer["dropout"].p >= 1.0 or skip.rate >= 1.0:  # nothing survives: the plain path knows how
+        return False
+    return not (attention.dropout > 0.0 and attention.training)
+
+
+def is_ordinary_call() -> bool:
+    """Tell whether modules are called eagerly and by nothing but autograd's reverse mode, with classes as they were imported.
+
+    Not so under torch.compile, export and tracing, under functorch's transforms (`torch.func.grad`, `vmap`), in forward-mode
+    differentiation, with global module hooks, or after a class's `forward` was patched.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    if any(getattr(module_globals, name) for name in _GLOBAL_HOOKS):
+        return False
+    return all(kind.forward is forward for kind, forward in _class_forwards())
+
+
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+_TENSORS: set[type] = {Tensor, nn.Parameter}
+
+
+def is_plain_tensor(tensor: Any) -> bool:
+    """Tell whether a tensor is torch's own (or a fake one, for planning) and not a subclass with arithmetic of its own."""
+    if type(tensor) in _TENSORS:
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(tensor) is FakeTensor
+
+
+def _is_linear(module: Any, rows: int, columns: int) -> bool:
+    if not is_plain(module, nn.Linear):
+        return False
+    parameters = module.__dict__["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or "bias" not in parameters:  # replaced by an attribute or a parametrisation
+        return False
+    return weight.shape == (rows, columns) and _is_own(weight) and (bias is None or _is_own(bias))
+
+
+def _norm_width(norm: Any) -> int:
+    """The width of a layer norm over the last axis, with weight and bias or folded into the next layer; 0 for anything else."""
+    if not is_plain(norm, nn.LayerNorm):
+        return norm.normalized_shape[0] if is_plain(norm, FoldedNorm) else 0
+    parameters = norm.__dict__["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or bias is None or not (_is_own(weight) and _is_own(bias)):
+        return 0
+    shape = weight.shape
+    return shape[0] if len(shape) == 1 else 0
+
+
+def _is_own(parameter: Any) -> bool:
+    return type(parameter) in _TENSORS or is_plain_tensor(parameter) or _is_shard(parameter)
+
+
+def _is_shard(parameter: Any) -> bool:
+    """Tell whether this is a shard that FSDP2 puts together before the block runs."""
+    from torch.distributed.tensor import DTensor
+
+    return type(parameter) is DTensor
+
+
+def _is_block(block: nn.Module) -> bool:
+    state = block.__dict__
+    if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state or has_hooks(block):
+        return False
+    return type(block) is vitrail.models.vit.Block or _is_sharded_block(type(block))
+
+
+@functools.cache
+def _is_sharded_block(kind: type) -> bool:
+    """Tell whether this is the class that FSDP2 makes of `Block`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return kind.__bases__ == (FSDPModule, vitrail.models.vit.Block)
+
+
+def _fsdp_hooks(module: nn.Module) -> set[int]:
+    """The numbers of the two hooks by which FSDP2 gathers and frees a module's parameters.
+
+    It does the same around `Block.forward_pending`, so they do not count as hooks of a user.
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return set()
+    state: Any = module._get_fsdp_state()
+    handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    return {handle.id for handle in handles if handle is not None}
+
+
+@functools.cache
+def _class_forwards() -> tuple[tuple[type[nn.Module], Any], ...]:
+    """Each whitelisted class with its `forward` as it was when first asked for."""
+    block = vitrail.models.vit.Block
+    kinds = (block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
+    return tuple((kind, kind.forward) for kind in kinds)

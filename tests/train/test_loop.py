@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -337,3 +338,14 @@ def test_evaluators_measure_along_the_way_and_leave_the_run_as_it_was(tmp_path):
     train(recipe, tmp_path / "without")
     assert seen == [("train", 1)] and with_them.metrics["weight_norm"] > 0
     assert same(weights(tmp_path / "with"), weights(tmp_path / "without"))
+
+
+def test_initial_values_may_be_named_beside_a_checkpoint(tmp_path: Path) -> None:
+    """They decide nothing in trained weights, so a recipe that names them can still start from some."""
+    first = train(small(model__init="small"), tmp_path / "first")
+    again = small(model=ModelSpec(start=str(first.out), init="paper"), steps=1, ema=0.0, optim__lr=1e-12)
+    train(again, tmp_path / "again")
+    assert all(
+        torch.allclose(one, two, atol=1e-6)
+        for one, two in zip(weights(tmp_path / "first").values(), weights(tmp_path / "again").values(), strict=True)
+    )

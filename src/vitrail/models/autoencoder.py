@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.fused import encoder as fused
-from vitrail.models.initialise import initialise_parts
+from vitrail.models.initialise import initialise_parts, small_normal_
 from vitrail.models.masked import Pretraining, count_of, prefix_places, taken, unread_flops
 from vitrail.models.positions import sincos_table
 from vitrail.models.vit import Block, ViT
@@ -49,11 +49,14 @@ class MaskedAutoencoder(Pretraining):
 
     def reset(self, generator: torch.Generator | None = None) -> None:
         for module in (self.decoder_blocks, self.norm):
-            initialise_parts(module, generator)
+            initialise_parts(module, generator, self.config.init)
         with torch.no_grad():
             nn.init.normal_(self.mask_token, std=0.02, generator=generator)
             for layer in (self.narrow, self.head):
-                nn.init.xavier_uniform_(layer.weight, generator=generator)
+                if self.config.init == "small":
+                    small_normal_(layer.weight, generator)
+                else:
+                    nn.init.xavier_uniform_(layer.weight, generator=generator)
                 nn.init.zeros_(layer.bias)
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from vitrail.errors import VitrailError, nearest
 T = TypeVar("T")
 Pair = tuple[int, int]
 PositionRule = Literal["reference", "timm", "hf", "torchvision"]
+Init = Literal["paper", "small"]
 
 
 class _Fields:
@@ -143,6 +144,7 @@ class ViTConfig(ModelConfig):
     final_norm: Literal["before-pool", "after-pool"] = "before-pool"
     pre_logits: int | None = None  # width of the tanh layer before the head
     head_bias: float = 0.0  # initial value: −10 and −6.9 are used with sigmoid losses
+    init: Init = "paper"  # paper: Xavier, zero-initialised head. small: truncated normal of std .02, as timm and DeiT
 
     dropout: float = 0.0
     attention_dropout: float = 0.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import flops
-from vitrail.models.initialise import lecun_normal_
+from vitrail.models.initialise import lecun_normal_, small_normal_
 from vitrail.models.vit import ViT
 
 MASKED, REPLACED = 0.8, 0.1  # of the corrupted patches; the rest are kept as they are
@@ -89,7 +89,7 @@ class MaskedPatches(Pretraining):
     def reset(self, generator: torch.Generator | None = None) -> None:
         with torch.no_grad():
             nn.init.normal_(self.mask_token, std=0.02, generator=generator)
-            lecun_normal_(self.head.weight, generator)
+            (small_normal_ if self.config.init == "small" else lecun_normal_)(self.head.weight, generator)
             nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

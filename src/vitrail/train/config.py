@@ -41,6 +41,9 @@ class ModelSpec:
     position: Literal["learned", "learned-2d", "relative", "sincos2d", "none"] | None = None
     pre_logits: int | None = None
     """Width of the tanh layer before the head; 0 leaves a checkpoint's out, as the paper does to fine-tune."""
+    init: Literal["paper", "small"] | None = None
+    """Initial values. paper: Xavier, which needs a long warm-up. small: truncated normal of std .02 (timm, DeiT), better for short
+    runs. None: paper."""
     head_bias: float | None = None
     """Initial bias of the head: −10 and −6.9 go with sigmoid losses over many classes."""
     registers: int | None = None

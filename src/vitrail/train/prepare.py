@@ -163,7 +163,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     return model, bundle.preprocess
 
 
-_INERT = ("dropout", "attention_dropout", "stochastic_depth")
+_INERT = ("init", "dropout", "attention_dropout", "stochastic_depth")
 
 
 def make_distillation(

@@ -24,8 +24,8 @@ from vitrail.models.fused.back_gelu import back_gelu
 from vitrail.models.fused.branches import attended
 from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.fused.gelu import gelu, gelu_backward
-from vitrail.models.fused.norm import AddNorm
 from vitrail.models.fused.product import product, up_gelu
+from vitrail.models.fused.residual_norm import ResidualNorm
 
 LOW = torch.bfloat16
 SHAPES = {"ViT-S/16": (384, 6), "ViT-B/16": (768, 12), "ViT-L/16": (1024, 16)}
@@ -88,7 +88,7 @@ def norm_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     leaves = [one.requires_grad_() for one in (x, branch, bias)]
 
     def ours() -> tuple[Tensor, Tensor]:
-        return AddNorm.apply(x, branch, bias, None, None, 0.0, 1e-6, LOW)  # type: ignore[no-any-return]
+        return ResidualNorm.apply(x, branch, bias, None, None, 0.0, 1e-6, LOW)  # type: ignore[no-any-return]
 
     def theirs() -> tuple[Tensor, Tensor]:
         added = x + (branch + bias.to(LOW))

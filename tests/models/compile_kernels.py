@@ -52,18 +52,18 @@ def low(*size: int) -> torch.Tensor:
 
 def main(capability: int) -> None:
     driver.set_active(Straw(capability))
-    from vitrail.models.fused.assembling import Assembled
     from vitrail.models.fused.cross_entropy import CrossEntropy
-    from vitrail.models.fused.cutting import cut
-    from vitrail.models.fused.folding import fold, unfold
-    from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
-    from vitrail.models.fused.norm import AddNorm, add
-    from vitrail.models.fused.products import quantise
+    from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
+    from vitrail.models.fused.fp8 import quantise
+    from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
+    from vitrail.models.fused.patchify import patchify
+    from vitrail.models.fused.prefix_positions import PrefixPositions
+    from vitrail.models.fused.residual_norm import ResidualNorm, add
 
     one = torch.ones(192)
     for keep, drawn in ((None, None), (torch.ones(2), torch.tensor(3))):
         x, branch, bias = torch.zeros(2, 5, 192, requires_grad=True), low(2, 5, 192).requires_grad_(), torch.zeros(192)
-        out, y = AddNorm.apply(x, branch, bias.requires_grad_(), keep, drawn, 0.1, 1e-6, torch.bfloat16)
+        out, y = ResidualNorm.apply(x, branch, bias.requires_grad_(), keep, drawn, 0.1, 1e-6, torch.bfloat16)
         torch.autograd.grad((out, y), (x, branch, bias), (torch.zeros_like(out), torch.zeros_like(y)))
         for tanh in (True, False):
             gelu(low(4, 768), torch.zeros(768), tanh, drawn, 0.1)
@@ -71,11 +71,11 @@ def main(capability: int) -> None:
     add(low(2, 5, 192), low(2, 5, 192), low(192), 1e-6)
     if capability >= 89:  # older ones have no eight-bit floats
         quantise(low(4, 192))
-        gelu_eight(low(4, 768), torch.zeros(768), False)
-    cut(torch.zeros(2, 3, 28, 42), (14, 14), torch.bfloat16)
-    folded, offset = fold(torch.zeros(64, 192), one[:64], one, one, torch.bfloat16)
-    unfold(folded.float(), offset, torch.zeros(64, 192), one, one)
-    Assembled.apply(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()
+        gelu_fp8(low(4, 768), torch.zeros(768), False)
+    patchify(torch.zeros(2, 3, 28, 42), (14, 14), torch.bfloat16)
+    folded, offset = fold_norm(torch.zeros(64, 192), one[:64], one, one, torch.bfloat16)
+    unfold_norm(folded.float(), offset, torch.zeros(64, 192), one, one)
+    PrefixPositions.apply(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()
     CrossEntropy.apply(low(3, 40).requires_grad_(), torch.tensor([0, 1, 2])).sum().backward()
     if capability in (90, 100):
         attention_of_few_tokens()

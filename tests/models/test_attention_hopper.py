@@ -54,17 +54,17 @@ def test_attention_in_turns_gives_the_same_every_time() -> None:
 
 
 def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import choosing
+    from vitrail.models.fused import selection
 
     with FakeTensorMode():
-        assert not choosing.suits_turns(torch.zeros(64, 197, 2304, dtype=torch.bfloat16), 12, True)  # nothing is launched
-    assert not choosing.suits_turns(torch.zeros(2, 197, 576, dtype=torch.bfloat16), 3, True)  # on a processor
+        assert not selection.use_hopper_attention(torch.zeros(64, 197, 2304, dtype=torch.bfloat16), 12, True)  # nothing is launched
+    assert not selection.use_hopper_attention(torch.zeros(2, 197, 576, dtype=torch.bfloat16), 3, True)  # on a processor
     if DEVICE == "cuda":
-        monkeypatch.setattr(choosing, "_turns_work", lambda *given: True)
-        many = 2 * choosing.processors(torch.device(DEVICE))
+        monkeypatch.setattr(selection, "_hopper_attention_works", lambda *given: True)
+        many = 2 * selection.num_sms(torch.device(DEVICE))
 
         def taken(images: int, tokens: int, heads: int = 1, width: int = 64, dtype: torch.dtype = LOW) -> bool:
-            return choosing.suits_turns(torch.zeros(images, tokens, 3 * width, dtype=dtype, device=DEVICE), heads, True)
+            return selection.use_hopper_attention(torch.zeros(images, tokens, 3 * width, dtype=dtype, device=DEVICE), heads, True)
 
         assert taken(many, 129) and taken(many, 224) and not taken(many // 2, 197)
         assert not any((taken(many, 128), taken(many, 225), taken(many, 197, 2), taken(many, 197, dtype=torch.float32)))
@@ -74,13 +74,13 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_tried_before_it_is_used(
     number: int, off: float, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vitrail.models.fused import choosing
+    from vitrail.models.fused import selection
 
-    monkeypatch.setattr(choosing, "generation", lambda device: number)
-    monkeypatch.setattr(choosing, "_turns_difference", lambda *given: off)
-    choosing._turns_work.cache_clear()
-    assert choosing._turns_work(torch.device("cpu"), LOW, 197, 12, True) == expected
-    choosing._turns_work.cache_clear()
+    monkeypatch.setattr(selection, "sm_major", lambda device: number)
+    monkeypatch.setattr(selection, "_hopper_attention_difference", lambda *given: off)
+    selection._hopper_attention_works.cache_clear()
+    assert selection._hopper_attention_works(torch.device("cpu"), LOW, 197, 12, True) == expected
+    selection._hopper_attention_works.cache_clear()
     assert bool(caplog.records) == (number == 9 and not expected)
 
 
@@ -103,7 +103,7 @@ def test_a_model_with_attention_in_turns(keeps: Any, fusing: None, monkeypatch: 
     plain, plain_gradients = results(model, images, "plain")
     if keeps:
         model.checkpoint_activations(keeps=keeps)
-    monkeypatch.setattr(branches, "suits_turns", lambda qkv, heads, learns: True)
+    monkeypatch.setattr(branches, "use_hopper_attention", lambda qkv, heads, learns: True)
     monkeypatch.setattr(attention_hopper, "attention_in_turns", watched)
     fused, gradients = results(model, images, "auto")
     # The last block's queries are apart from its keys, and few; so one block is left, and computed again if little is kept of it.

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "compile_kernels.py"
 EVERYWHERE = {
     "_assemble_backward_kernel",
     "_assemble_forward_kernel",
-    "_cut_kernel",
+    "_patchify_kernel",
     "_fold_kernel",
     "_gelu_backward_kernel",
     "_gelu_forward_kernel",

@@ -39,21 +39,21 @@ def well_rounded(values: Tensor, exact: Tensor) -> Tensor:
 @pytest.fixture
 def rounding(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels, and rounding to eight bits by torch where kernels are interpreted: those lost carries would drown the rest."""
-    from vitrail.models.fused import branches, products
+    from vitrail.models.fused import branches, fp8
 
-    def quantised(x: Tensor) -> products.Eight:
+    def quantised(x: Tensor) -> fp8.Fp8Tensor:
         rows = x.float().flatten(0, -2)
-        scales = rows.abs().amax(1).clamp(min=1e-12) / products.LARGEST
-        return products.Eight((rows / scales[:, None]).to(products.E4M3).view(x.shape), scales)
+        scales = rows.abs().amax(1).clamp(min=1e-12) / fp8.E4M3_MAX
+        return fp8.Fp8Tensor((rows / scales[:, None]).to(fp8.E4M3).view(x.shape), scales)
 
     if DEVICE == "cpu":
-        monkeypatch.setattr(products, "quantise", quantised)
-        monkeypatch.setattr(branches, "gelu_eight", lambda *given: quantised(branches.gelu(*given)))
+        monkeypatch.setattr(fp8, "quantise", quantised)
+        monkeypatch.setattr(branches, "gelu_fp8", lambda *given: quantised(branches.gelu(*given)))
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (7, 100), (3, 5, 192), (2, 5000)])
 def test_every_row_has_its_scale(shape: tuple[int, ...]) -> None:
-    from vitrail.models.fused.products import quantise
+    from vitrail.models.fused.fp8 import quantise
 
     x = torch.randn(shape, device=DEVICE) * torch.logspace(-20, 20, shape[-2], device=DEVICE)[:, None]
     made = quantise(x)
@@ -63,17 +63,17 @@ def test_every_row_has_its_scale(shape: tuple[int, ...]) -> None:
 
 
 def test_a_row_of_zeros_stays_one() -> None:
-    from vitrail.models.fused.products import quantise
+    from vitrail.models.fused.fp8 import quantise
 
     made = quantise(torch.zeros(2, 32, device=DEVICE))
     assert not made.values.float().any() and bool(made.scales.isfinite().all())
 
 
 def test_gelu_in_eight_bits() -> None:
-    from vitrail.models.fused.gelu import gelu_eight
+    from vitrail.models.fused.gelu import gelu_fp8
 
     h, bias = torch.randn(9, 300, device=DEVICE), torch.randn(300, device=DEVICE)
-    made = gelu_eight(h, bias, False)
+    made = gelu_fp8(h, bias, False)
     exact = F.gelu(h + bias)
     assert torch.allclose(made.scales, exact.abs().amax(1) / 448, rtol=1e-5)
     near = made.values.float() * made.scales[:, None] - exact

@@ -125,7 +125,7 @@ class MaskedDropout(nn.Module):
 
 def test_dropout_drops_the_same_forward_and_backward(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own masks, read off a kernel, given to the plain path: values and gradients agree."""
-    from vitrail.models.fused.norm import AddNorm
+    from vitrail.models.fused.residual_norm import ResidualNorm
 
     model, images = small(dropout=0.25, depth=2), torch.randn(2, 3, 48, 48, device=DEVICE)
     model.dropout.p = 0.0  # that after the positions is torch's own in both
@@ -134,7 +134,7 @@ def test_dropout_drops_the_same_forward_and_backward(fusing: None, monkeypatch: 
 
     def mask(seed: Tensor, tokens: int, width: int) -> Tensor:
         zeros, ones = torch.zeros(2, tokens, width, device=DEVICE), torch.ones(2, tokens, width, device=DEVICE)
-        kept, _ = AddNorm.apply(zeros, ones, torch.zeros(width, device=DEVICE), None, seed, 0.25, 1e-6, torch.float32)
+        kept, _ = ResidualNorm.apply(zeros, ones, torch.zeros(width, device=DEVICE), None, seed, 0.25, 1e-6, torch.float32)
         return kept  # type: ignore[no-any-return]
 
     fused, fused_gradients = results(model, images, "auto")
@@ -254,19 +254,19 @@ def test_processors_and_float32_go_the_plain_way() -> None:
 
 def test_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One that computes something else is noticed, and said; generators stay as they were."""
-    from vitrail.models.fused import branches, checking
+    from vitrail.models.fused import branches, self_test
 
-    checking.works.cache_clear()
+    self_test.works.cache_clear()
     device, before = torch.device(DEVICE), torch.random.get_rng_state()
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter takes bfloat16's bits for whole numbers
-    assert checking.works(device, low) and torch.equal(torch.random.get_rng_state(), before)
+    assert self_test.works(device, low) and torch.equal(torch.random.get_rng_state(), before)
     assert not caplog.records
     real = branches.gelu
     monkeypatch.setattr(branches, "gelu", lambda *given: 1.2 * real(*given))
-    checking.works.cache_clear()
-    assert not checking.works(device, low)
+    self_test.works.cache_clear()
+    assert not self_test.works(device, low)
     monkeypatch.setattr(branches, "gelu", None)
-    checking.works.cache_clear()
-    assert not checking.works(device, low)
-    checking.works.cache_clear()
+    self_test.works.cache_clear()
+    assert not self_test.works(device, low)
+    self_test.works.cache_clear()
     assert "off by" in caplog.text and "TypeError" in caplog.text and "more slowly" in caplog.text

@@ -47,9 +47,9 @@ def test_older_gpus_use_the_librarys_attention(monkeypatch: pytest.MonkeyPatch) 
     assert attention_backward.fits(197, 64, here) and not attention_backward.fits(257, 64, here)
     assert not attention_backward.fits(197, 80, here)
     for number, expected in ((8, False), (10, True), (12, False)):
-        monkeypatch.setattr(attention_backward, "generation", lambda device, number=number: number)
+        monkeypatch.setattr(attention_backward, "sm_major", lambda device, number=number: number)
         assert attention_backward.fits(197, 64, here) == expected
-    monkeypatch.setattr(attention_backward, "generation", lambda device: 9)
+    monkeypatch.setattr(attention_backward, "sm_major", lambda device: 9)
     monkeypatch.setattr(attention_backward, "shared_memory", lambda device: 101_376)
     assert not attention_backward.fits(197, 64, here) and attention_backward.fits(50, 64, here)
 
@@ -80,20 +80,20 @@ def test_attention_gradients(images: int, tokens: int, heads: int, channels: int
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 17), st.integers(1, 17))
 def test_images_cut_into_patches(batch: int, channels: int, rows: int, columns: int, height: int, width: int) -> None:
-    from vitrail.models.fused.cutting import cut
+    from vitrail.models.fused.patchify import patchify
     from vitrail.models.layers import cut as plain
 
     images = torch.randn(batch, channels, rows * height, columns * width, device=DEVICE)
     for given_images in (images, images.mT.contiguous().mT):  # also where rows do not follow each other
-        found = cut(given_images, (height, width), torch.float16)
+        found = patchify(given_images, (height, width), torch.float16)
         assert torch.equal(found, plain(images, (height, width)).half())
 
 
 def test_images_are_cut_by_a_kernel_unless_somebody_could_tell(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import cutting
+    from vitrail.models.fused import patchify
 
-    calls, real = [], cutting.cut
-    monkeypatch.setattr(cutting, "cut", lambda *given: (calls.append(1), real(*given))[1])
+    calls, real = [], patchify.patchify
+    monkeypatch.setattr(patchify, "patchify", lambda *given: (calls.append(1), real(*given))[1])
     model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         found = model(images)
@@ -124,7 +124,7 @@ def test_gelu_to_seven_digits(tanh: bool) -> None:
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_sum_and_its_factors(adds: bool) -> None:
-    from vitrail.models.fused.norm import add
+    from vitrail.models.fused.residual_norm import add
 
     x, branch, bias = (torch.randn(size, device=DEVICE) + 3 for size in ((2, 7, 100), (2, 7, 100), (100,)))
     expected = x.double() + branch.double() + bias.double() if adds else x.double()
@@ -135,7 +135,7 @@ def test_a_sum_and_its_factors(adds: bool) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows, columns", [(1, 16), (30, 200), (70, 300)])
 def test_a_norms_weights_taken_into_a_product(rows: int, columns: int, has_bias: bool) -> None:
-    from vitrail.models.fused.folding import fold, unfold
+    from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
 
     weight, scale, shift = (torch.randn(size, device=DEVICE) for size in ((rows, columns), (columns,), (columns,)))
     bias = torch.randn(rows, device=DEVICE) if has_bias else None
@@ -143,17 +143,17 @@ def test_a_norms_weights_taken_into_a_product(rows: int, columns: int, has_bias:
     folded, offset = leaves[0] * leaves[1], leaves[0] @ leaves[2]
     slopes = torch.randn(rows, columns, device=DEVICE), torch.randn(rows, device=DEVICE)
     expected = torch.autograd.grad((folded, offset), leaves, [one.double() for one in slopes])
-    found = fold(weight, bias, scale, shift, torch.float32)
+    found = fold_norm(weight, bias, scale, shift, torch.float32)
     assert near(found[0], folded, 1e-6)
     assert found[1] is not None and near(found[1], offset if bias is None else offset + bias, 1e-6)
-    for one, two in zip(unfold(slopes[0].clone(), slopes[1], weight, scale, shift), expected, strict=True):
+    for one, two in zip(unfold_norm(slopes[0].clone(), slopes[1], weight, scale, shift), expected, strict=True):
         assert one is not None and near(one, two, 2e-6)
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 2), st.integers(1, 300), st.integers(1, 2), st.sampled_from([16, 32]), st.booleans(), st.randoms())
 def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
-    from vitrail.models.fused.attention_forward import attention, cover
+    from vitrail.models.fused.attention_forward import attention, split_pow2
 
     torch.manual_seed(random.randint(0, 10_000))
     width = heads * channels
@@ -164,20 +164,20 @@ def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channel
     for together in (True, False):
         out, lse = attention(q, k, v, heads, together=together)
         assert near(out, (scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)) and near(lse, scores.logsumexp(-1))
-    assert sum(cover(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in cover(tokens))
+    assert sum(split_pow2(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in split_pow2(tokens))
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.sampled_from([8, 24, 200]), st.randoms())
 def test_assembled_input(images: int, patches: int, prefix: int, width: int, random: Any) -> None:
-    from vitrail.models.fused.assembling import Assembled
+    from vitrail.models.fused.prefix_positions import PrefixPositions
 
     torch.manual_seed(random.randint(0, 10_000))
     given_patches = torch.randn(images, patches, width, device=DEVICE).to(LOW).requires_grad_()
     fixed = torch.randn(prefix + patches, width, device=DEVICE, requires_grad=True)
     expected = fixed + F.pad(given_patches.float(), (0, 0, prefix, 0))
     slope = torch.randn_like(expected)
-    found = Assembled.apply(given_patches, fixed)
+    found = PrefixPositions.apply(given_patches, fixed)
     assert found.dtype == torch.float32 and near(found, expected, 1e-6)
     for one, two in zip(*(torch.autograd.grad(way, (given_patches, fixed), slope) for way in (found, expected)), strict=True):
         assert one.dtype == two.dtype and near(one, two, 1e-5 if DEVICE == "cpu" else CLOSE)
@@ -185,14 +185,14 @@ def test_assembled_input(images: int, patches: int, prefix: int, width: int, ran
 
 @pytest.mark.parametrize("shape", [(1, 5), (300, 3, 24), (1056, 700)])
 def test_partial_sums(shape: tuple[int, ...]) -> None:
-    from vitrail.models.fused.sums import added_up
+    from vitrail.models.fused.column_sum import column_sum
 
     parts = torch.randn(shape, device=DEVICE)
-    assert (added_up(parts, torch.float32) - parts.double().sum(0)).abs().max() < 1e-4
-    assert added_up(parts, torch.bfloat16).dtype == torch.bfloat16 and added_up(parts, torch.float32).shape == shape[1:]
+    assert (column_sum(parts, torch.float32) - parts.double().sum(0)).abs().max() < 1e-4
+    assert column_sum(parts, torch.bfloat16).dtype == torch.bfloat16 and column_sum(parts, torch.float32).shape == shape[1:]
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_eight", "gelu_backward"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_fp8", "gelu_backward"])
 def test_more_rows_than_a_grid_is_high(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA counts 65,535 programs in the second and third direction, and many more in the first."""
     from vitrail.models.fused import gelu
@@ -240,12 +240,12 @@ def test_norm_of_a_stream_far_from_zero() -> None:
 def test_attention_is_tried_for_every_length(
     queries: int, keys: int, heads: int, channels: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vitrail.models.fused import attention_backward, checking
+    from vitrail.models.fused import attention_backward, self_test
 
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     size = torch.device(DEVICE), low, queries, keys, heads, channels
-    checking.attention_works.cache_clear()
-    assert checking.attention_works(*size, True) and not caplog.records
+    self_test.attention_works.cache_clear()
+    assert self_test.attention_works(*size, True) and not caplog.records
     real = attention_backward.attention_backward
 
     def wrong(factor: float, *given: Any) -> Tensor:
@@ -256,7 +256,7 @@ def test_attention_is_tried_for_every_length(
     for factor in (3.0, torch.nan):
         monkeypatch.setattr(attention_backward, "attention_backward", partial(wrong, factor))
         caplog.clear()
-        checking.attention_works.cache_clear()
-        assert not checking.attention_works(*size, True) and checking.attention_works(*size, False)
+        self_test.attention_works.cache_clear()
+        assert not self_test.attention_works(*size, True) and self_test.attention_works(*size, False)
         assert f"over {keys} tokens is not used here (they are off by" in caplog.text
-    checking.attention_works.cache_clear()
+    self_test.attention_works.cache_clear()

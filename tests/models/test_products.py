@@ -85,38 +85,42 @@ def test_products_give_the_same_every_time() -> None:
 
 
 def test_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import choosing
+    from vitrail.models.fused import selection
 
     with FakeTensorMode():
         tokens, odd = torch.zeros(2, 197, 384, dtype=torch.bfloat16), torch.zeros(2, 197, 80, dtype=torch.bfloat16)
-        assert choosing.suits(tokens, 1536, "gelu") and not choosing.suits(tokens, 1500, "gelu")
-        assert not choosing.suits(odd, 1536, "gelu") and not choosing.suits(tokens.float(), 1536, "gelu")
-        assert not choosing.suits(tokens[:, :30], 1536, "gelu")
-    assert not choosing.suits(torch.zeros(100, 64, dtype=torch.bfloat16), 128, "gelu")  # on a processor
+        assert selection.use_own_matmul(tokens, 1536, "gelu") and not selection.use_own_matmul(tokens, 1500, "gelu")
+        assert not selection.use_own_matmul(odd, 1536, "gelu") and not selection.use_own_matmul(tokens.float(), 1536, "gelu")
+        assert not selection.use_own_matmul(tokens[:, :30], 1536, "gelu")
+    assert not selection.use_own_matmul(torch.zeros(100, 64, dtype=torch.bfloat16), 128, "gelu")  # on a processor
     if DEVICE == "cuda":
-        monkeypatch.setattr(choosing, "_works", lambda device, dtype: True)
+        monkeypatch.setattr(selection, "_works", lambda device, dtype: True)
         few, many = (torch.zeros(rows, 64, dtype=LOW, device=DEVICE) for rows in (200, 200_000))
-        assert choosing.suits(few, 256, "gelu") and not choosing.suits(few, 256, "bias") and choosing.suits(many, 256, "bias")
+        assert (
+            selection.use_own_matmul(few, 256, "gelu")
+            and not selection.use_own_matmul(few, 256, "bias")
+            and selection.use_own_matmul(many, 256, "bias")
+        )
 
 
 @on_hopper
 def test_factors_are_tried_rightly() -> None:
-    from vitrail.models.fused import choosing
+    from vitrail.models.fused import selection
 
-    assert choosing._factors_difference(torch.device(DEVICE), torch.bfloat16) < 0.005
+    assert selection._norm_epilogue_difference(torch.device(DEVICE), torch.bfloat16) < 0.005
 
 
 @pytest.mark.parametrize("off, expected", [(0.001, True), (0.5, False), (float("nan"), False)])
 def test_factors_are_tried_before_they_are_used(
     off: float, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vitrail.models.fused import choosing
+    from vitrail.models.fused import selection
 
-    monkeypatch.setattr(choosing, "suits", lambda x, columns, end: True)
-    monkeypatch.setattr(choosing, "_factors_difference", lambda device, dtype: off)
-    choosing._factors_work.cache_clear()
-    assert choosing.suits_factors(torch.zeros(1, 5, 64), 192, 256) == expected
-    choosing._factors_work.cache_clear()
+    monkeypatch.setattr(selection, "use_own_matmul", lambda x, columns, end: True)
+    monkeypatch.setattr(selection, "_norm_epilogue_difference", lambda device, dtype: off)
+    selection._norm_epilogue_works.cache_clear()
+    assert selection.use_norm_epilogue(torch.zeros(1, 5, 64), 192, 256) == expected
+    selection._norm_epilogue_works.cache_clear()
     assert bool(caplog.records) != expected
 
 
@@ -124,18 +128,18 @@ def test_factors_are_tried_before_they_are_used(
 def test_they_are_tried_before_they_are_used(
     number: int, off: float, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vitrail.models.fused import choosing
+    from vitrail.models.fused import selection
 
-    monkeypatch.setattr(choosing, "generation", lambda device: number)
-    monkeypatch.setattr(choosing, "_difference", lambda device, dtype: off)
-    choosing._works.cache_clear()
-    assert choosing._works(torch.device("cpu"), LOW) == expected
-    choosing._works.cache_clear()
+    monkeypatch.setattr(selection, "sm_major", lambda device: number)
+    monkeypatch.setattr(selection, "_difference", lambda device, dtype: off)
+    selection._works.cache_clear()
+    assert selection._works(torch.device("cpu"), LOW) == expected
+    selection._works.cache_clear()
     assert bool(caplog.records) == (number == 9 and not expected)
 
 
 def test_a_trial_is_left_alone_by_what_is_in_force_around_it() -> None:
-    from vitrail.models.fused.checking import fault
+    from vitrail.models.fused.self_test import fault
 
     def refuse(tensor: Tensor) -> Tensor:
         raise AssertionError("this belongs to somebody else")
@@ -181,7 +185,7 @@ def test_a_model_with_gelu_in_the_ends_of_products(gelu: str, fusing: None, monk
 
     model, images = small(depth=2, gelu=gelu), torch.randn(2, 3, 48, 48, device=DEVICE)
     plain, plain_gradients = results(model, images, "plain")
-    monkeypatch.setattr(branches, "suits", lambda y, width, end: True)
+    monkeypatch.setattr(branches, "use_own_matmul", lambda y, width, end: True)
     monkeypatch.setattr(product, "up_gelu", watched)
     monkeypatch.setattr(back_gelu, "back_gelu", watched_back)
     fused, gradients = results(model, images, "auto")
@@ -194,13 +198,13 @@ def test_a_model_with_gelu_in_the_ends_of_products(gelu: str, fusing: None, monk
 
 @pytest.mark.parametrize("kind", [{}, {"qkv_bias": False}], ids=["biased", "no bias"])
 def test_a_bias_in_the_end_of_a_product(kind: dict[str, Any], fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import product, products
+    from vitrail.models.fused import fp8, product
 
     taken: list[Any] = []
     real = product.product if HOPPER else F.linear
     model, images = small(depth=2, **kind), torch.randn(2, 3, 48, 48, device=DEVICE)
     expected, expected_gradients = results(model, images, "plain")
-    monkeypatch.setattr(products, "suits", lambda x, columns, end: end == "bias")
+    monkeypatch.setattr(fp8, "use_own_matmul", lambda x, columns, end: end == "bias")
     monkeypatch.setattr(product, "product", lambda *given: (taken.append(given[1].shape), real(*given))[1])
     found, gradients = results(model, images, "auto")
     # A norm's shift is a bias, too; in the last block keys and values are made apart, for the class token's queries are few.
@@ -209,7 +213,7 @@ def test_a_bias_in_the_end_of_a_product(kind: dict[str, Any], fusing: None, monk
 
 
 def test_a_copy_whose_norms_are_factors_in_the_ends_of_products(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import choosing, product
+    from vitrail.models.fused import product, selection
     from vitrail.models.inference.gpu import gpu_copy
 
     taken: list[str] = []
@@ -230,7 +234,7 @@ def test_a_copy_whose_norms_are_factors_in_the_ends_of_products(fusing: None, mo
         expected, represented = model(images), model.features(images).pre_logits
     model.kernels = "auto"
     copied = gpu_copy(model, torch.device(DEVICE), LOW)
-    monkeypatch.setattr(choosing, "suits_factors", lambda x, biased, gelu: (biased, gelu) == (576, 768))
+    monkeypatch.setattr(selection, "use_norm_epilogue", lambda x, biased, gelu: (biased, gelu) == (576, 768))
     monkeypatch.setattr(product, "product", watched("bias", product.product, lambda x: x))
     monkeypatch.setattr(product, "up_gelu", watched("gelu", product.up_gelu, F.gelu))
     assert near(copied(images), expected, 1e-5 + CLOSE)

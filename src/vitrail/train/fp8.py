@@ -6,7 +6,7 @@ from torch import nn
 
 from vitrail.errors import VitrailError
 from vitrail.models import ViT
-from vitrail.models.fused.checking import fp8_fault
+from vitrail.models.fused.self_test import fp8_fault
 from vitrail.train.config import Recipe
 from vitrail.train.parallel import World
 

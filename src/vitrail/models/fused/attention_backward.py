@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launching import generation, is_fake, next_power_of_2, shared_memory
+from vitrail.models.fused.launch import is_fake, next_power_of_2, shared_memory, sm_major
 
 MOST_TOKENS = 256
 _AHEAD = 4  # tiles of keys and values on their way at once
@@ -109,7 +109,7 @@ def fits(tokens: int, channels: int, device: torch.device) -> bool:
 
     It takes a Hopper or a large Blackwell GPU: the others multiply from registers, and these would not suffice.
     """
-    if tokens > MOST_TOKENS or channels not in (16, 32, 64, 128) or generation(device) not in (9, 10):
+    if tokens > MOST_TOKENS or channels not in (16, 32, 64, 128) or sm_major(device) not in (9, 10):
         return False
     queries = next_power_of_2(tokens)
     # Two tiles of queries, one of weights, and the keys and values that are read ahead.

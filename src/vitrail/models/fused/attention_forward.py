@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launching import ceil_div, is_fake, next_power_of_2, processors
+from vitrail.models.fused.launch import ceil_div, is_fake, next_power_of_2, num_sms
 
 _LEAST = 16  # rows or columns that the tensor cores take
 
@@ -123,10 +123,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *, together: bool | N
     lse = torch.empty(images, heads, queries, dtype=torch.float32, device=q.device)
     tile = min(64, max(_LEAST, next_power_of_2(queries)))
     tiles, rest = 1, 0
-    if images * heads > 8 * processors(q.device) if together is None else together:
+    if images * heads > 8 * num_sms(q.device) if together is None else together:
         tiles = ceil_div(queries, tile)
         rest = _LEAST if tiles > 1 and 0 < queries % tile <= _LEAST else 0
-    one, two, three = cover(k.shape[1])
+    one, two, three = split_pow2(k.shape[1])
     if not is_fake(q):
         _attention_forward_kernel[(images * heads * ceil_div(queries, tile * tiles),)](
             q, k, v, out, lse, (width // heads) ** -0.5,
@@ -136,7 +136,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *, together: bool | N
     return out, lse
 
 
-def cover(count: int) -> tuple[int, int, int]:
+def split_pow2(count: int) -> tuple[int, int, int]:
     """Up to three powers of two, from 16, that together are at least `count`, and little more; 0 for none."""
     rounded = ceil_div(count, _LEAST) * _LEAST
     parts = [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]

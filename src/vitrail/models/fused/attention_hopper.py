@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vitrail.models.fused.attention_forward import cover
-from vitrail.models.fused.launching import ceil_div, processors
+from vitrail.models.fused.attention_forward import split_pow2
+from vitrail.models.fused.launch import ceil_div, num_sms
 from vitrail.models.fused.pingpong import barriers, load_tile, rooms_for, store_tile
 
 _TILE = 64  # queries that a group takes at once; also the width of a head
@@ -161,8 +161,8 @@ def attention_in_turns(qkv: Tensor, heads: int, *, learns: bool, programs: int |
     images, tokens, width = *qkv.shape[:2], qkv.shape[2] // 3
     out = torch.empty(images, tokens, width, dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(images, heads, tokens, dtype=torch.float32, device=qkv.device) if learns else None
-    one, two, three = cover(tokens)
-    _attention_hopper_kernel[(min(programs or processors(qkv.device), images * heads),)](
+    one, two, three = split_pow2(tokens)
+    _attention_hopper_kernel[(min(programs or num_sms(qkv.device), images * heads),)](
         _described(qkv, _TILE), _described(qkv, _PADDED), _described(out, _TILE), lse,
         (width // heads) ** -0.5 * 1.4426950408889634, images * heads,
         keys=tokens, heads=heads, TILES=ceil_div(tokens, _TILE), ONE=one, TWO=two, THREE=three, HEADS=_HEADS,

@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from vitrail.models.fused.launching import ceil_div, is_fake, processors
+from vitrail.models.fused.column_sum import column_sum
+from vitrail.models.fused.launch import ceil_div, is_fake, num_sms
 from vitrail.models.fused.pingpong import (
     COLUMNS,
     INNER,
@@ -31,7 +32,6 @@ from vitrail.models.fused.pingpong import (
     store_tile,
     tiles,
 )
-from vitrail.models.fused.sums import added_up
 
 _STEPS = 4  # fetched ahead
 
@@ -98,11 +98,11 @@ def back_gelu(dbranch: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, T
     rows, (inner, columns) = dbranch.numel() // len(weight), weight.shape
     sums = torch.empty(ceil_div(rows, ROWS), columns, dtype=torch.float32, device=slope.device)
     if not is_fake(dbranch):
-        count = min(processors(slope.device), tiles(rows, columns))
+        count = min(num_sms(slope.device), tiles(rows, columns))
         _back_gelu_kernel[(count,)](
             described(dbranch.reshape(rows, inner), ROWS, INNER),
             described(weight, INNER, COLUMNS),
             *(described(one.view(rows, columns), ROWS, COLUMNS // 2) for one in (slope, dhidden)),
             sums, rows, columns, inner, STEPS=_STEPS, PROGRAMS=count, **LAUNCH,
         )  # fmt: skip
-    return dhidden, added_up(sums, torch.float32)
+    return dhidden, column_sum(sums, torch.float32)

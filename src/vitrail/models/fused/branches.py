@@ -16,12 +16,12 @@ from torch import Tensor
 
 from vitrail.models.fused.attention_backward import attention_backward
 from vitrail.models.fused.attention_forward import attention
-from vitrail.models.fused.choosing import suits, suits_turns
-from vitrail.models.fused.folding import fold, unfold
-from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_eight
-from vitrail.models.fused.launching import is_fake
-from vitrail.models.fused.products import Eight, EightLinear, LowLinear
-from vitrail.models.fused.sums import added_up
+from vitrail.models.fused.column_sum import column_sum
+from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
+from vitrail.models.fused.fp8 import Bf16Linear, Fp8Linear, Fp8Tensor
+from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
+from vitrail.models.fused.launch import is_fake
+from vitrail.models.fused.selection import use_hopper_attention, use_own_matmul
 
 
 class AttentionBranch(torch.autograd.Function):
@@ -36,8 +36,8 @@ class AttentionBranch(torch.autograd.Function):
         ctx: Any, y: Tensor, scale: Tensor | None, shift: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
         out_weight: Tensor, heads: int, first: int | None, eight: bool, light: bool, learns: bool,
     ) -> Tensor:  # fmt: skip
-        linear = EightLinear if eight and first is None else LowLinear
-        weight, bias = fold(qkv_weight, qkv_bias, scale, shift, y.dtype)
+        linear = Fp8Linear if eight and first is None else Bf16Linear
+        weight, bias = fold_norm(qkv_weight, qkv_bias, scale, shift, y.dtype)
         ctx.qkv, ctx.out = linear(weight, y.dtype), linear(out_weight, y.dtype)
         bias = None if bias is None else bias.to(y.dtype)
         parts = (ctx.qkv(y, bias),) if first is None else _projected(y, weight, bias, first)
@@ -56,11 +56,11 @@ class AttentionBranch(torch.autograd.Function):
         slopes = tuple(torch.empty_like(part) for part in parts)
         sums = attention_backward(*_split(parts), out, ctx.out.back(dbranch), lse, ctx.heads, _split(slopes))
         del out
-        dbias = added_up(sums, dtype)
+        dbias = column_sum(sums, dtype)
         dentering: tuple[Tensor | None, ...] = None, None, None
         if any(needs[1:4]):
             found = [weight_gradient(one, y[:, : one.shape[1]], dtype) for one in slopes]
-            dentering = unfold(found[0] if len(found) == 1 else torch.cat(found), dbias, weight, scale, shift)
+            dentering = unfold_norm(found[0] if len(found) == 1 else torch.cat(found), dbias, weight, scale, shift)
         dweight, dscale, dshift = dentering
         dy = ctx.qkv.back(slopes[0]) if len(slopes) == 1 else _unprojected(slopes, ctx.qkv.weight)
         return dy, dscale, dshift, dweight, dbias if needs[4] else None, dout_weight, None, None, None, None, None
@@ -83,7 +83,7 @@ def _unprojected(slopes: tuple[Tensor, ...], weight: Tensor) -> Tensor:
 
 def attended(parts: Sequence[Tensor], heads: int, learns: bool) -> tuple[Tensor, Tensor | None]:
     """Attention's output and, if something learns from them, the logarithms of softmax's denominators."""
-    if len(parts) > 1 or not suits_turns(parts[0], heads, learns):
+    if len(parts) > 1 or not use_hopper_attention(parts[0], heads, learns):
         return attention(*_split(parts), heads)
     from vitrail.models.fused.attention_hopper import attention_in_turns
 
@@ -106,12 +106,12 @@ class MlpBranch(torch.autograd.Function):
         ctx: Any, y: Tensor, scale: Tensor | None, shift: Tensor | None, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor,
         tanh: bool, seed: Tensor | None, rate: float, eight: bool, light: bool, learns: bool,
     ) -> Tensor:  # fmt: skip
-        linear = EightLinear if eight else LowLinear
-        weight, bias = fold(up_weight, up_bias, scale, shift, y.dtype)
+        linear = Fp8Linear if eight else Bf16Linear
+        weight, bias = fold_norm(up_weight, up_bias, scale, shift, y.dtype)
         assert bias is not None
         ctx.up, ctx.down = linear(weight, y.dtype), linear(down_weight, y.dtype)
-        ctx.in_products = not eight and seed is None and not (light and learns) and suits(y, len(weight), "gelu")
-        value: Tensor | Eight
+        ctx.in_products = not eight and seed is None and not (light and learns) and use_own_matmul(y, len(weight), "gelu")
+        value: Tensor | Fp8Tensor
         kept: tuple[Tensor | None, ...]
         if ctx.in_products:
             from vitrail.models.fused.product import up_gelu
@@ -121,7 +121,7 @@ class MlpBranch(torch.autograd.Function):
             kept = slope, value
         else:
             hidden = ctx.up(y)
-            value = (gelu_eight if eight else gelu)(hidden, bias, tanh, seed, rate)
+            value = (gelu_fp8 if eight else gelu)(hidden, bias, tanh, seed, rate)
             kept = hidden, bias, seed
         if learns:
             ctx.save_for_backward(y, scale, shift, up_weight, *kept)
@@ -144,7 +144,7 @@ class MlpBranch(torch.autograd.Function):
         del value
         dentering: tuple[Tensor | None, ...] = None, None, None
         if any(needs[1:4]):
-            dentering = unfold(weight_gradient(dhidden, y, dtype), dbias, weight, scale, shift)
+            dentering = unfold_norm(weight_gradient(dhidden, y, dtype), dbias, weight, scale, shift)
         dweight, dscale, dshift = dentering
         return ctx.up.back(dhidden), dscale, dshift, dweight, dbias.to(dtype), ddown, None, None, None, None, None, None
 
@@ -156,8 +156,8 @@ class Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eight: bool
     ) -> Tensor:
-        folded, added = fold(weight, bias, scale, shift, x.dtype)
-        ctx.linear = (EightLinear if eight else LowLinear)(folded, x.dtype)
+        folded, added = fold_norm(weight, bias, scale, shift, x.dtype)
+        ctx.linear = (Fp8Linear if eight else Bf16Linear)(folded, x.dtype)
         ctx.save_for_backward(x, scale, shift, weight)
         return ctx.linear(x, None if added is None else added.to(x.dtype))  # type: ignore[no-any-return]
 
@@ -167,7 +167,7 @@ class Product(torch.autograd.Function):
         dentering: tuple[Tensor | None, ...] = None, None, None
         dbias = slope.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype) if needs[4] or scale is not None else None
         if any(needs[1:4]):
-            dentering = unfold(weight_gradient(slope, x, weight.dtype), dbias, weight, scale, shift)
+            dentering = unfold_norm(weight_gradient(slope, x, weight.dtype), dbias, weight, scale, shift)
         dweight, dscale, dshift = dentering
         return ctx.linear.back(slope), dscale, dshift, dweight, dbias if needs[4] else None, None
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.models.fused.checking import works
-from vitrail.models.fused.launching import ceil_div, has_triton, next_power_of_2
+from vitrail.models.fused.launch import ceil_div, has_triton, next_power_of_2
+from vitrail.models.fused.self_test import works
 
 _MOST = 8192  # values a program holds
 _LOW = (torch.bfloat16, torch.float16)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from vitrail.models.attention import KERNELS, Attention
-from vitrail.models.fused.checking import attention_works, works
-from vitrail.models.fused.launching import has_triton, is_fake
+from vitrail.models.fused.launch import has_triton, is_fake
+from vitrail.models.fused.self_test import attention_works, works
 from vitrail.models.layers import FoldedNorm
 from vitrail.models.recomputing import Recomputing
 
@@ -110,19 +110,19 @@ def _block(
 
 def _norms_are_factors(block: Block, x: Tensor) -> bool:
     """Whether nothing but a factor for every token is left of both norms, and there are products that take it."""
-    from vitrail.models.fused.choosing import suits_factors
+    from vitrail.models.fused.selection import use_norm_epilogue
 
     if block.training or torch.is_grad_enabled() or type(block.norm1) is not FoldedNorm or type(block.norm2) is not FoldedNorm:
         return False
     columns = len(block.attention.qkv.weight), len(block.mlp.up.weight)
-    return suits_factors(x, *columns) and _own_attention(x, block.attention.heads, None)
+    return use_norm_epilogue(x, *columns) and _own_attention(x, block.attention.heads, None)
 
 
 def _block_of_factors(block: Block, stream: Stream) -> Stream:
     """For inference: the stream itself is multiplied, and normed in the ends of the products; normed tokens are never written."""
     from vitrail.models.fused.branches import attended
-    from vitrail.models.fused.norm import add
     from vitrail.models.fused.product import product, up_gelu
+    from vitrail.models.fused.residual_norm import add
 
     attention, mlp = block.attention, block.mlp
     x, factors = add(stream.x, stream.branch, stream.bias, block.norm1.eps)
@@ -135,18 +135,18 @@ def _block_of_factors(block: Block, stream: Stream) -> Stream:
 
 def cut_for(images: Tensor, patch: tuple[int, int], weight: Tensor) -> Tensor:
     """Images cut into patches, in the precision in which they will be multiplied with the weight."""
-    from vitrail.models.fused.cutting import cut
+    from vitrail.models.fused.patchify import patchify
 
     dtype = low_precision(weight)
     assert dtype is not None
-    return cut(images, patch, dtype)
+    return patchify(images, patch, dtype)
 
 
 def assembled(patches: Tensor, fixed: Tensor) -> Tensor:
     """What all images share [1, token, width], with the patches [image, patch, width] added to its last tokens."""
-    from vitrail.models.fused.assembling import Assembled
+    from vitrail.models.fused.prefix_positions import PrefixPositions
 
-    return Assembled.apply(patches, fixed[0])  # type: ignore[no-any-return]
+    return PrefixPositions.apply(patches, fixed[0])  # type: ignore[no-any-return]
 
 
 def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -157,9 +157,9 @@ def add_norm(stream: Stream, norm: nn.LayerNorm, dtype: torch.dtype) -> tuple[Te
 
 def _added(stream: Stream, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The stream added up, and with mean 0 and deviation 1: a norm's weights are left to what comes next."""
-    from vitrail.models.fused.norm import AddNorm
+    from vitrail.models.fused.residual_norm import ResidualNorm
 
-    return AddNorm.apply(*stream, eps, dtype)  # type: ignore[no-any-return]
+    return ResidualNorm.apply(*stream, eps, dtype)  # type: ignore[no-any-return]
 
 
 def _attended(attention: Attention, norm: nn.LayerNorm, y: Tensor, first: int | None, eight: bool, light: bool) -> Tensor:

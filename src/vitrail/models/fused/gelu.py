@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.models.fused.column_sum import column_sum
 from vitrail.models.fused.dropout import kept
-from vitrail.models.fused.launching import ceil_div, is_fake, next_power_of_2, processors
-from vitrail.models.fused.products import LARGEST, Eight, empty_eight, scaled
-from vitrail.models.fused.sums import added_up
+from vitrail.models.fused.fp8 import E4M3_MAX, Fp8Tensor, empty_fp8, scaled
+from vitrail.models.fused.launch import ceil_div, is_fake, next_power_of_2, num_sms
 
 _TILE = (2, 1024)  # rows and columns that a program takes at once: the fastest of a dozen on an H200
 
@@ -39,7 +39,7 @@ def share(x, TANH: tl.constexpr):
 @triton.jit
 def _gelu_forward_kernel(
     h, bias, g, scales, seed, rows, width, rate,
-    TANH: tl.constexpr, DROPS: tl.constexpr, EIGHT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TANH: tl.constexpr, DROPS: tl.constexpr, EIGHT: tl.constexpr, E4M3_MAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -52,7 +52,7 @@ def _gelu_forward_kernel(
         chance *= kept(seed, place, rate)
     value = x * chance
     if EIGHT:
-        value, scale = scaled(value, LARGEST)
+        value, scale = scaled(value, E4M3_MAX)
         tl.store(scales + row, scale, mask=row < rows)
     tl.store(g + place, value.to(g.dtype.element_ty), mask=mask)
 
@@ -92,9 +92,9 @@ def gelu(h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: 
     return g
 
 
-def gelu_eight(h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0) -> Eight:
+def gelu_fp8(h: Tensor, bias: Tensor, tanh: bool, seed: Tensor | None = None, rate: float = 0.0) -> Fp8Tensor:
     """The same in eight bits, for a product. A row's scale needs the whole row."""
-    made = empty_eight(h)
+    made = empty_fp8(h)
     _launch(h, bias, *made, tanh, seed, rate, (1, next_power_of_2(h.shape[-1])))
     return made
 
@@ -108,7 +108,7 @@ def _launch(
     # Rows first: in the other directions a grid ends at 65,535 programs.
     _gelu_forward_kernel[(ceil_div(rows, at_once), ceil_div(width, columns))](
         h, bias, g, scales, seed, rows, width, rate,
-        TANH=tanh, DROPS=seed is not None, EIGHT=scales is not None, LARGEST=LARGEST, ROWS=at_once, COLUMNS=columns, num_warps=4,
+        TANH=tanh, DROPS=seed is not None, EIGHT=scales is not None, E4M3_MAX=E4M3_MAX, ROWS=at_once, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
 
 
@@ -119,11 +119,11 @@ def gelu_backward(
     width, rows = h.shape[-1], h.numel() // h.shape[-1]
     dh, g = torch.empty_like(h), torch.empty_like(h)
     at_once, columns = _TILE
-    programs = max(1, min(ceil_div(rows, at_once), processors(h.device) * 16 // ceil_div(width, columns)))
+    programs = max(1, min(ceil_div(rows, at_once), num_sms(h.device) * 16 // ceil_div(width, columns)))
     sums = torch.empty(programs, width, dtype=torch.float32, device=h.device)
     if not is_fake(h):
         _gelu_backward_kernel[(ceil_div(width, columns), programs)](
             h, bias, dg, dh, g, sums, seed, rows, width, rate,
             TANH=tanh, DROPS=seed is not None, ROWS=at_once, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
-    return dh, added_up(sums, bias.dtype), g
+    return dh, column_sum(sums, bias.dtype), g

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vitrail.models.fused.launching import ceil_div
+from vitrail.models.fused.launch import ceil_div
 
 # The first names are those of newer versions of Triton, the others those of 3.6.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

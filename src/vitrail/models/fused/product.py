@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from vitrail.models.fused.launching import is_fake, processors
+from vitrail.models.fused.launch import is_fake, num_sms
 from vitrail.models.fused.pingpong import (
     COLUMNS,
     INNER,
@@ -136,8 +136,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor, gelu: str | None, factors: 
     if is_fake(x):
         return out
     rows = x.numel() // inner
-    tall = ROWS if tiles(rows, columns) >= processors(x.device) else ROWS // 2  # for an image or two
-    count = min(processors(x.device), tiles(rows, columns, tall))
+    tall = ROWS if tiles(rows, columns) >= num_sms(x.device) else ROWS // 2  # for an image or two
+    count = min(num_sms(x.device), tiles(rows, columns, tall))
     _product_kernel[(count,)](
         described(x.reshape(rows, inner), tall, INNER),
         described(weight, COLUMNS, INNER),

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launching import ceil_div, is_fake, next_power_of_2, processors
-from vitrail.models.fused.sums import added_up
+from vitrail.models.fused.column_sum import column_sum
+from vitrail.models.fused.launch import ceil_div, is_fake, next_power_of_2, num_sms
 
 _ROWS, _COLUMNS = 4, 256  # that a program of the backward pass takes at once
 
@@ -58,7 +58,7 @@ def _unfold_kernel(dfolded, doffset, weight, scale, shift, dweight, sums, rows, 
     tl.store(target + width, tl.sum(sum_shift, axis=0), mask=inside)
 
 
-def fold(
+def fold_norm(
     weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The weight [row, column] to multiply normed tokens by, in the given precision, and what to add then, in float32.
@@ -80,7 +80,7 @@ def fold(
     return folded, offset
 
 
-def unfold(
+def unfold_norm(
     dfolded: Tensor, doffset: Tensor | None, weight: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of the weight, the scale and the shift from those of what `fold` gave; `dfolded` is overwritten."""
@@ -88,11 +88,11 @@ def unfold(
         return dfolded, None, None
     weight, (rows, width) = weight.contiguous(), weight.shape
     across = ceil_div(width, _COLUMNS)
-    programs = max(1, min(ceil_div(rows, _ROWS), processors(weight.device) * 8 // across))
+    programs = max(1, min(ceil_div(rows, _ROWS), num_sms(weight.device) * 8 // across))
     sums = torch.empty(programs, 2, width, dtype=torch.float32, device=weight.device)
     if not is_fake(weight):
         _unfold_kernel[(across, programs)](
             dfolded, doffset, weight, scale, shift, dfolded, sums, rows, width, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4
         )
-    dscale, dshift = added_up(sums, scale.dtype)
+    dscale, dshift = column_sum(sums, scale.dtype)
     return dfolded, dscale, dshift

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launching import ceil_div, is_fake
+from vitrail.models.fused.launch import ceil_div, is_fake
 
 _ROWS, _COLUMNS = 256, 16  # many rows at once, few columns: so many multiprocessors take part
 
@@ -23,7 +23,7 @@ def _sums_kernel(parts, total, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.co
     tl.store(total + column, tl.sum(found, axis=0).to(total.dtype.element_ty), mask=column < columns)
 
 
-def added_up(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def column_sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first axis of float32 numbers, in the given precision. Twice as fast as torch's for a thousand rows."""
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if not is_fake(parts):

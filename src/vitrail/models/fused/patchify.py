@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launching import is_fake, next_power_of_2
+from vitrail.models.fused.launch import is_fake, next_power_of_2
 
 
 @triton.jit
-def _cut_kernel(
+def _patchify_kernel(
     images, patches,
     channels, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PADDED_HEIGHT: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -26,14 +26,14 @@ def _cut_kernel(
     tl.store(patches + place, value.to(patches.dtype.element_ty), mask=inside)
 
 
-def cut(images: Tensor, patch: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def patchify(images: Tensor, patch: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Images [image, channel, row, column] as patches, row by row: [image, patch, channel · row · column]. Has no gradient."""
     batch, channels, height, width = images.shape
     rows, columns = height // patch[0], width // patch[1]
     patches = torch.empty(batch, rows * columns, channels * patch[0] * patch[1], dtype=dtype, device=images.device)
     tile = next_power_of_2(patch[0]), next_power_of_2(width)
     if not is_fake(images):
-        _cut_kernel[(batch, channels, rows)](
+        _patchify_kernel[(batch, channels, rows)](
             images.contiguous(), patches, channels, width,
             HEIGHT=patch[0], WIDTH=patch[1], PADDED_HEIGHT=tile[0], PADDED=tile[1],
             num_warps=min(16, max(4, tile[0] * tile[1] // 1024)),

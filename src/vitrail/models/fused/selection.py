@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.models.fused.checking import largest_difference, passes
-from vitrail.models.fused.launching import generation, is_fake, processors
+from vitrail.models.fused.launch import is_fake, num_sms, sm_major
+from vitrail.models.fused.self_test import largest_difference, passes
 
 _TOLERANCE = 0.01  # relative, of what the kernels compute: a few times what rounding to low precision does
 
 
-def suits(x: Tensor, columns: int, end: Literal["bias", "gelu"]) -> bool:
+def use_own_matmul(x: Tensor, columns: int, end: Literal["bias", "gelu"]) -> bool:
     """Whether our own kernels are for x [..., inner] times a weight with so many columns, and right on this device.
 
     With GELU in the end they are faster than the library and a pass, but for two to four images, where there is little between
@@ -26,25 +26,29 @@ def suits(x: Tensor, columns: int, end: Literal["bias", "gelu"]) -> bool:
         return False
     if is_fake(x):  # a Hopper GPU is planned for
         return True
-    enough = end == "gelu" or rows * columns >= 8 * 128 * 128 * processors(x.device)
+    enough = end == "gelu" or rows * columns >= 8 * 128 * 128 * num_sms(x.device)
     return x.is_cuda and enough and _works(x.device, x.dtype)
 
 
-def suits_factors(x: Tensor, biased: int, gelu: int) -> bool:
+def use_norm_epilogue(x: Tensor, biased: int, gelu: int) -> bool:
     """Whether products with so many columns, with a bias and with GELU, are for our own kernels, and take factors rightly."""
-    return suits(x, biased, "bias") and suits(x, gelu, "gelu") and (is_fake(x) or _factors_work(x.device, x.dtype))
+    return (
+        use_own_matmul(x, biased, "bias")
+        and use_own_matmul(x, gelu, "gelu")
+        and (is_fake(x) or _norm_epilogue_works(x.device, x.dtype))
+    )
 
 
 @functools.cache
-def _factors_work(device: torch.device, dtype: torch.dtype) -> bool:
+def _norm_epilogue_works(device: torch.device, dtype: torch.dtype) -> bool:
     otherwise = "Norms are not left to products here (%s); going on a little more slowly."
-    return passes(device, _TOLERANCE, lambda: _factors_difference(device, dtype), otherwise)
+    return passes(device, _TOLERANCE, lambda: _norm_epilogue_difference(device, dtype), otherwise)
 
 
-def _factors_difference(device: torch.device, dtype: torch.dtype) -> float:
+def _norm_epilogue_difference(device: torch.device, dtype: torch.dtype) -> float:
     """How far off products of normed tokens are when only the tokens' factors are known of the norm."""
-    from vitrail.models.fused.norm import add
     from vitrail.models.fused.product import product, up_gelu
+    from vitrail.models.fused.residual_norm import add
 
     generator, sizes = torch.Generator(device).manual_seed(0), ((1, 40_037, 192), (1, 40_037, 192), (256, 192), (256,), (192,))
     x, branch, weight, bias, added = (torch.randn(size, device=device, generator=generator) / 4 for size in sizes)
@@ -55,7 +59,7 @@ def _factors_difference(device: torch.device, dtype: torch.dtype) -> float:
     return largest_difference([exact, F.gelu(exact)], found)
 
 
-def suits_turns(qkv: Tensor, heads: int, learns: bool) -> bool:
+def use_hopper_attention(qkv: Tensor, heads: int, learns: bool) -> bool:
     """Whether attention over queries, keys and values [image, token, 3 · width] is for `attention_hopper.py`, and right there.
 
     It is for heads of the width that the paper has, more of them than multiprocessors, over so many tokens that there are tiles
@@ -64,19 +68,19 @@ def suits_turns(qkv: Tensor, heads: int, learns: bool) -> bool:
     images, tokens, width = *qkv.shape[:2], qkv.shape[2] // 3
     if qkv.dtype not in (torch.bfloat16, torch.float16) or width != 64 * heads or not 128 < tokens <= 224 or is_fake(qkv):
         return False
-    many = qkv.is_cuda and images * heads >= 1.5 * processors(qkv.device)
-    return many and _turns_work(qkv.device, qkv.dtype, tokens, heads, learns)
+    many = qkv.is_cuda and images * heads >= 1.5 * num_sms(qkv.device)
+    return many and _hopper_attention_works(qkv.device, qkv.dtype, tokens, heads, learns)
 
 
 @functools.cache
-def _turns_work(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> bool:
+def _hopper_attention_works(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> bool:
     """Whether the device has what that kernel is made for, and it is right for so many tokens: each number is compiled anew."""
     otherwise = f"The fastest kernel for attention over {tokens} tokens is not used here (%s); going on with another, more slowly."
     given = device, dtype, tokens, heads, learns
-    return generation(device) == 9 and passes(device, _TOLERANCE, lambda: _turns_difference(*given), otherwise)
+    return sm_major(device) == 9 and passes(device, _TOLERANCE, lambda: _hopper_attention_difference(*given), otherwise)
 
 
-def _turns_difference(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> float:
+def _hopper_attention_difference(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> float:
     """How far off the output and softmax's denominators are; each program gets several heads."""
     from vitrail.models.fused.attention_hopper import attention_in_turns
 
@@ -94,7 +98,7 @@ def _turns_difference(device: torch.device, dtype: torch.dtype, tokens: int, hea
 def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has what the kernels are made for, and they compute the right thing there."""
     otherwise = "Vitrail's own products are not used here (%s); going on with torch's, more slowly."
-    return generation(device) == 9 and passes(device, _TOLERANCE, lambda: _difference(device, dtype), otherwise)
+    return sm_major(device) == 9 and passes(device, _TOLERANCE, lambda: _difference(device, dtype), otherwise)
 
 
 def _difference(device: torch.device, dtype: torch.dtype) -> float:

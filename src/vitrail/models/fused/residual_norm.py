@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.models.fused.column_sum import column_sum
 from vitrail.models.fused.dropout import kept
-from vitrail.models.fused.launching import is_fake, next_power_of_2, processors
-from vitrail.models.fused.sums import added_up
+from vitrail.models.fused.launch import is_fake, next_power_of_2, num_sms
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _norm_backward_kernel(
         tl.store(sums + program * WIDTH + column, sum_bias, mask=inside)
 
 
-class AddNorm(torch.autograd.Function):
+class ResidualNorm(torch.autograd.Function):
     """(x, branch, bias, …) → (x + keep · dropout(branch + bias), the same with mean 0 and deviation 1 in the given precision).
 
     `branch` may be None: then x is only normalised. `keep` is stochastic depth's factor for each image, or None. `seed` is that
@@ -108,7 +108,7 @@ class AddNorm(torch.autograd.Function):
         dx = torch.empty(y.shape, dtype=of_stream, device=y.device)
         dbranch = torch.empty(y.shape, dtype=of_branch, device=y.device) if adds else None
         padded = next_power_of_2(width)
-        programs = min(rows, processors(y.device) * (16 if padded <= 512 else 8))
+        programs = min(rows, num_sms(y.device) * (16 if padded <= 512 else 8))
         sums = torch.empty(programs, width, dtype=torch.float32, device=y.device) if adds else None
         dx_next = None if dx_next is None else dx_next.contiguous()
         if not is_fake(y):
@@ -118,7 +118,7 @@ class AddNorm(torch.autograd.Function):
                 ADDS=adds, HAS_KEEP=keep is not None, HAS_NEXT=dx_next is not None, DROPS=seed is not None,
                 num_warps=max(1, min(8, padded // 256)),
             )  # fmt: skip
-        dbias = None if sums is None or of_bias is None else added_up(sums, of_bias)
+        dbias = None if sums is None or of_bias is None else column_sum(sums, of_bias)
         return dx, dbranch, dbias, None, None, None, None, None
 
 

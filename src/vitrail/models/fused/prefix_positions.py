@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launching import ceil_div, is_fake, next_power_of_2
+from vitrail.models.fused.launch import ceil_div, is_fake, next_power_of_2
 
 _IMAGES, _COLUMNS = 16, 128  # that a program of the backward pass takes at once
 
@@ -47,7 +47,7 @@ def _assemble_backward_kernel(
     tl.store(dfixed + token * WIDTH + column, tl.sum(total, axis=0).to(dfixed.dtype.element_ty), mask=column < WIDTH)
 
 
-class Assembled(torch.autograd.Function):
+class PrefixPositions(torch.autograd.Function):
     """(patches [image, patch, width], fixed [token, width]) → fixed, to whose last tokens each image's patches are added."""
 
     @staticmethod

@@ -133,11 +133,11 @@ def _attention_difference(
 
 
 def _cut_difference(device: torch.device, dtype: torch.dtype) -> float:
-    from vitrail.models.fused.cutting import cut
+    from vitrail.models.fused.patchify import patchify
     from vitrail.models.layers import cut as plain
 
     images = torch.randn(2, 3, 28, 42, device=device)
-    return largest_difference([plain(images, (14, 14))], [cut(images, (14, 14), dtype)])
+    return largest_difference([plain(images, (14, 14))], [patchify(images, (14, 14), dtype)])
 
 
 def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:

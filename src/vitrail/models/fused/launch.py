@@ -24,7 +24,7 @@ def has_triton() -> bool:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """How many multiprocessors the device has; a few on a processor, where kernels run interpreted, in tests."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
@@ -36,7 +36,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
-def generation(device: torch.device) -> int:
+def sm_major(device: torch.device) -> int:
     """The GPU's architecture by number; 9, which is Hopper's, where only plans are made or kernels are interpreted."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 

@@ -35,7 +35,7 @@ from vitrail.data.augment.spec import Augment
 from vitrail.data.loader import TrainLoader
 from vitrail.data.preprocess import preset
 from vitrail.models import ViT, create_model
-from vitrail.train.graphs import Recording
+from vitrail.train.captured_step import capture
 from vitrail.train.parallel import choose_device
 
 Row = dict[str, Any]
@@ -211,7 +211,7 @@ def trained(way: str, seed: int, options: argparse.Namespace, device: torch.devi
         loss.backward()
         return loss.detach()
 
-    step = Recording(backward, list(model.parameters())) if device.type == "cuda" else backward
+    step = capture(backward, model.parameters()) if device.type == "cuda" else backward
     losses, norms = [], []
     loader = TrainLoader(
         source, preprocess=preset("google-vit", size=stored, channels=channels), batch=options.batch,

@@ -35,7 +35,7 @@ from vitrail.data.types import Payload, Split
 from vitrail.models import Model, create_model
 from vitrail.tasks import Classify
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
-from vitrail.train.graphs import Recording
+from vitrail.train.captured_step import capture
 from vitrail.train.listeners import Listener, Record
 from vitrail.train.loop import Loop, Result
 from vitrail.train.parallel import World, choose_device
@@ -185,7 +185,7 @@ class BareStep:
         if compiled:
             model.compile()
         elif images.is_cuda:
-            self.backward = Recording(self._backward, list(model.parameters()))
+            self.backward = capture(self._backward, model.parameters())
 
     def _backward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=self.low):

@@ -228,8 +228,8 @@ def _whole_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -
         return not reading.skipped and math.isfinite(reading.loss)
 
     def remark() -> str:
-        why = one.unrecorded()
-        return f"not recorded: {why}" if why else ""
+        why = one.why_not_captured()
+        return f"not captured: {why}" if why else ""
 
     return Subject(step, parameters, finite, remark)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from vitrail.lazy import fetched_from
 
 if TYPE_CHECKING:
+    from vitrail.train.captured_step import CapturedStep as CapturedStep
+    from vitrail.train.captured_step import capture as capture
     from vitrail.train.config import Recipe as Recipe
     from vitrail.train.listeners import Listener as Listener
     from vitrail.train.loop import Result as Result
@@ -17,10 +19,12 @@ if TYPE_CHECKING:
     from vitrail.train.prepare import Prepared as Prepared
 
 _HOMES = {
+    "CapturedStep": "vitrail.train.captured_step",
     "Listener": "vitrail.train.listeners",
     "Prepared": "vitrail.train.prepare",
     "Recipe": "vitrail.train.config",
     "Result": "vitrail.train.loop",
+    "capture": "vitrail.train.captured_step",
     "train": "vitrail.train.loop",
 }
 

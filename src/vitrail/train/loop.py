@@ -215,7 +215,7 @@ class Loop:
         self.micro_batch = size
         self.loader.close()
         self.loader = self._make_loader()
-        self.step.record_anew()
+        self.step.reset_capture()
 
     # Running
 
@@ -251,8 +251,8 @@ class Loop:
         while True:
             try:
                 self.step.take(self.parts(), number)
-                if why := self.step.unrecorded():
-                    self.say(f"warning: the step could not be recorded as a CUDA graph ({why}); going on without, more slowly")
+                if reason := self.step.why_not_captured():
+                    self.say(f"warning: the step could not be captured as a CUDA graph ({reason}); it runs without, more slowly")
                 return
             except torch.OutOfMemoryError as error:
                 halve_micro_batch(self, error)
@@ -366,6 +366,7 @@ class Loop:
         return Result(self.run.path, self.done, task.headline, metrics, seconds)
 
     def close(self) -> None:
+        self.step.reset_capture()  # NCCL waits for graphs that hold its operations
         self.loader.close()
         self.snapshots.close()
         for listener in self.listeners:

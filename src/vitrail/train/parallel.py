@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
+from vitrail.train.captured_step import on_stream
 
 Mode = Literal["single", "ddp", "fsdp", "hybrid"]
 
@@ -79,7 +80,8 @@ def joined(device: str = "auto", parallel: str = "auto") -> Iterator[World]:
     here = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = choose_device(device, here)
     if ranks == 1 and "RANK" not in os.environ:
-        yield World(chosen)
+        with torch.cuda.device(chosen) if chosen.type == "cuda" else nullcontext():  # --device cuda:1 is not the current one
+            yield World(chosen)
         return
     started = not dist.is_initialized()
     if started:
@@ -125,12 +127,26 @@ class Runner:
 
     def __init__(self, model: nn.Module, world: World, *, low_precision: torch.dtype | None = None, mesh: Any = None) -> None:
         self.model, self.world = model, world
+        self.stream: torch.cuda.Stream | None = None
+        """Where forward and backward run under DDP on a GPU: its hooks belong to the stream on which it was built, and a CUDA
+        graph cannot be captured on the default one."""
         self._forward: nn.Module = Forward(model)
         if world.sharded:
             _shard(model, mesh or mesh_of(world), low_precision)
         elif world.mode == "ddp":
-            ids = [world.device.index] if world.device.type == "cuda" else None
-            self._forward = nn.parallel.DistributedDataParallel(self._forward, device_ids=ids, gradient_as_bucket_view=True)
+            self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
+            self.renew()
+
+    def renew(self) -> None:
+        """Wrap the model anew, on all ranks: a step that broke off leaves DDP waiting for the rest of its gradients."""
+        if self.world.mode != "ddp":
+            return
+        ids = [self.world.device.index] if self.world.device.type == "cuda" else None
+        with on_stream(self.stream):
+            # Buffers are fixed tables, the same on every rank.
+            self._forward = nn.parallel.DistributedDataParallel(
+                Forward(self.model), device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
 
     def __call__(self, *inputs: Tensor, heads: int = 1) -> Any:
         return self._forward(*inputs, heads=heads)
@@ -167,6 +183,8 @@ def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None) -> No
     inner = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=inner if low_precision is not None else MixedPrecisionPolicy())
+        if hasattr(block, "forward_pending"):  # the fused path enters a block here, so here too its weights are gathered
+            register_fsdp_forward_method(block, "forward_pending")
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     if hasattr(model, "distilled_logits"):
         register_fsdp_forward_method(model, "distilled_logits")

@@ -19,8 +19,8 @@ from vitrail.data.batch import Batch
 from vitrail.errors import VitrailError
 from vitrail.tasks import Task
 from vitrail.train.averaging import Average
+from vitrail.train.captured_step import DDP_WARMUP, WARMUP, CapturedStep, on_stream
 from vitrail.train.config import Recipe
-from vitrail.train.graphs import Recording
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, whole
 from vitrail.train.schedules import factor
@@ -52,7 +52,7 @@ def seed_part(seed: int, step: int, part: int, world: World) -> None:
     # Not torch.manual_seed: without a GPU that remembers every call in case one should appear.
     torch.default_generator.manual_seed(number)
     if world.device.type == "cuda":
-        torch.cuda.manual_seed(number)
+        torch.cuda.default_generators[world.device.index or 0].manual_seed(number)  # not that of the current device
     elif world.device.type == "mps":
         torch.mps.manual_seed(number)
 
@@ -93,7 +93,8 @@ class Step:
         self._loss, self._norm, self._skipped, self._frozen = (torch.zeros((), device=device) for _ in range(4))
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         self._steps = 0
-        self._recording = self._make_recording()
+        self._not_captured = ""
+        self._captured = self._make_captured()
 
     def take(self, batches: Iterable[Batch], number: int) -> int:
         """Step `number`, over this rank's micro-batches; returns how many images this rank saw."""
@@ -110,23 +111,23 @@ class Step:
 
     def backward(self, batch: Batch) -> Tensor:
         """Add a micro-batch's gradient; returns its part of the step's mean loss."""
-        if self._recording is not None and batch.total == self.recipe.batch:
-            return self._recording(batch.images, batch.targets)
-        with self.runner.accumulating(batch.last):
+        # Under DDP a replay sums gradients over ranks, which only the last micro-batch of a step may do.
+        whole = self.world.mode != "ddp" or batch.parts == 1
+        if self._captured is not None and whole and batch.total == self.recipe.batch:
+            return self._captured(batch.images, batch.targets)  # type: ignore[no-any-return]
+        with on_stream(self.runner.stream), self.runner.accumulating(batch.last):
             return self._backward(batch.images, batch.targets, batch.total)
 
-    def unrecorded(self) -> str:
-        """Why the step could not be recorded, told once."""
-        if self._recording is None or not self._recording.failure:
-            return ""
-        why, self._recording = self._recording.failure, None
-        return why
+    def why_not_captured(self) -> str:
+        """Why the step could not be captured as a CUDA graph; empty where it could, and after the first call."""
+        reason, self._not_captured = self._not_captured, ""
+        return reason
 
-    def record_anew(self) -> None:
-        """After a change of the micro-batch: give back the memory of what was recorded, and begin again."""
-        if self._recording is not None:
+    def reset_capture(self) -> None:
+        """Give back the memory of the captured step; it is captured again after some ordinary steps."""
+        if self._captured is not None:
             self.optimizer.zero_grad()  # gradients may lie in it
-            self._recording = self._make_recording()
+            self._captured.reset()
 
     def _backward(self, images: Tensor, targets: Tensor, total: int) -> Tensor:
         with autocast(self.precision, self.world.device):
@@ -136,12 +137,23 @@ class Step:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
 
-    def _make_recording(self) -> Recording | None:
-        """On one GPU forward and backward can be recorded: nobody else waits for the gradients."""
-        recipe, device = self.recipe, self.world.device
-        if device.type != "cuda" or self.world.ranks > 1 or self.scaler is not None or recipe.compile or not recipe.cuda_graph:
+    def _make_captured(self) -> CapturedStep | None:
+        """Forward and backward as a CUDA graph, on one GPU or under DDP, whose all-reduces are captured with them."""
+        recipe, world = self.recipe, self.world
+        if world.device.type != "cuda" or world.sharded or self.scaler is not None or recipe.compile or not recipe.cuda_graph:
             return None
-        return Recording(lambda images, targets: self._backward(images, targets, recipe.batch), self.optimizer.parameters)
+        return CapturedStep(
+            lambda images, targets: self._backward(images, targets, recipe.batch),
+            self.optimizer.parameters,
+            warmup=DDP_WARMUP if world.mode == "ddp" else WARMUP,
+            stream=self.runner.stream,
+            any_rank=world.any,
+            on_failure=self._capture_failed,
+        )
+
+    def _capture_failed(self, reason: str) -> None:
+        self._not_captured = reason
+        self.runner.renew()
 
     def rate(self, number: int) -> float:
         return factor(self.recipe.schedule, number, self.total, self.recipe.optim.lr)

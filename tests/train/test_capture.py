@@ -1,0 +1,366 @@
+"""A captured step computes what the step does. Only a GPU can capture one; everything around the graph is tested anywhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitrail.train
+from vitrail.errors import VitrailError
+from vitrail.train import CapturedStep, capture
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+class StandIn:
+    """A graph without a GPU: a replay runs the step again and writes results and gradients where the capture put them."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.replays = 0
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        self.run, self.results = run, run()
+        self.gradients = [one.grad for one in self.parameters]
+        self.results = self.results if isinstance(self.results, tuple) else (self.results,)
+        return self.results if len(self.results) > 1 else self.results[0]
+
+    def replay(self) -> None:
+        self.replays += 1
+        there = [one.grad for one in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        results = self.run()
+        for old, new in zip(self.results, results if isinstance(results, tuple) else (results,), strict=True):
+            old.data.copy_(new)
+        for parameter, place, before in zip(self.parameters, self.gradients, there, strict=True):
+            assert (parameter.grad is None) == (place is None)
+            if place is not None and parameter.grad is not None:
+                place.copy_(parameter.grad)
+            parameter.grad = before
+
+
+def stand_in(step: Any, parameters: list[nn.Parameter], **keywords: Any) -> CapturedStep:
+    return CapturedStep(step, parameters, new_graph=lambda: StandIn(parameters), **keywords)
+
+
+def network() -> tuple[nn.Linear, Callable[[Tensor, Tensor], Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+
+    def step(images: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(images), targets)
+        loss.backward()
+        return loss
+
+    return model, step
+
+
+def batch(seed: int, size: int = 3) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(seed)), torch.arange(size) % 3
+
+
+def compare(change: Callable[[int, nn.Linear], object], steps: int = 14) -> CapturedStep:
+    """Take steps with and without capture, with `change(number, model)` before each; gradients and losses must be equal."""
+
+    def run(captured: bool) -> tuple[list[Tensor], Any]:
+        model, step = network()
+        made = stand_in(step, list(model.parameters())) if captured else step
+        found = []
+        for number in range(steps):
+            change(number, model)
+            found.append(made(*batch(number)).detach().clone())
+            found += [torch.zeros(1) if one.grad is None else one.grad.clone() for one in model.parameters()]
+        return found, made
+
+    (ours, made), (theirs, _) = run(True), run(False)
+    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+    assert isinstance(made, CapturedStep)
+    return made
+
+
+def test_capture_is_a_function_of_the_package_and_runs_the_step_where_there_is_no_gpu() -> None:
+    assert callable(vitrail.train.capture)
+    model, step = network()
+    made = capture(step, model.parameters())
+    for number in range(6):
+        assert not made(*batch(number)).requires_grad
+    assert not made.captured and not made.failure
+    with pytest.raises(VitrailError, match=r"model.parameters\(\)"):
+        capture(step, [])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_gradients_of_micro_batches_add_up(parts: int) -> None:
+    """With one parameter that is never used, and now and then a micro-batch of another size, first, between or last."""
+
+    def gradients(captured: bool) -> list[Tensor | None]:
+        model, step = network()
+        parameters = [*model.parameters(), nn.Parameter(torch.ones(2))]
+        made, found = stand_in(step, parameters) if captured else step, list[Tensor | None]()
+        for number in range(12):
+            for part in range(parts):
+                size = 2 if number >= 6 and (number + part) % 4 == 0 else 3
+                found.append(made(*batch(number * parts + part, size)).detach())
+            found += [None if one.grad is None else one.grad.clone() for one in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+        if isinstance(made, CapturedStep):
+            assert made.captured
+        return found
+
+    for one, two in zip(gradients(True), gradients(False), strict=True):
+        assert (one is None) == (two is None) and (one is None or two is None or torch.equal(one, two))
+
+
+def zero(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda number, model: number % 3 or zero(model),
+        lambda number, model: [one.grad.zero_() for one in model.parameters() if one.grad is not None],
+        # One gradient is dropped, the other stays: each is treated by itself.
+        lambda number, model: setattr(model.bias, "grad", None),
+        # Replaced by a tensor of one's own, as unscaling or clipping out of place does.
+        lambda number, model: model.weight.grad is not None and setattr(model.weight, "grad", model.weight.grad * 0.5),
+        # Another name for the very tensor that a replay writes into.
+        lambda number, model: model.weight.grad is not None and setattr(model.weight, "grad", model.weight.grad.detach()),
+    ],
+)
+def test_gradients_may_be_dropped_zeroed_and_replaced(change: Callable[[int, nn.Linear], object]) -> None:
+    assert compare(change).captured
+
+
+def test_frozen_and_moved_parameters_are_captured_again() -> None:
+    def freeze(number: int, model: nn.Linear) -> None:
+        zero(model)
+        model.weight.requires_grad_(number < 6)
+
+    def move(number: int, model: nn.Linear) -> None:
+        zero(model)
+        if number == 6:
+            model.weight.data = model.weight.data * 2
+
+    assert compare(freeze).captured and compare(move).captured
+
+
+def test_autocast_is_part_of_what_was_captured() -> None:
+    model, step = network()
+    made = stand_in(step, list(model.parameters()))
+    for number in range(5):
+        full = made(*batch(number))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert made.captured and not torch.equal(made(*batch(4)), full) and not made.captured
+
+
+def test_another_shape_takes_over_when_it_stays() -> None:
+    model, step = network()
+    made = stand_in(step, list(model.parameters()))
+    for number in range(5):
+        made(*batch(number))
+    first = made._captured
+    for number in range(16):
+        made(*batch(number, size=2))
+        assert made._captured is first
+    made(*batch(0, size=2))
+    assert made._captured is not first and made.captured
+
+
+def test_results_are_tensors_in_any_structure_and_stay_when_the_next_call_writes_again() -> None:
+    model, one = network()
+
+    def step(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return one(images, targets), model(images)
+
+    made = stand_in(step, list(model.parameters()))
+    kept = [made(*batch(number)) for number in range(8)]
+    assert all(torch.equal(kept[number][1], model(batch(number)[0])) for number in range(8))
+    with pytest.raises(VitrailError, match="returned a float"):
+        stand_in(lambda images, targets: float(one(images, targets)), list(model.parameters()))(*batch(0))
+
+
+class Broken:
+    def capture(self, run: Callable[[], Any]) -> Any:
+        try:
+            torch.rand(3)
+            run()
+            raise RuntimeError("the step waits for the device")
+        finally:
+            raise ValueError("a broken capture ends with an error of its own")
+
+    def replay(self) -> None:
+        raise AssertionError
+
+
+def test_a_failed_capture_leaves_gradients_and_random_numbers_alone_and_warns_once() -> None:
+    def run(captured: bool) -> list[Tensor]:
+        model, one = network()
+
+        def step(images: Tensor, targets: Tensor) -> Tensor:
+            return one(nn.functional.dropout(images), targets)
+
+        made: Any = CapturedStep(step, model.parameters(), new_graph=Broken) if captured else step
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = [made(*batch(number)).detach() for number in range(8)]
+        assert [str(one.message) for one in caught] == (
+            [
+                "The step could not be captured as a CUDA graph (RuntimeError: the step waits for the device). It runs normally, more slowly."
+            ]
+            if captured
+            else []
+        )
+        return [*losses, *(one.grad for one in model.parameters() if one.grad is not None)]
+
+    assert all(torch.equal(one, two) for one, two in zip(run(True), run(False), strict=True))
+
+
+def test_ranks_give_up_together() -> None:
+    model, step = network()
+    reasons: list[str] = []
+    made = stand_in(step, list(model.parameters()), any_rank=lambda failed: True, on_failure=reasons.append)
+    for number in range(6):
+        made(*batch(number))
+    assert reasons == ["it failed on another rank"] and not made.captured
+
+
+def test_inputs_that_need_gradients_are_refused_with_the_reason() -> None:
+    model, step = network()
+    reasons: list[str] = []
+    made = stand_in(step, list(model.parameters()), on_failure=reasons.append)
+    images, targets = batch(0)
+    images.requires_grad_()
+    for _ in range(5):
+        made(images, targets)
+    assert len(reasons) == 1 and "input 0 requires a gradient" in reasons[0] and images.grad is not None
+
+
+# On a GPU
+
+
+def losses(captured: bool, steps: int = 10, parts: int = 1, spoil: Callable[[Tensor], object] | None = None) -> list[float]:
+    """Of a small network with dropout, seeded before every micro-batch as the loop does it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(images: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(images), targets) / parts
+        if spoil is not None:
+            spoil(loss)
+        loss.backward()
+        return loss.detach()
+
+    reasons: list[str] = []
+    step: Any = CapturedStep(backward, model.parameters(), on_failure=reasons.append) if captured else backward
+    found = []
+    for number in range(steps):
+        for part in range(parts):
+            torch.cuda.manual_seed(number * parts + part)
+            size = 8 if number != 7 or part != parts - 1 else 5  # one smaller batch runs normally
+            images = torch.randn(size, 16, generator=torch.Generator().manual_seed(number * parts + part)).cuda()
+            found.append(float(step(images, torch.arange(size, device="cuda") % 4)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if captured:
+        assert bool(reasons) == (spoil is not None) and step.captured == (spoil is None)
+    return found
+
+
+@on_a_gpu
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_captured_step_learns_the_same(parts: int) -> None:
+    assert losses(True, parts=parts) == losses(False, parts=parts)
+
+
+@on_a_gpu
+def test_a_step_that_cannot_be_captured_runs_normally() -> None:
+    """Here the step waits for the device, which no capture allows."""
+    assert losses(True, spoil=lambda loss: loss.item()) == losses(False)
+
+
+@on_a_gpu
+def test_a_failed_capture_restores_the_gpus_random_numbers() -> None:
+    def draws(captured: bool) -> list[float]:
+        model = nn.Linear(4, 1).cuda()
+
+        def step(images: Tensor) -> Tensor:
+            loss = nn.functional.dropout(model(images)).sum()
+            loss.backward()
+            loss.item()
+            return loss.detach()
+
+        made: Any = CapturedStep(step, model.parameters(), on_failure=lambda reason: None) if captured else step
+        torch.manual_seed(1)
+        for _ in range(6):
+            made(torch.ones(8, 4, device="cuda"))
+        return torch.rand(3, device="cuda").tolist()
+
+    torch.manual_seed(0)
+    assert draws(True) == draws(False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_another_gpu_than_the_current_one_is_captured_there() -> None:
+    model = nn.Linear(4, 1).to("cuda:1")
+
+    def step(images: Tensor) -> Tensor:
+        loss = model(images).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    made = capture(step, model.parameters())
+    for number in range(6):
+        images = torch.full((2, 4), float(number), device="cuda:1")
+        model.zero_grad()
+        torch.testing.assert_close(made(images), model(images).square().sum().detach())
+    assert made.captured and torch.cuda.current_device() == 0
+
+
+@on_a_gpu
+def test_ddp_on_nccl_is_captured_with_its_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """World size 1: the collectives run, and the result is that of the model alone."""
+    import torch.distributed as dist
+
+    from vitrail.train.captured_step import DDP_WARMUP
+    from vitrail.train.parallel import Runner, World
+
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", device_id=device)
+    try:
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
+        copy = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
+        copy.load_state_dict(alone.state_dict())
+        runner = Runner(copy, World(device, mode="ddp"))
+        reasons: list[str] = []
+
+        def step(images: Tensor) -> Tensor:
+            loss = runner(images).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        made = CapturedStep(step, copy.parameters(), warmup=DDP_WARMUP, stream=runner.stream, on_failure=reasons.append)
+        for number in range(16):
+            images = torch.randn(8, 16, device=device)
+            for model in (alone, copy):
+                model.zero_grad(set_to_none=True)
+            alone(images).square().mean().backward()
+            made(images)
+            for one, two in zip(alone.parameters(), copy.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, two.grad)
+        assert made.captured and not reasons
+        made.reset()
+    finally:
+        dist.destroy_process_group()

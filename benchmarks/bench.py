@@ -1,8 +1,8 @@
-"""`vitrail bench` on a machine without tyro: the same options, measurement, table and files.
+"""Run `vitrail bench` on a machine without tyro: the same options, measurements, tables and files.
 
     python benchmarks/bench.py --model B/16 L/16 --mode train --against timm --out benchmarks/results/bench
 
-What the options mean is in docs/bench.md.
+The options are explained in docs/bench.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from typing import Any
 
 from vitrail.bench import BenchPlan, run
-from vitrail.bench.rows import Row
+from vitrail.bench.results import Row
 from vitrail.errors import VitrailError
 
 
@@ -26,8 +26,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("vitrail").setLevel(logging.ERROR)
     try:
-        plan = BenchPlan(**vars(parser().parse_args()))
-        rows = run(plan, say=lambda words: print(words, file=sys.stderr, flush=True), command=shlex.join(["python", *sys.argv]))
+        plan = BenchPlan(**vars(build_parser().parse_args()))
+        rows = run(plan, log=lambda message: print(message, file=sys.stderr, flush=True), command=shlex.join(["python", *sys.argv]))
     except VitrailError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -35,22 +35,22 @@ def main() -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """One option for each field of the plan."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> argparse.ArgumentParser:
+    """Build a parser with one option per field of the plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     hints = typing.get_type_hints(BenchPlan)
     for field in dataclasses.fields(BenchPlan):
         flag, kind = f"--{field.name.replace('_', '-')}", _without_none(hints[field.name])
         if kind is bool:
-            made.add_argument(flag, action="store_true")
+            parser.add_argument(flag, action="store_true")
         elif typing.get_origin(kind) is tuple:
             choices = typing.get_args(typing.get_args(kind)[0]) or None
-            made.add_argument(flag, nargs="*", default=field.default, action=_AsTuple, choices=choices)
+            parser.add_argument(flag, nargs="*", default=field.default, action=_AsTuple, choices=choices)
         elif typing.get_origin(kind) is typing.Literal:
-            made.add_argument(flag, default=field.default, choices=typing.get_args(kind))
+            parser.add_argument(flag, default=field.default, choices=typing.get_args(kind))
         else:
-            made.add_argument(flag, default=field.default, type=kind)
-    return made
+            parser.add_argument(flag, default=field.default, type=kind)
+    return parser
 
 
 class _AsTuple(argparse.Action):
@@ -60,14 +60,14 @@ class _AsTuple(argparse.Action):
 
 def _without_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(one for one in typing.get_args(hint) if one is not type(None))
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
     return hint
 
 
 def report(rows: list[Row]) -> None:
     try:
         from vitrail.commands.bench_table import console_for_tables, show
-    except ModuleNotFoundError:  # rich is not everywhere either; the figures are what matters
+    except ModuleNotFoundError:  # rich may be missing too
         for row in rows:
             print({name: value for name, value in dataclasses.asdict(row).items() if value not in (None, "")})
         return

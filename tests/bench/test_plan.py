@@ -1,4 +1,4 @@
-"""What a plan takes, and what it refuses."""
+"""Which plans are valid, and the messages for those that are not."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vitrail.errors import VitrailError
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "message"),
     [
         ({"modes": ("compield",)}, "compiled"),
         ({"modes": ("timm:default",)}, "eager"),
         ({"modes": ("hf:eager",)}, "--against"),
-        ({"modes": ("vitrail:loop-fp8",), "mode": ("infer",)}, "to infer there is no mode 'loop-fp8'"),
-        ({"modes": ("fast",)}, "to train there is no mode 'fast'"),
+        ({"modes": ("vitrail:loop-fp8",), "mode": ("infer",)}, "no mode 'loop-fp8' for infer"),
+        ({"modes": ("fast",)}, "no mode 'fast' for train"),
         ({"modes": ("eager",), "against": ()}, "no mode 'eager'"),
         ({"modes": ("jax:eager",)}, "vitrail, timm, torchvision, hf"),
         ({"against": ("tim",)}, "Did you mean timm"),
@@ -28,30 +28,30 @@ from vitrail.errors import VitrailError
         ({"model": ()}, "--model"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(VitrailError, match=words):
+def test_invalid_plans_are_rejected(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(VitrailError, match=message):
         BenchPlan(**wrong)
 
 
-def test_a_mode_goes_to_those_who_have_it_or_to_the_one_that_is_named() -> None:
+def test_a_mode_applies_to_every_library_that_has_it_or_to_the_one_named() -> None:
     plan = BenchPlan(modes=("default", "compiled", "timm:eager", "vitrail:loop"), against=("timm", "hf"), mode=("train", "infer"))
-    modes = {who: plan.modes_of(who, "train", "throughput", gpu=False) for who in ("vitrail", "timm", "hf")}
+    modes = {name: plan.modes_of(name, "train", "throughput", gpu=False) for name in ("vitrail", "timm", "hf")}
     assert modes == {"vitrail": ("default", "compiled", "loop"), "timm": ("compiled", "eager"), "hf": ("compiled",)}
-    assert plan.modes_of("vitrail", "infer", "throughput", gpu=False) == ("default", "compiled")  # there is no loop to infer in
+    assert plan.modes_of("vitrail", "infer", "throughput", gpu=False) == ("default", "compiled")  # inference has no loop mode
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-@pytest.mark.parametrize("measure", ["throughput", "latency", "largest-batch"])
+@pytest.mark.parametrize("metric", ["throughput", "latency", "largest-batch"])
 @pytest.mark.parametrize("task", ["train", "infer"])
-def test_the_usual_modes_exist(task: Any, measure: Any, gpu: bool) -> None:
-    if (task, measure) == ("train", "latency") or (measure == "largest-batch" and not gpu):
+def test_default_modes_are_valid(task: Any, metric: Any, gpu: bool) -> None:
+    if (task, metric) == ("train", "latency") or (metric == "largest-batch" and not gpu):
         return
-    for who in ("vitrail", "timm"):
-        usual = BenchPlan().modes_of(who, task, measure, gpu=gpu)
-        assert usual == BenchPlan(modes=usual, mode=(task,)).modes_of(who, task, measure, gpu=gpu)
+    for library in ("vitrail", "timm"):
+        modes = BenchPlan().modes_of(library, task, metric, gpu=gpu)
+        assert modes == BenchPlan(modes=modes, mode=(task,)).modes_of(library, task, metric, gpu=gpu)
 
 
-def test_latency_and_the_largest_batch_take_the_place_of_throughput() -> None:
-    assert (BenchPlan().tasks, BenchPlan().measures) == (("train",), ("throughput",))
-    assert (BenchPlan(latency=True).tasks, BenchPlan(latency=True).measures) == (("infer",), ("latency",))
-    assert BenchPlan(largest_batch=True, mode=("train", "infer")).measures == ("largest-batch",)
+def test_latency_and_largest_batch_replace_throughput() -> None:
+    assert (BenchPlan().tasks, BenchPlan().metrics) == (("train",), ("throughput",))
+    assert (BenchPlan(latency=True).tasks, BenchPlan(latency=True).metrics) == (("infer",), ("latency",))
+    assert BenchPlan(largest_batch=True, mode=("train", "infer")).metrics == ("largest-batch",)

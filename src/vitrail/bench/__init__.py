@@ -1,10 +1,10 @@
-"""How fast a model trains and answers, against its peers and against what the machine can do at most.
+"""Benchmark training and inference against other libraries and against the machine's matmul peak.
 
     from vitrail.bench import BenchPlan, run
 
     rows = run(BenchPlan(model=("B/16",), mode=("train",), against=("timm",)))
 
-Names are fetched on first use, so that importing one small part of this room stays cheap.
+Names are imported on first use, so that importing one part of this package stays cheap.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 from vitrail.lazy import fetched_from
 
 if TYPE_CHECKING:
+    from vitrail.bench.benchmark import run as run
     from vitrail.bench.plan import BenchPlan as BenchPlan
-    from vitrail.bench.rows import Ratio as Ratio
-    from vitrail.bench.rows import Row as Row
-    from vitrail.bench.rows import ratios as ratios
-    from vitrail.bench.running import run as run
+    from vitrail.bench.results import Ratio as Ratio
+    from vitrail.bench.results import Row as Row
+    from vitrail.bench.results import ratios as ratios
 
 _HOMES = {
     "BenchPlan": "vitrail.bench.plan",
-    "Ratio": "vitrail.bench.rows",
-    "Row": "vitrail.bench.rows",
-    "ratios": "vitrail.bench.rows",
-    "run": "vitrail.bench.running",
+    "Ratio": "vitrail.bench.results",
+    "Row": "vitrail.bench.results",
+    "ratios": "vitrail.bench.results",
+    "run": "vitrail.bench.benchmark",
 }
 
 __getattr__, __dir__ = fetched_from(__name__, _HOMES)

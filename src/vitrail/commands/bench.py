@@ -1,4 +1,4 @@
-"""`vitrail bench`: how fast this machine trains and runs a model, against other libraries and its own limit."""
+"""`vitrail bench`: benchmark training and inference against other libraries and the matmul peak."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DEFAULT = BenchPlan()
 
 
 def bench(*, plan: Plan = DEFAULT, json_: Json = False) -> None:
-    """Measure training or inference: images a second, share of the machine's matrix ceiling, memory, against other libraries.
+    """Benchmark training or inference: images/s, fraction of the measured matmul peak, memory, compared with other libraries.
 
-    All do the same work on the same random images, and take turns. What a peer needs to be installed is said.
+    All libraries do the same work on the same random images, in alternating rounds. Libraries that are not installed are skipped.
 
     Example: vitrail bench --model B/16 L/16 --mode train --against timm torchvision hf --out bench
 
@@ -32,12 +32,12 @@ def bench(*, plan: Plan = DEFAULT, json_: Json = False) -> None:
 
     Args:
         plan: What to measure.
-        json_: Print JSON for a program instead of tables.
+        json_: Print JSON instead of tables.
     """
-    aside = Console(stderr=True)
+    stderr = Console(stderr=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peers warn about their own future; it has no bearing on the figures
-        rows = run(plan, say=lambda words: aside.print(words, style="dim", highlight=False, soft_wrap=True), command=command())
+        warnings.simplefilter("ignore")  # deprecation warnings of the other libraries
+        rows = run(plan, log=lambda message: stderr.print(message, style="dim", highlight=False, soft_wrap=True), command=command())
     if json_:
         print(json.dumps(as_json(rows), indent=2))  # noqa: T201
         return
@@ -51,5 +51,5 @@ def bench(*, plan: Plan = DEFAULT, json_: Json = False) -> None:
 
 
 def command() -> str:
-    """The command line that is running, for the record."""
+    """Return the command line, to be stored with the results."""
     return shlex.join(["vitrail", *sys.argv[1:]])

@@ -1,6 +1,6 @@
-"""The same Vision Transformer from other libraries, each with its own default numerics.
+"""Build the same Vision Transformer from other libraries, each with its own default numerics.
 
-None of them is needed by Vitrail: one that is not installed is left out, and it is said how to get it.
+Vitrail needs none of them: a library that is not installed is skipped, with a message on how to install it.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from torch import Tensor, nn
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ViTConfig
 
-# What each is called where packages are installed.
+# The package to install for each library.
 PACKAGE = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}
 
 
-def missing(peer: str) -> str | None:
-    """A sentence, if this peer is not installed."""
-    package = PACKAGE[peer]
+def missing(library: str) -> str | None:
+    """Return a message if this library is not installed."""
+    package = PACKAGE[library]
     if importlib.util.find_spec(package) is not None:
         return None
-    return f"{peer} is left out: {package} is not installed. To compare with it: pip install {package}"
+    return f"{library} is skipped: {package} is not installed. To compare with it: pip install {package}"
 
 
-def build(peer: str, config: ModelConfig) -> nn.Module:
-    """The peer's model for our configuration: same sizes, class token, learned positions, biases, outputs."""
+def build(library: str, config: ModelConfig) -> nn.Module:
+    """Build the library's model with our sizes, class token, learned positions, biases and outputs."""
     if not comparable(config):
-        raise VitrailError(f"{config.name} has no equal in {peer}: plain Vision Transformers with a class token are compared.")
+        raise VitrailError(
+            f"{config.name} has no equivalent in {library}. Only plain Vision Transformers with a class token can be compared."
+        )
     assert isinstance(config, ViTConfig)
-    return _BUILDERS[peer](config)
+    return _BUILDERS[library](config)
 
 
 def comparable(config: ModelConfig) -> bool:
-    """Whether the peers' plain classes compute the same function."""
+    """Return whether the other libraries' plain ViT classes compute the same function."""
     if not isinstance(config, ViTConfig) or config.resnet is not None:
         return False
     square = config.image_size[0] == config.image_size[1] and config.patch[0] == config.patch[1]
@@ -74,7 +76,7 @@ def _torchvision(config: ViTConfig) -> nn.Module:
 
 
 class _Logits(nn.Module):
-    """Hugging Face's model answers with an object; the others with a tensor."""
+    """Return the logits tensor of Hugging Face's output object."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ def _hf(config: ViTConfig) -> nn.Module:
     from transformers import ViTConfig as HFConfig
     from transformers import ViTForImageClassification
 
-    described = HFConfig(
+    hf_config = HFConfig(
         hidden_size=config.width,
         num_hidden_layers=config.depth,
         num_attention_heads=config.heads,
@@ -99,8 +101,8 @@ def _hf(config: ViTConfig) -> nn.Module:
         num_channels=config.channels,
         qkv_bias=config.qkv_bias,
     )
-    described.num_labels = config.outputs
-    return _Logits(ViTForImageClassification(described))
+    hf_config.num_labels = config.outputs
+    return _Logits(ViTForImageClassification(hf_config))
 
 
 _BUILDERS: dict[str, Callable[[ViTConfig], nn.Module]] = {"timm": _timm, "torchvision": _torchvision, "hf": _hf}

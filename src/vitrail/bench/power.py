@@ -1,6 +1,6 @@
-"""How fast the GPU's clock ran, and what power it drew, while something was measured.
+"""Sample the GPU's SM clock and power draw during a measurement.
 
-Under a long load a GPU lowers its clock to keep to its power limit, and then a figure is as much the limit's as the program's.
+Under a long load a GPU lowers its clock to stay within its power limit, so a speed depends on that limit too.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import NamedTuple
 
 import torch
 
-_EVERY = 50  # milliseconds
+_INTERVAL_MS = 50
 
 
-class Reading(NamedTuple):
-    """One look at the meter."""
+class PowerSample(NamedTuple):
+    """The clock and the power draw at one moment."""
 
-    at: float
-    """On `time.monotonic`'s clock."""
-    megahertz: float
+    time: float
+    """In seconds of `time.monotonic`."""
+    mhz: float
     watts: float
 
 
-class Meter:
-    """Looks at a GPU's clock and power by nvidia-smi, in a process of its own, as long as it is entered.
+class PowerMonitor:
+    """Sample a GPU's clock and power with nvidia-smi, in a subprocess, inside a `with` block.
 
-    Where there is no such program, or it does not know these, there are no readings.
+    Without nvidia-smi, or where it does not report these values, there are no samples.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.command = _command(device)
-        self.readings: list[Reading] = []
+        self.samples: list[PowerSample] = []
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> PowerMonitor:
         if self.command:
             self._process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
@@ -53,27 +53,27 @@ class Meter:
             self._process.wait()
             self._reader.join()
 
-    def between(self, begin: float, end: float) -> tuple[float | None, float | None]:
-        """Medians of megahertz and watts in a span of time; None without readings."""
-        found = [one for one in list(self.readings) if begin <= one.at <= end]
+    def medians(self, start: float, end: float) -> tuple[float | None, float | None]:
+        """Return the median MHz and watts between two times; None without samples."""
+        found = [sample for sample in list(self.samples) if start <= sample.time <= end]
         if not found:
             return None, None
-        return statistics.median(one.megahertz for one in found), statistics.median(one.watts for one in found)
+        return statistics.median(sample.mhz for sample in found), statistics.median(sample.watts for sample in found)
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             try:
-                megahertz, watts = (float(part) for part in line.split(","))
+                mhz, watts = (float(part) for part in line.split(","))
             except ValueError:
-                continue  # it says in words what it does not know
-            self.readings.append(Reading(time.monotonic(), megahertz, watts))
+                continue  # nvidia-smi prints [N/A] for values it does not know
+            self.samples.append(PowerSample(time.monotonic(), mhz, watts))
 
 
 def _command(device: torch.device) -> Sequence[str] | None:
     program = shutil.which("nvidia-smi")
     if device.type != "cuda" or program is None:
         return None
-    identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    what = "--query-gpu=clocks.sm,power.draw.instant"
-    return program, what, "--format=csv,noheader,nounits", f"--id={identity}", f"--loop-ms={_EVERY}"
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = "--query-gpu=clocks.sm,power.draw.instant"
+    return program, query, "--format=csv,noheader,nounits", f"--id={uuid}", f"--loop-ms={_INTERVAL_MS}"

@@ -1,7 +1,7 @@
-"""Whose step is measured, and in which mode: every subject does the same work on the same images.
+"""Build the models under test: each does the same work on the same images.
 
-Training is forward, cross-entropy, backward and fused AdamW, with the optimiser and the autocast of `vitrail train` for all;
-inference is the forward pass. Only the model differs, and how it is run.
+Training is forward, cross-entropy, backward and fused AdamW, with the optimizer and the autocast of `vitrail train` for all
+libraries; inference is the forward pass. Only the model and its mode differ.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.bench import peers
-from vitrail.bench.plan import OURS, Measure, Task
+from vitrail.bench import baselines
+from vitrail.bench.plan import OURS, Metric, Task
 from vitrail.data.batch import Batch
 from vitrail.models import ModelConfig, build_model, parameters
 from vitrail.tasks import Classify
@@ -29,19 +29,19 @@ from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World
 from vitrail.train.step import Step, autocast
 
-# So small a rate that the labels are not learnt by heart: gradients stay those of a training that has just begun.
+# The learning rate is small, so that the model does not memorise the random labels and gradients stay realistic.
 OPTIM = OptimSpec(name="adamw", lr=1e-5, weight_decay=0.1, clip=None)
 _COMPILE = {"compiled": None, "graphs": "reduce-overhead"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure."""
+    """One thing to measure: a model, a task, a metric, a library and its mode."""
 
     config: ModelConfig
     task: Task
-    measure: Measure
-    who: str
+    metric: Metric
+    library: str
     mode: str
     batch: int
     precision: str
@@ -49,25 +49,26 @@ class Case:
     clip: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.config.name} {self.task}, {self.who} {self.mode}"
+        return f"{self.config.name} {self.task}, {self.library} {self.mode}"
 
     @property
     def casts_weights(self) -> bool:
-        """Whether the weights are bf16 themselves, so that nothing is left for autocast to do."""
+        """Whether the weights themselves are bf16, so that autocast is not needed."""
         return self.mode.endswith("-bf16") and not self.fast
 
     @property
-    def records(self) -> bool:
-        """Whether the first steps are recorded, to be replayed later."""
+    def captures(self) -> bool:
+        """Whether the first steps are captured as a CUDA graph."""
         return self.mode.startswith(("loop", "graphs"))
 
     @property
     def fast(self) -> bool:
+        """Whether it is the copy made by `for_inference`."""
         return self.mode.split("-")[0] == "fast"
 
 
 class Inputs:
-    """A batch of random images and labels on the device, shared by all subjects."""
+    """A batch of random images and labels on the device, shared by all models under test."""
 
     def __init__(self, config: ModelConfig, batch: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -84,60 +85,60 @@ class Inputs:
 
 
 @dataclass
-class Subject:
-    """A model ready to take steps; dropping it frees its memory."""
+class Workload:
+    """A model under test, ready to run steps. Deleting it frees its memory."""
 
     step: Callable[[], Tensor]
-    """Takes one, and gives its loss or its outputs."""
+    """Run one step and return its loss or its outputs."""
     parameters: int
-    finite: Callable[[Tensor], bool] = field(default=lambda given: bool(given.isfinite().all()))
-    """Whether all numbers were finite, judged by what the last step gave."""
-    remark: Callable[[], str] = lambda: ""
-    """What one should know about how it ran."""
+    is_finite: Callable[[Tensor], bool] = field(default=lambda result: bool(result.isfinite().all()))
+    """Return whether all numbers were finite, given what the last step returned."""
+    note: Callable[[], str] = lambda: ""
+    """Return what a reader should know about how it ran."""
 
 
 @contextmanager
 def many_compilations() -> Iterator[None]:
-    """Let many models be compiled in one process. Beyond eight torch would run the rest uncompiled, and hardly say so."""
+    """Allow many compilations in one process. After eight, torch would run the rest eagerly with little warning."""
     import torch._dynamo
 
     with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
         yield
 
 
-def prepare(case: Case, inputs: Inputs) -> Subject:
-    """Build the case's model and its step. Nothing is compiled yet: that happens in the first step."""
+def build_workload(case: Case, inputs: Inputs) -> Workload:
+    """Build the model and its step. Compilation happens later, in the first step."""
     torch.manual_seed(0)
     model = _model(case)
     count = sum(one.numel() for one in model.parameters())
     if case.task == "infer":
-        remark = _arithmetic(case, model)
-        return Subject(_inference(case, model, inputs), count, remark=lambda: remark)
+        note = _inference_note(case, model)
+        return Workload(_inference(case, model, inputs), count, note=lambda: note)
     if case.mode.startswith("loop"):
-        return _whole_step(case, model, inputs, count)
-    return Subject(_training(case, model, inputs), count)
+        return _train_loop_step(case, model, inputs, count)
+    return Workload(_training(case, model, inputs), count)
 
 
-def count_note(case: Case, subject: Subject) -> str:
-    """What to say if the model is not as large as ours; layers for inference may hold their weights in other ways."""
+def parameter_note(case: Case, workload: Workload) -> str:
+    """Return a note if the number of parameters differs from ours. Inference copies are exempt: they repack weights."""
     ours = parameters(case.config)
-    if subject.parameters == ours or case.fast:
+    if workload.parameters == ours or case.fast:
         return ""
-    return f"{subject.parameters:,} parameters, ours has {ours:,}"
+    return f"{workload.parameters:,} parameters, ours has {ours:,}"
 
 
 def _model(case: Case) -> nn.Module:
-    if case.who == OURS:
+    if case.library == OURS:
         model: nn.Module = build_model(case.config, device=case.device)
         if not case.mode.startswith(("default", "loop", "fast")) and hasattr(model, "kernels"):
             model.kernels = "plain"  # type: ignore[assignment]
         if case.mode == "loop-fp8":
             use_fp8(model, Recipe(), World(case.device))
         if case.mode.startswith("loop-recompute"):
-            model.checkpoint_activations(keeps="products" if case.mode.endswith("products") else "nothing")  # type: ignore[operator]
+            model.checkpoint_activations(keeps="products" if case.mode.endswith("matmuls") else "nothing")  # type: ignore[operator]
     else:
         with case.device:
-            model = peers.build(case.who, case.config)
+            model = baselines.build(case.library, case.config)
         model.to(case.device)
     _fill_head(model, case.config.outputs)
     model.train(case.task == "train")
@@ -152,7 +153,7 @@ def _model(case: Case) -> nn.Module:
 
 
 def _fill_head(model: nn.Module, outputs: int) -> None:
-    """Fill a head of zeros: with it the first gradients would be zeros too, and products of zeros draw less power."""
+    """Randomise a zero-initialised head: multiplying zeros draws less power, so steps would be faster than in real training."""
     head = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == outputs][-1]
     nn.init.trunc_normal_(head.weight, std=0.02)
 
@@ -163,8 +164,8 @@ def _for_inference(case: Case, model: Any) -> nn.Module:
     return for_inference(model, precision=_fast_precision(case), device=case.device)
 
 
-def _arithmetic(case: Case, model: Any) -> str:
-    """What a model made for inference computes in, and why: it is not always what the others do."""
+def _inference_note(case: Case, model: Any) -> str:
+    """Return the precision an inference copy computes in, and why: it can differ from the other models'."""
     if not case.fast:
         return ""
     from vitrail.models.inference import choose
@@ -179,12 +180,11 @@ def _fast_precision(case: Case) -> Any:
 
 def _inference(case: Case, model: nn.Module, inputs: Inputs) -> Callable[[], Tensor]:
     images, begin = inputs.for_case(case), _step_marker(case)
-    # Weights that are bf16 already, and layers that choose their own precision, are left alone.
-    casts = case.casts_weights or case.fast
+    own_precision = case.casts_weights or case.fast  # no autocast needed
 
     def step() -> Tensor:
         begin()
-        context: AbstractContextManager[Any] = nullcontext() if casts else autocast(case.precision, case.device)
+        context: AbstractContextManager[Any] = nullcontext() if own_precision else autocast(case.precision, case.device)
         with torch.inference_mode(), context:
             outputs: Tensor = model(images)
         return outputs
@@ -211,8 +211,8 @@ def _training(case: Case, model: nn.Module, inputs: Inputs) -> Callable[[], Tens
     return step
 
 
-def _whole_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -> Subject:
-    """The training loop's own step: the same work, recorded where it can be, and a norm that guards against non-finite numbers."""
+def _train_loop_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -> Workload:
+    """Build the training loop's own step: the same work, captured where possible, with its check for non-finite gradients."""
     optim = dataclasses.replace(OPTIM, clip=case.clip)
     recipe = Recipe(optim=optim, schedule=ScheduleSpec(kind="constant"), batch=case.batch, on_nonfinite="skip")
     runner, task = Runner(model, World(case.device)), Classify(case.config.outputs)
@@ -223,19 +223,19 @@ def _whole_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -
         one.take([batch], 0)
         return batch.targets
 
-    def finite(_: Tensor) -> bool:
-        reading = one.read()  # the loop leaves a bad step out and counts it
+    def is_finite(_: Tensor) -> bool:
+        reading = one.read()  # the loop skips a non-finite step and counts it
         return not reading.skipped and math.isfinite(reading.loss)
 
-    def remark() -> str:
+    def note() -> str:
         why = one.why_not_captured()
         return f"not captured: {why}" if why else ""
 
-    return Subject(step, parameters, finite, remark)
+    return Workload(step, parameters, is_finite, note)
 
 
 def _step_marker(case: Case) -> Callable[[], None]:
-    """CUDA graphs reuse their outputs' memory, and are told when a new step may do so."""
+    """Return a function that marks a new step: CUDA graphs then may reuse their outputs' memory."""
     if case.mode.startswith("graphs"):
         return torch.compiler.cudagraph_mark_step_begin  # type: ignore[no-any-return, unused-ignore]
     return lambda: None

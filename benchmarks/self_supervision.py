@@ -43,7 +43,7 @@ from vitrail.models.masked import Pretraining
 from vitrail.recipes import recipe_named
 from vitrail.tasks import Classify
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
-from vitrail.train.listeners import Facts, Listener, Record
+from vitrail.train.callbacks import RunInfo, Callback, Record
 from vitrail.train.loop import train
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, choose_device
@@ -289,7 +289,7 @@ class Study:
             compile=self.options.compile,
             **changes,
         )
-        train(chosen, self.out / name, listeners=[Brief(name)])
+        train(chosen, self.out / name, callbacks=[Brief(name)])
 
     def measure(self, start: str) -> None:
         file = self.out / f"features-{start}.json"
@@ -357,13 +357,13 @@ class Study:
         return rows
 
 
-class Brief(Listener):
+class Brief(Callback):
     """A line a measurement."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def started(self, facts: Facts) -> None:
+    def started(self, facts: RunInfo) -> None:
         self.steps = facts.steps
 
     def note(self, text: str) -> None:

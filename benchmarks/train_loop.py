@@ -34,9 +34,9 @@ from vitrail.data.preprocess import preset
 from vitrail.data.types import Payload, Split
 from vitrail.models import Model, create_model
 from vitrail.tasks import Classify
-from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
+from vitrail.train.callbacks import Callback, Record
 from vitrail.train.captured_step import capture
-from vitrail.train.listeners import Listener, Record
+from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
 from vitrail.train.loop import Loop, Result
 from vitrail.train.parallel import World, choose_device
 from vitrail.train.plan import make_plan
@@ -114,7 +114,7 @@ class Measured(Loop):
         return Result(self.run.path, self.done, "accuracy", {})
 
 
-class Kept(Listener):
+class Kept(Callback):
     def __init__(self) -> None:
         self.records: list[Record] = []
 

@@ -15,7 +15,7 @@ import vitrail
 from vitrail.cli import main
 from vitrail.commands.training_display import LiveDisplay
 from vitrail.models import create_model
-from vitrail.train.listeners import Facts
+from vitrail.train.callbacks import RunInfo
 from vitrail.train.run import RunFolder
 
 SHORT = [
@@ -61,7 +61,7 @@ def test_train_says_what_differs_what_happens_and_what_next(capsys: pytest.Captu
     status, out, _ = run(capsys, "train", *SHORT, "--optim.lr", "3e-4", "--out", str(tmp_path / "run"))
     assert status == 0
     for words in ("Differs from the recipe digits", "optim.lr", "0.002", "0.0003", "data: digits", "batch: 64 = 64 at once × 1 × 1",
-                  "weight decay 0.05 (times-lr)", "step 3/3", "validation: accuracy", "vitrail eval"):  # fmt: skip
+                  "weight decay 0.05 (scaled-by-lr)", "step 3/3", "validation: accuracy", "vitrail eval"):  # fmt: skip
         assert words in out, words
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["recipe"]["optim"]["lr"] == 3e-4 and config["resolved"]["steps"] == 3
@@ -147,8 +147,8 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_live_display_shows_everything(tmp_path: Path) -> None:
     console = Console(force_terminal=True, width=100, record=True)
     display = LiveDisplay(console)
-    facts = Facts(name="digits", out=tmp_path, steps=100, steps_per_epoch=20, first=0, headline="accuracy", config={"batch": 64})
-    display.started(facts)
+    info = RunInfo(name="digits", out=tmp_path, steps=100, steps_per_epoch=20, first=0, headline="accuracy", config={"batch": 64})
+    display.started(info)
     speed = {"images_per_second": 640.0, "mfu": 0.412, "data_wait": 0.03, "memory": 2**31, "seconds": 1.0}
     display.trained({"step": 50, "epoch": 2.5, "loss": 0.5, "lr": 1e-3, "grad_norm": 0.7, "skipped": 0, "speed": speed})
     display.validated({"step": 50, "epoch": 2.5, "accuracy": 0.97, "loss": 0.1})

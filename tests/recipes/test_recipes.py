@@ -55,7 +55,7 @@ def test_table_3() -> None:
         recipe = recipe_named(name)
         assert (recipe.epochs, recipe.optim.lr, recipe.optim.weight_decay) == (epochs, lr, decay), name
         assert (recipe.model.dropout, recipe.schedule.kind) == (dropout, kind), name
-        assert (recipe.batch, recipe.schedule.warmup, recipe.optim.decay) == (4096, 10_000, "times-lr"), name
+        assert (recipe.batch, recipe.schedule.warmup, recipe.optim.decay) == (4096, 10_000, "scaled-by-lr"), name
         assert (recipe.optim.name, recipe.optim.beta1, recipe.optim.beta2) == ("adam", 0.9, 0.999), name
     assert recipe_named("vit-b16-imagenet21k").model.head_bias == -10 and recipe_named("vit-b16-imagenet21k").task.loss == "sigmoid"
     assert recipe_named("vit-b16-imagenet21k").schedule.end == 1e-5
@@ -77,7 +77,7 @@ def test_table_4() -> None:
 
 def test_big_vision_s_decay_is_the_papers_in_other_words() -> None:
     recipe = recipe_named("vit-s16-imagenet")
-    assert convert_decay(recipe.optim.weight_decay, recipe.optim.lr, "times-schedule", "times-lr") == pytest.approx(0.1)
+    assert convert_decay(recipe.optim.weight_decay, recipe.optim.lr, "independent-of-lr", "scaled-by-lr") == pytest.approx(0.1)
     assert (recipe.epochs, recipe.batch, recipe.model.pre_logits, recipe.augment.mixup) == (90, 1024, 384, 0.2)
     bit = recipe_named("bit-r50x1-imagenet-sgd")
     assert (bit.optim.lr, bit.optim.weight_decay) == (pytest.approx(1.6), pytest.approx(1.6e-3))

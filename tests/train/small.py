@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from vitrail.data.augment.spec import Augment
+from vitrail.train.callbacks import Callback
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
-from vitrail.train.listeners import Listener
 
 MODEL = ModelSpec(name="ViT-Ti/4", image_size=8, channels=1, width=32, depth=2, heads=1, mlp=48, dropout=0.1, stochastic_depth=0.1)
 
@@ -37,7 +37,7 @@ def small(**changes: Any) -> Recipe:
     return Recipe(**settings)
 
 
-class Heard(Listener):
+class Heard(Callback):
     """Remembers what was said."""
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ def test_skip_leaves_one_step_out(tmp_path):
     recipe = small(on_nonfinite="skip", steps=4, **PLAIN)
     prepared, heard = prepare(recipe), Heard()
     BadOnce(prepared, 2)
-    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
     assert any("step 2 was not finite; the step was left out" in note for note in heard.notes)
     assert sum(record["skipped"] for record in heard.records) == 1
     assert all(np.isfinite(record["loss"]) for record in heard.records)
@@ -106,7 +106,7 @@ def test_rollback_goes_back_and_passes_the_batch_over(tmp_path):
     recipe = small(on_nonfinite="rollback", steps=6, **PLAIN)
     prepared, heard = prepare(recipe), Heard()
     BadOnce(prepared, 3)
-    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
     assert any("Back to step 2; step 3 will be passed over" in note for note in heard.notes)
     assert [record["step"] for record in RunFolder(tmp_path / "run").records() if record["kind"] == "train"] == [2, 4, 6]
 
@@ -121,7 +121,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_result(tmp_path):
             raise torch.OutOfMemoryError("pretended")
 
     prepared.model.register_forward_pre_hook(narrow)
-    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
     assert any("Out of memory at micro-batch 48" in note for note in heard.notes)
     assert any("Going on with 12 × 4; the batch stays 48" in note for note in heard.notes)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "expected"))
@@ -152,7 +152,7 @@ def test_a_compiler_that_fails_is_done_without(tmp_path, monkeypatch):
         self._compiled_call_impl = call
 
     monkeypatch.setattr(type(prepared.model), "compile", fails)
-    train(recipe, tmp_path / "run", listeners=[heard], prepared=prepared)
+    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
     assert any("torch.compile failed" in note for note in heard.notes)
     train(small(steps=3), tmp_path / "eager")
     assert same(weights(tmp_path / "run"), weights(tmp_path / "eager"))
@@ -240,7 +240,7 @@ def test_distillation_from_a_run(mode, token, tmp_path):
         task=TaskSpec(distil=mode, teacher=str(tmp_path / "teacher")), model__distill_token=token or None, augment__smoothing=0.0
     )
     heard = Heard()
-    train(recipe, tmp_path / "student", listeners=[heard])
+    train(recipe, tmp_path / "student", callbacks=[heard])
     assert any(f"{mode} distillation into the {'distillation token' if token else 'only head'}" in note for note in heard.notes)
     model = vitrail.load(tmp_path / "student").model
     assert (model.distill_head is not None) == token
@@ -271,7 +271,7 @@ def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tm
         batch=4,
     )
     heard = Heard()
-    train(recipe, tmp_path / "tuned", listeners=[heard])
+    train(recipe, tmp_path / "tuned", callbacks=[heard])
     said = " ".join(heard.notes)
     assert "head: new, of zeros, 2 outputs (the checkpoint had 10)" in said
     assert "image size 8×8 → 12×12" in said
@@ -286,7 +286,7 @@ def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tm
 def test_the_same_classes_keep_the_head(tmp_path):
     train(small(), tmp_path / "start")
     heard = Heard()
-    train(small(model=ModelSpec(start=str(tmp_path / "start")), steps=1), tmp_path / "more", listeners=[heard])
+    train(small(model=ModelSpec(start=str(tmp_path / "start")), steps=1), tmp_path / "more", callbacks=[heard])
     assert any("head: kept" in note for note in heard.notes)
 
 
@@ -310,7 +310,7 @@ def test_the_run_folder_holds_what_it_promises(tmp_path):
 def test_an_extra_that_is_missing_is_named(monkeypatch):
     import sys
 
-    from vitrail.train.listeners import WeightsAndBiases
+    from vitrail.train.callbacks import WeightsAndBiases
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(VitrailError, match=r"pip install vitrail\[wandb\]"):
@@ -322,7 +322,7 @@ def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(WaitMeter, "share", lambda self: 0.6)
     heard = Heard()
-    train(small(steps=8, log_every=1), tmp_path / "run", listeners=[heard])
+    train(small(steps=8, log_every=1), tmp_path / "run", callbacks=[heard])
     assert len([note for note in heard.notes if "waits for data 60% of the time" in note]) == 1
 
 

@@ -66,7 +66,7 @@ class Runs(dict[str, Path]):
 
     def __missing__(self, name: str) -> Path:
         heard = Heard()
-        train(recipe_of(TASKS[name], model__pooling="mean"), self.folder / name, listeners=[heard])
+        train(recipe_of(TASKS[name], model__pooling="mean"), self.folder / name, callbacks=[heard])
         assert any("always saying the same costs" in note for note in heard.notes)
         self[name] = self.folder / name
         return self[name]
@@ -107,7 +107,7 @@ def test_fine_tuning_says_what_it_leaves_behind(runs: Runs, tmp_path: Path) -> N
     for name, dropped in (("mean-colour", "mask_token, head.weight, head.bias"), ("mae", "decoder_blocks (24 tensors)")):
         heard = Heard()
         model = ModelSpec(start=str(runs[name]))
-        train(recipe_of(TaskSpec(), model=model, steps=12, ema=0.0), tmp_path / name, listeners=[heard])
+        train(recipe_of(TaskSpec(), model=model, steps=12, ema=0.0), tmp_path / name, callbacks=[heard])
         note = next(note for note in heard.notes if note.startswith("dropped: "))
         assert dropped in note and TASKS[name].kind in note
         assert any("head: new, of zeros, 10 outputs (the checkpoint had none)" in note for note in heard.notes)
@@ -118,7 +118,7 @@ def test_going_on_from_a_labelled_checkpoint(runs: Runs, tmp_path: Path) -> None
     train(recipe_of(TaskSpec(), steps=12, ema=0.0), tmp_path / "labelled")
     heard = Heard()
     start = ModelSpec(start=str(tmp_path / "labelled"))
-    train(recipe_of(TASKS["pixels"], model=start, steps=12), tmp_path / "run", listeners=[heard])
+    train(recipe_of(TASKS["pixels"], model=start, steps=12), tmp_path / "run", callbacks=[heard])
     assert any(note.startswith("head: left out (the checkpoint had 10)") for note in heard.notes)
 
 
@@ -191,7 +191,7 @@ def test_no_labels_are_needed(tmp_path: Path) -> None:
     source = folder_of(tmp_path / "images", np.asarray(load_digits().images[:80] * 15.9))
     heard = Heard()
     recipe = recipe_of(TASKS["mean-colour"], data__source=source, data__holdout=0.2, steps=3, batch=32, schedule__warmup=1)
-    result = train(recipe, tmp_path / "run", listeners=[heard])
+    result = train(recipe, tmp_path / "run", callbacks=[heard])
     assert result.metrics["images"] == 16 and any("no labels" in note for note in heard.notes)
     with pytest.raises(VitrailError, match=r"learn without labels: --task\.kind masked-patch"):
         train(recipe.replace(task=TaskSpec()), tmp_path / "other")
@@ -225,7 +225,7 @@ def test_a_hybrid_learns_and_is_warned_about(tmp_path: Path) -> None:
     heard = Heard()
     data = DataSpec(source="digits", workers=0, holdout=0.02)
     recipe = recipe_of(TASKS["mean-colour"], model=model, data=data, steps=1, batch=4, schedule__warmup=0, ema=0.0)
-    result = train(recipe, tmp_path / "run", listeners=[heard])
+    result = train(recipe, tmp_path / "run", callbacks=[heard])
     assert np.isfinite(result.metrics["loss"])
     assert any("looks beyond the borders of a patch" in note for note in heard.notes)
 

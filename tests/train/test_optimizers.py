@@ -42,15 +42,15 @@ def steps_by_hand(spec, start, gradients, factors):
             m = spec.beta1 * m + (1 - spec.beta1) * g
             v = spec.beta2 * v + (1 - spec.beta2) * g**2
             direction = (m / (1 - spec.beta1**t)) / (np.sqrt(v / (1 - spec.beta2**t)) + spec.eps)
-        decay = {"times-lr": spec.lr * spec.weight_decay, "times-schedule": spec.weight_decay, "coupled": 0.0}[spec.decay]
+        decay = {"scaled-by-lr": spec.lr * spec.weight_decay, "independent-of-lr": spec.weight_decay, "coupled": 0.0}[spec.decay]
         p = p - s * (spec.lr * direction + decay * p)
     return p
 
 
 CONVENTIONS = [
-    *(("adam", decay) for decay in ("times-lr", "times-schedule", "coupled")),
-    *(("adamw", decay) for decay in ("times-lr", "times-schedule")),
-    *(("sgd", decay) for decay in ("times-lr", "times-schedule", "coupled")),
+    *(("adam", decay) for decay in ("scaled-by-lr", "independent-of-lr", "coupled")),
+    *(("adamw", decay) for decay in ("scaled-by-lr", "independent-of-lr")),
+    *(("sgd", decay) for decay in ("scaled-by-lr", "independent-of-lr", "coupled")),
 ]
 
 
@@ -71,12 +71,12 @@ def test_each_convention_is_its_formula(name, decay):
 
 
 def test_the_two_decoupled_conventions_convert_into_each_other():
-    assert convert_decay(0.1, 1e-3, "times-lr", "times-schedule") == pytest.approx(1e-4)
-    assert convert_decay(1e-4, 1e-3, "times-schedule", "times-lr") == pytest.approx(0.1)
+    assert convert_decay(0.1, 1e-3, "scaled-by-lr", "independent-of-lr") == pytest.approx(1e-4)
+    assert convert_decay(1e-4, 1e-3, "independent-of-lr", "scaled-by-lr") == pytest.approx(0.1)
     with pytest.raises(ValueError, match="coupled"):
-        convert_decay(0.1, 1e-3, "times-lr", "coupled")
+        convert_decay(0.1, 1e-3, "scaled-by-lr", "coupled")
     assert "0.0001" in explain(OptimSpec(lr=1e-3, weight_decay=0.1))
-    assert "AdamW 0.1" in explain(OptimSpec(lr=1e-3, weight_decay=1e-4, decay="times-schedule"))
+    assert "AdamW 0.1" in explain(OptimSpec(lr=1e-3, weight_decay=1e-4, decay="independent-of-lr"))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

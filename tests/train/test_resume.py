@@ -51,7 +51,7 @@ def undisturbed(tmp_path_factory):
 def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkeypatch):
     interrupted(small(), tmp_path / "run", monkeypatch, at)
     heard = Heard()
-    train(small(), tmp_path / "run", listeners=[heard])
+    train(small(), tmp_path / "run", callbacks=[heard])
     assert any(f"resumed at step {at - at % 2}" in note for note in heard.notes)
     assert same(weights(tmp_path / "run"), weights(undisturbed))
     assert losses(tmp_path / "run") == losses(undisturbed)
@@ -76,7 +76,7 @@ def test_two_runs_have_the_same_log(undisturbed, tmp_path):
     assert losses(tmp_path / "other") != losses(undisturbed)
 
 
-def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, monkeypatch, caplog):
+def test_a_damaged_checkpoint_is_skipped_steps(undisturbed, tmp_path, monkeypatch, caplog):
     interrupted(small(), tmp_path / "run", monkeypatch, 5)
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     file = next(newest.glob("*.distcp"))
@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed, tmp_path, monkeypatch,
     file.write_bytes(content)
     assert "checksum" in damage(newest)
     heard = Heard()
-    train(small(), tmp_path / "run", listeners=[heard])
+    train(small(), tmp_path / "run", callbacks=[heard])
     assert "step 4 is damaged" in caplog.text
     assert any("resumed at step 2" in note for note in heard.notes)
     assert same(weights(tmp_path / "run"), weights(undisturbed))

@@ -19,8 +19,8 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotSpec
 from vitrail.evaluate.running import Running
 from vitrail.recipes import RECIPES, recipe_named, summary
+from vitrail.train.callbacks import Callback, TensorBoard, WeightsAndBiases
 from vitrail.train.config import Recipe, flatten
-from vitrail.train.listeners import Listener, TensorBoard, WeightsAndBiases
 from vitrail.train.loop import MakeEvaluator, Result
 from vitrail.train.loop import train as run_training
 from vitrail.train.optimizers import explain as explain_update
@@ -105,15 +105,15 @@ def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
         return 0
     if _main_rank():
         deviations(recipe, chosen, console)
-    listeners: list[Listener] = [] if options.json else [display_for(console, plain=options.plain)]
-    listeners += [TensorBoard()] if options.tensorboard else []
-    listeners += [WeightsAndBiases(options.wandb)] if options.wandb else []
+    callbacks: list[Callback] = [] if options.json else [display_for(console, plain=options.plain)]
+    callbacks += [TensorBoard()] if options.tensorboard else []
+    callbacks += [WeightsAndBiases(options.wandb)] if options.wandb else []
     if options.sweep:
         from vitrail.train.sweep import sweep
 
         chosen = sweep(chosen, out, say=lambda text: console.print(text, soft_wrap=True, highlight=False))
     evaluators = [_few_shot(options.few_shot)] if options.few_shot else []
-    result = run_training(chosen, out, listeners=listeners, evaluators=evaluators, allow_change=options.allow_change)
+    result = run_training(chosen, out, callbacks=callbacks, evaluators=evaluators, allow_change=options.allow_change)
     if not _main_rank():
         return 0
     if options.json:

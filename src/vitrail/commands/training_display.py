@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.train.callbacks import Callback, Record, RunInfo
 from vitrail.train.config import Recipe, differences
-from vitrail.train.listeners import Facts, Listener, Record
 from vitrail.train.loop import Result
 from vitrail.train.optimizers import Group as ParameterGroup
 from vitrail.train.run import RunFolder
@@ -26,7 +26,7 @@ def display_for(console: Console, *, plain: bool) -> PlainLines | LiveDisplay:
     return LiveDisplay(console) if console.is_terminal and not plain else PlainLines(console)
 
 
-class PlainLines(Listener):
+class PlainLines(Callback):
     """A line now and then, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
@@ -35,22 +35,22 @@ class PlainLines(Listener):
     def note(self, text: str) -> None:
         self.console.print(Text(text, style="yellow" if text.startswith("warning") else ""), soft_wrap=True)
 
-    def started(self, facts: Facts) -> None:
-        self.facts = facts
-        self.note(f"run: {facts.out}, {facts.steps} steps, {facts.steps_per_epoch} an epoch")
+    def started(self, info: RunInfo) -> None:
+        self.info = info
+        self.note(f"run: {info.out}, {info.steps} steps, {info.steps_per_epoch} an epoch")
 
     def trained(self, record: Record) -> None:
         now = time.monotonic()
-        if now - self._last >= _PAUSE or record["step"] == self.facts.steps:
+        if now - self._last >= _PAUSE or record["step"] == self.info.steps:
             self._last = now
-            parts = [f"step {record['step']}/{self.facts.steps}", *(f"{name} {value}" for name, value in shown(record).items())]
-            self.note("  ".join([*parts, f"left {remaining(record, self.facts)}"]))
+            parts = [f"step {record['step']}/{self.info.steps}", *(f"{name} {value}" for name, value in shown(record).items())]
+            self.note("  ".join([*parts, f"left {remaining(record, self.info)}"]))
 
     def validated(self, record: Record) -> None:
-        self.note(f"step {record['step']}/{self.facts.steps}  validation: {measured(record)}")
+        self.note(f"step {record['step']}/{self.info.steps}  validation: {measured(record)}")
 
 
-class LiveDisplay(Listener):
+class LiveDisplay(Callback):
     """A bar, the latest figures, and the validation so far."""
 
     def __init__(self, console: Console) -> None:
@@ -65,15 +65,15 @@ class LiveDisplay(Listener):
     def note(self, text: str) -> None:
         self.console.print(Text(text, style="yellow" if text.startswith("warning") else "dim"), soft_wrap=True)
 
-    def started(self, facts: Facts) -> None:
-        self.facts = facts
-        self._task = self._bar.add_task(facts.name, total=facts.steps, completed=facts.first, left="")
+    def started(self, info: RunInfo) -> None:
+        self.info = info
+        self._task = self._bar.add_task(info.name, total=info.steps, completed=info.first, left="")
         self._live = Live(self._shown(), console=self.console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def trained(self, record: Record) -> None:
         self._figures = shown(record)
-        self._bar.update(self._task, completed=record["step"], left=f"left {remaining(record, self.facts)}")
+        self._bar.update(self._task, completed=record["step"], left=f"left {remaining(record, self.info)}")
         self._refresh()
 
     def validated(self, record: Record) -> None:
@@ -131,11 +131,11 @@ def measured(record: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def remaining(record: Record, facts: Facts) -> str:
+def remaining(record: Record, info: RunInfo) -> str:
     """How long the steps that are left will take at this speed."""
     rate = record["speed"]["images_per_second"]
-    batch = facts.config["batch"]
-    seconds = (facts.steps - record["step"]) * batch / rate if rate else 0
+    batch = info.config["batch"]
+    seconds = (info.steps - record["step"]) * batch / rate if rate else 0
     return str(timedelta(seconds=round(seconds)))
 
 

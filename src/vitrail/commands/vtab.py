@@ -75,7 +75,7 @@ def vtab(
         if task.name in there:
             console.print(f"{task.title}: {there[task.name].origin}", highlight=False, soft_wrap=True)
             display = display_for(console, plain=False)
-            scores.append(run_task(task, there[task.name], checkpoint, out, settings, listeners=[display]))
+            scores.append(run_task(task, there[task.name], checkpoint, out, settings, callbacks=[display]))
             console.print(f"{task.title}: {scores[-1].accuracy:.2%}", highlight=False)
     result = SuiteResult(tuple(scores), missing, len(chosen))
     if not main:

@@ -17,8 +17,8 @@ from vitrail.evaluate.suite_sources import Missing, TaskData, open_task
 from vitrail.evaluate.suites import GROUPS, SuiteTask
 from vitrail.files import write_text
 from vitrail.recipes import recipe_named
+from vitrail.train.callbacks import Callback
 from vitrail.train.config import Recipe
-from vitrail.train.listeners import Listener
 from vitrail.train.loop import train
 from vitrail.train.prepare import Prepared, make_model, make_task
 
@@ -118,7 +118,7 @@ def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin
 
 
 def run_task(
-    task: SuiteTask, data: TaskData, checkpoint: str, out: Path, settings: SuiteSettings, listeners: Sequence[Listener] = ()
+    task: SuiteTask, data: TaskData, checkpoint: str, out: Path, settings: SuiteSettings, callbacks: Sequence[Callback] = ()
 ) -> Score:
     """Fine-tune on the task's training images and measure on its test images. A task that is finished is not run again."""
     recipe = recipe_for(task, checkpoint, settings, data.origin)
@@ -126,7 +126,7 @@ def run_task(
     goal = make_task(recipe, data.train)
     model, preprocess = make_model(recipe, goal.outputs, data.train.classes, notes)
     prepared = Prepared(model, goal, preprocess, data.train, data.test, data.train.classes, data.origin, notes)
-    result = train(recipe, out / task.name, listeners=listeners, prepared=prepared)
+    result = train(recipe, out / task.name, callbacks=callbacks, prepared=prepared)
     if result.ended_by is not None:
         raise VitrailError(f"{task.title} was interrupted at step {result.steps}; the same command goes on from there.")
     images = int(result.metrics["images"])

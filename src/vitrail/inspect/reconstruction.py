@@ -43,18 +43,18 @@ class Reconstruction:
 
 
 @torch.no_grad()
-def reconstruct(around: Pretraining, task: Masked, images: Tensor, *, seed: int = 0) -> Reconstruction:
+def reconstruct(wrapper: Pretraining, task: Masked, images: Tensor, *, seed: int = 0) -> Reconstruction:
     """Hide patches of normalised images as in training, drawn by `seed`, and show what is predicted for them."""
-    target, device = task.target, around.encoder.norm.weight.device
+    target, device = task.target, wrapper.encoder.norm.weight.device
     images = images.to(device)
     task.to(device)
-    noise = torch.rand(len(images), around.patches, around.draws, generator=torch.Generator().manual_seed(seed)).to(device)
-    with evaluating(around):
-        predicted, places = around(images, noise)
+    noise = torch.rand(len(images), wrapper.patches, wrapper.draws, generator=torch.Generator().manual_seed(seed)).to(device)
+    with evaluating(wrapper):
+        predicted, places = wrapper(images, noise)
     wanted, true = at(target.of(images), places), target.patches(images)
     there = at(true, places)
-    shown = {"original": true, **_hidden(around, true, noise, places)}
-    shown[_predicted(around)] = _put(true, places, target.painted(predicted, there))
+    shown = {"original": true, **_hidden(wrapper, true, noise, places)}
+    shown[_predicted(wrapper)] = _put(true, places, target.painted(predicted, there))
     if isinstance(target, Colours):
         shown["true colours"] = _put(true, places, target.colours(wanted))
     meter = MaskedMeter(target)
@@ -63,19 +63,19 @@ def reconstruct(around: Pretraining, task: Masked, images: Tensor, *, seed: int 
     return Reconstruction(pictures, places.cpu().numpy(), target.loss(predicted, wanted).cpu().numpy(), meter.metrics())
 
 
-def _predicted(around: Pretraining) -> str:
-    return "reconstructed" if isinstance(around, MaskedAutoencoder) else "predicted"
+def _predicted(wrapper: Pretraining) -> str:
+    return "reconstructed" if isinstance(wrapper, MaskedAutoencoder) else "predicted"
 
 
-def _hidden(around: Pretraining, patches: Tensor, noise: Tensor, places: Tensor) -> dict[str, Tensor]:
+def _hidden(wrapper: Pretraining, patches: Tensor, noise: Tensor, places: Tensor) -> dict[str, Tensor]:
     """The image as far as the model sees it: a [mask] is grey, a replaced patch shows the one in its place."""
     grey = torch.full_like(at(patches, places), _GREY)
-    if not isinstance(around, MaskedPatches):
+    if not isinstance(wrapper, MaskedPatches):
         return {"visible": _put(patches, places, grey)}
-    swapped = places[:, around.masked : around.masked + around.replaced]
-    others = patches.flatten(0, 1)[around.donors(swapped, noise[..., 1])]
-    kept = at(patches, places[:, around.masked + around.replaced :])
-    return {"corrupted": _put(patches, places, torch.cat([grey[:, : around.masked], others, kept], dim=1))}
+    swapped = places[:, wrapper.masked : wrapper.masked + wrapper.replaced]
+    others = patches.flatten(0, 1)[wrapper.donors(swapped, noise[..., 1])]
+    kept = at(patches, places[:, wrapper.masked + wrapper.replaced :])
+    return {"corrupted": _put(patches, places, torch.cat([grey[:, : wrapper.masked], others, kept], dim=1))}
 
 
 def _put(patches: Tensor, places: Tensor, values: Tensor) -> Tensor:
@@ -110,16 +110,16 @@ def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bund
     """The section of one run."""
     if bundle.preprocess is None:
         raise VitrailError(f"No preprocessing is recorded in {reference}, so its pixels cannot be told. Is it a run's folder?")
-    around, task = load_parts(run_folder(reference), bundle.model, bundle.preprocess)
+    wrapper, task = load_parts(run_folder(reference), bundle.model, bundle.preprocess)
     images = seen.images[: len(seen.pictures)]
-    found = reconstruct(around, task, images, seed=seed)
-    mae = isinstance(around, MaskedAutoencoder)
+    found = reconstruct(wrapper, task, images, seed=seed)
+    mae = isinstance(wrapper, MaskedAutoencoder)
     caption = (
-        f"{around.hidden} of {around.patches} patches are hidden in each image"
+        f"{wrapper.hidden} of {wrapper.patches} patches are hidden in each image"
         + (
             " (grey)"
             if mae
-            else f" ({around.masked} masked, grey; {around.replaced} replaced by patches of other images; rest kept)"
+            else f" ({wrapper.masked} masked, grey; {wrapper.replaced} replaced by patches of other images; rest kept)"
         )
         + f". {_captions(task)} The loss on these images is {found.metrics['loss']:.4g}, "
         f"{found.metrics['relative_loss']:.1%} of that of the best constant prediction ({found.metrics['constant_loss']:.4g})."
@@ -133,11 +133,11 @@ def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bund
     return Section(title, folder, facts, [shown])
 
 
-def _how(around: Pretraining) -> str:
-    if not isinstance(around, MaskedPatches):
+def _how(wrapper: Pretraining) -> str:
+    if not isinstance(wrapper, MaskedPatches):
         return " (grey)"
-    kept = around.hidden - around.masked - around.replaced
-    return f" ({around.masked} masked, grey; {around.replaced} replaced by other patches of these images; {kept} kept)"
+    kept = wrapper.hidden - wrapper.masked - wrapper.replaced
+    return f" ({wrapper.masked} masked, grey; {wrapper.replaced} replaced by other patches of these images; {kept} kept)"
 
 
 def _captions(task: Masked) -> str:

@@ -42,7 +42,7 @@ def _augreg(model: str, data: str, level: str, *, head_bias: float, expected: st
         data=DataSpec(source="", preprocess="big-vision"),
         augment=augment_level(level, crop="inception-reference", antialias=False),
         task=TaskSpec(loss="sigmoid"),
-        optim=OptimSpec(name="adam", lr=1e-3, weight_decay=1e-4, decay="times-schedule", clip=1.0),
+        optim=OptimSpec(name="adam", lr=1e-3, weight_decay=1e-4, decay="independent-of-lr", clip=1.0),
         schedule=ScheduleSpec(kind="cosine", warmup=10_000),
         epochs=300,
         batch=4096,

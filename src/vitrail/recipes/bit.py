@@ -26,7 +26,7 @@ def bit(model: str, data: str) -> Recipe:
         augment=CROP_AND_FLIP,
         task=TaskSpec(loss="softmax" if data == "imagenet" else "sigmoid"),
         optim=OptimSpec(
-            name="sgd", lr=lr * _BATCH / 256, momentum=0.9, weight_decay=decay * _BATCH / 256, decay="times-schedule", clip=1.0
+            name="sgd", lr=lr * _BATCH / 256, momentum=0.9, weight_decay=decay * _BATCH / 256, decay="independent-of-lr", clip=1.0
         ),
         schedule=ScheduleSpec(kind="cosine", warmup=warmup),
         epochs=90,

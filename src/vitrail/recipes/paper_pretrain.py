@@ -90,7 +90,7 @@ def _pretraining(
         data=DataSpec(source=""),
         augment=CROP_AND_FLIP,
         task=TaskSpec(loss="sigmoid" if sigmoid else "softmax"),
-        optim=OptimSpec(name="adam", lr=lr, weight_decay=decay, decay="times-lr", clip=clip),
+        optim=OptimSpec(name="adam", lr=lr, weight_decay=decay, decay="scaled-by-lr", clip=clip),
         schedule=ScheduleSpec(kind=schedule, warmup=10_000, end=end),  # type: ignore[arg-type]
         epochs=epochs,
         batch=4096,

@@ -25,7 +25,7 @@ def plain_vit() -> Recipe:
             randaugment_magnitude=10,
             mixup=0.2,
         ),
-        optim=OptimSpec(name="adam", lr=1e-3, weight_decay=1e-4, decay="times-schedule", clip=1.0),
+        optim=OptimSpec(name="adam", lr=1e-3, weight_decay=1e-4, decay="independent-of-lr", clip=1.0),
         schedule=ScheduleSpec(kind="cosine", warmup=10_000),
         epochs=90,
         batch=1024,

@@ -82,7 +82,7 @@ class Task(ABC):
         """What the meter takes in of images that are measured; `indices` say which of their split they are."""
         return run(images)
 
-    def figures(self, loss: float) -> dict[str, float]:
+    def train_metrics(self, loss: float) -> dict[str, float]:
         """What else to log beside a mean training loss."""
         return {}
 

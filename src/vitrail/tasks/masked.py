@@ -106,7 +106,7 @@ class Masked(Task):
         same = isinstance(self.target, Colours)
         return Outcome(predicted.float(), wanted, wanted if same else at(self.target.bins(images), places))
 
-    def figures(self, loss: float) -> dict[str, float]:
+    def train_metrics(self, loss: float) -> dict[str, float]:
         if self.baseline is None:
             return {}
         known = {"constant_loss": self.baseline.loss, "target_entropy": self.baseline.entropy}

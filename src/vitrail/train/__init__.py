@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from vitrail.lazy import fetched_from
 
 if TYPE_CHECKING:
+    from vitrail.train.callbacks import Callback as Callback
     from vitrail.train.captured_step import CapturedStep as CapturedStep
     from vitrail.train.captured_step import capture as capture
     from vitrail.train.config import Recipe as Recipe
-    from vitrail.train.listeners import Listener as Listener
     from vitrail.train.loop import Result as Result
     from vitrail.train.loop import train as train
     from vitrail.train.prepare import Prepared as Prepared
 
 _HOMES = {
     "CapturedStep": "vitrail.train.captured_step",
-    "Listener": "vitrail.train.listeners",
+    "Callback": "vitrail.train.callbacks",
     "Prepared": "vitrail.train.prepare",
     "Recipe": "vitrail.train.config",
     "Result": "vitrail.train.loop",

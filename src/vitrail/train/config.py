@@ -18,7 +18,7 @@ from vitrail.errors import VitrailError, nearest
 T = TypeVar("T")
 
 Size = int | tuple[int, int]
-Decay = Literal["times-lr", "times-schedule", "coupled"]
+Decay = Literal["scaled-by-lr", "independent-of-lr", "coupled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +117,9 @@ class OptimSpec:
     name: Literal["sgd", "adam", "adamw"] = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.0
-    decay: Decay = "times-lr"
+    decay: Decay = "scaled-by-lr"
     """Which convention `weight_decay` follows, with s the schedule from 0 to 1 and lr the peak learning rate.
-    times-lr: p −= s·lr·wd·p (the paper, torch's AdamW). times-schedule: p −= s·wd·p (big_vision's configurations).
+    scaled-by-lr: p −= s·lr·wd·p (the paper, torch's AdamW). independent-of-lr: p −= s·wd·p (big_vision's configurations).
     coupled: wd·p is added to the gradient (torch's SGD and Adam)."""
     decay_on: Literal["kernels", "all"] = "kernels"
     """`kernels` spares biases, norms, tokens and position tables."""

@@ -27,8 +27,8 @@ def export_model(
     from vitrail.checkpoints import save
 
     model, task = plain_copy(prepared.model), prepared.task
-    if prepared.around is not None and isinstance(task, Masked):
-        save_parts(run.path, prepared.around, task, write=world.main)
+    if prepared.wrapper is not None and isinstance(task, Masked):
+        save_parts(run.path, prepared.wrapper, task, write=world.main)
     if not world.main:
         return
     if isinstance(task, Regress):

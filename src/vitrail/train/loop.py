@@ -18,23 +18,23 @@ from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.tasks import Meter
 from vitrail.train.averaging import Average
+from vitrail.train.callbacks import Callback, MetricsFile, RunInfo
 from vitrail.train.config import Recipe
 from vitrail.train.determinism import deterministic, threads
 from vitrail.train.export import export_model, resolved
 from vitrail.train.fp8 import use_fp8
-from vitrail.train.listeners import Facts, Listener, MetricsFile
+from vitrail.train.moving_average import MovingAverage
 from vitrail.train.optimizers import Optimizer, group_lines
 from vitrail.train.parallel import Runner, World, blocks_of, joined
 from vitrail.train.prepare import Prepared, prepare
+from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
 from vitrail.train.run import RunFolder
 from vitrail.train.schedules import check_schedule
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.speed import Clock
 from vitrail.train.step import Step, chosen_precision, low_precision
 from vitrail.train.stopping import Stop
-from vitrail.train.trouble import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
 from vitrail.train.validate import validate
-from vitrail.train.window import Window
 
 Evaluator = Callable[[Model], dict[str, float]]
 MakeEvaluator = Callable[[Prepared, World], Evaluator]
@@ -60,7 +60,7 @@ def train(
     recipe: Recipe,
     out: str | Path,
     *,
-    listeners: Sequence[Listener] = (),
+    callbacks: Sequence[Callback] = (),
     evaluators: Sequence[MakeEvaluator] = (),
     allow_change: Sequence[str] = (),
     prepared: Prepared | None = None,
@@ -81,7 +81,7 @@ def train(
             if end is not None and not changed:
                 figures = {name: value for name, value in end.items() if name not in ("kind", "step", "headline", "seconds")}
                 return Result(run.path, end["step"], end["headline"], figures, end["seconds"], before=True)
-            loop = Loop(recipe, run, world, prepared or prepare(recipe), listeners, evaluators)
+            loop = Loop(recipe, run, world, prepared or prepare(recipe), callbacks, evaluators)
             try:
                 return loop.run_to_the_end()
             finally:
@@ -99,14 +99,14 @@ class Loop:
         run: RunFolder,
         world: World,
         prepared: Prepared,
-        listeners: Sequence[Listener],
+        callbacks: Sequence[Callback],
         evaluators: Sequence[MakeEvaluator] = (),
     ) -> None:
         self.recipe, self.run, self.world, self.prepared = recipe, run, world, prepared
         if evaluators and world.sharded:
             raise VitrailError("Evaluators need the whole model on each device; use --parallel ddp with them.")
         self.evaluators = [make(prepared, world) for make in evaluators]
-        self.listeners = [MetricsFile(run), *listeners] if world.main else []
+        self.callbacks = [MetricsFile(run), *callbacks] if world.main else []
         self.precision = chosen_precision(recipe.precision, world.device)
         self.micro_batch = first_micro_batch(recipe, world)
         self.loader = self._make_loader()
@@ -114,7 +114,7 @@ class Loop:
         check_schedule(recipe.schedule, self.total)
         self.step = self._make_step()
         self.snapshots = Snapshots(run.checkpoints, world, keep=recipe.keep)
-        self.done, self.passed_over, self.rollbacks = 0, set[int](), 0
+        self.done, self.skipped_steps, self.rollbacks = 0, set[int](), 0
         self.clock = Clock()
         self._measured: tuple[int, Meter] | None = None
         self._besides: dict[str, float] = {}
@@ -175,7 +175,7 @@ class Loop:
             self.say(f"resumed at step {self.done} of {self.total}, epoch {self.done / self.loader.steps:.1f}")
         self.tell(
             "started",
-            Facts(
+            RunInfo(
                 name=self.recipe.name,
                 out=self.run.path,
                 steps=self.total,
@@ -198,7 +198,7 @@ class Loop:
 
     def return_to(self, state: dict[str, Any]) -> None:
         self.done = state["step"]
-        self.passed_over |= set(state["passed_over"])
+        self.skipped_steps |= set(state["skipped_steps"])
         self.step.load_state(state)
         self.go_to(self.done)
         if self.world.main:
@@ -222,7 +222,7 @@ class Loop:
     def run_to_the_end(self) -> Result:
         self.go_to(0)
         self._begin()
-        window = Window(self)
+        window = MovingAverage(self)
         if self.done == 0 and self.recipe.on_nonfinite == "rollback":
             self._save()  # there must be something to roll back to
         with Stop().listening() as stop:
@@ -240,7 +240,7 @@ class Loop:
 
     def _next_step(self) -> None:
         number = self.done
-        if number in self.passed_over:
+        if number in self.skipped_steps:
             for _ in self.parts():
                 pass
         else:
@@ -269,7 +269,7 @@ class Loop:
             if batch.last:
                 return
 
-    def _talk_and_save(self, window: Window) -> None:
+    def _talk_and_save(self, window: MovingAverage) -> None:
         last = self.done == self.total
         if last or self.done % self.recipe.log_every == 0:
             self.tell("trained", window.record())
@@ -324,7 +324,7 @@ class Loop:
         return min(self.micro_batch, 512)
 
     def _save(self) -> None:
-        state = {**self.step.state(), "passed_over": sorted(self.passed_over), "ranks": self.world.ranks}
+        state = {**self.step.state(), "skipped_steps": sorted(self.skipped_steps), "ranks": self.world.ranks}
         self.snapshots.save(self.done, self.step.tensors(), state)
 
     # Ending
@@ -369,8 +369,8 @@ class Loop:
         self.step.reset_capture()  # NCCL waits for graphs that hold its operations
         self.loader.close()
         self.snapshots.close()
-        for listener in self.listeners:
-            listener.closed()
+        for callback in self.callbacks:
+            callback.closed()
 
     # Talking
 
@@ -378,8 +378,8 @@ class Loop:
         self.tell("note", text)
 
     def tell(self, event: str, what: Any) -> None:
-        for listener in self.listeners:
-            getattr(listener, event)(what)
+        for callback in self.callbacks:
+            getattr(callback, event)(what)
 
 
 def total_steps(recipe: Recipe, per_epoch: int) -> int:

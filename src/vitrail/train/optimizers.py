@@ -3,8 +3,8 @@
 Papers and code bases mean different things by "weight decay 0.1". With s(t) the schedule from 0 to 1, lr the peak learning
 rate and u the optimiser's own direction, a parameter p moves by
 
-    times-lr         −s·lr·(u + wd·p)        the paper's tables, torch's AdamW
-    times-schedule   −s·(lr·u + wd·p)        big_vision's configurations: its 1e-4 at lr 1e-3 is 0.1 above
+    scaled-by-lr         −s·lr·(u + wd·p)        the paper's tables, torch's AdamW
+    independent-of-lr   −s·(lr·u + wd·p)        big_vision's configurations: its 1e-4 at lr 1e-3 is 0.1 above
     coupled          wd·p joins the gradient before the optimiser sees it: torch's SGD and Adam
 """
 
@@ -44,7 +44,7 @@ def convert_decay(weight_decay: float, lr: float, source: Decay, target: Decay) 
         return weight_decay
     if "coupled" in (source, target):
         raise ValueError("coupled decay goes through the optimiser's own scaling and has no equivalent")
-    return weight_decay * lr if target == "times-schedule" else weight_decay / lr
+    return weight_decay * lr if target == "independent-of-lr" else weight_decay / lr
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Optimizer:
     def _settings(self, group: Group, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
         spec = self.spec
         decay = spec.weight_decay if group.decays else 0.0
-        if spec.decay == "times-schedule":
+        if spec.decay == "independent-of-lr":
             decay /= spec.lr * group.scale  # torch multiplies it by this group's own learning rate again
         return {"params": [parameters[name] for name in group.names], "scale": group.scale, "weight_decay": decay}
 
@@ -199,13 +199,13 @@ def explain(spec: OptimSpec) -> str:
         return f"p −= s·{spec.lr:g}·u, u = {direction}; no weight decay"
     if spec.decay == "coupled":
         return f"p −= s·{spec.lr:g}·u, u = {direction}, to which {spec.weight_decay:g}·p was added (coupled decay)"
-    if spec.decay == "times-lr":
-        same = convert_decay(spec.weight_decay, spec.lr, "times-lr", "times-schedule")
+    if spec.decay == "scaled-by-lr":
+        same = convert_decay(spec.weight_decay, spec.lr, "scaled-by-lr", "independent-of-lr")
         return (
             f"p −= s·{spec.lr:g}·(u + {spec.weight_decay:g}·p), u = {direction}; "
             f"decay times lr, as torch's AdamW (in big_vision's convention {same:g})"
         )
-    same = convert_decay(spec.weight_decay, spec.lr, "times-schedule", "times-lr")
+    same = convert_decay(spec.weight_decay, spec.lr, "independent-of-lr", "scaled-by-lr")
     return (
         f"p −= s·({spec.lr:g}·u + {spec.weight_decay:g}·p), u = {direction}; "
         f"decay times the schedule, as big_vision (in torch's AdamW {same:g})"

@@ -37,18 +37,18 @@ class Prepared:
     classes: tuple[str, ...]
     source: str
     notes: list[str] = field(default_factory=list)
-    around: Pretraining | None = None
+    wrapper: Pretraining | None = None
     """What the model is inside of while it learns without labels."""
 
     @property
     def trained(self) -> Model | Pretraining:
         """Everything that learns."""
-        return self.model if self.around is None else self.around
+        return self.model if self.wrapper is None else self.wrapper
 
     @property
     def flops(self) -> int:
         """Operations to learn from one image."""
-        return training_flops(self.model.config) if self.around is None else 3 * self.around.flops()
+        return training_flops(self.model.config) if self.wrapper is None else 3 * self.wrapper.flops()
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -62,9 +62,9 @@ def prepare(recipe: Recipe) -> Prepared:
     train, validation = chosen_splits(recipe, source)
     if recipe.task.kind in SELF_SUPERVISED:
         model, preprocess = make_model(recipe, 0, (), notes)
-        around, pretext = make_pretext(recipe, model, preprocess, train, notes)
+        wrapper, pretext = make_pretext(recipe, model, preprocess, train, notes)
         notes += warnings_for(recipe, model, len(train))
-        return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, around)
+        return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, wrapper)
     task = make_task(recipe, train)
     model, preprocess = make_model(recipe, task.outputs, train.classes, notes)
     if recipe.task.distil != "none":

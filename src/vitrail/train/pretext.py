@@ -42,12 +42,12 @@ def make_pretext(
             f"{model.config.name} is a ResNet: it has no patch embeddings that could be hidden. {spec.kind} needs a Vision "
             "Transformer, such as --model.name ViT-B/16."
         )
-    around, task = pretext(model, spec, preprocess)
-    around.reset(torch.Generator().manual_seed(recipe.seed))
-    found = survey(task.target, _looked_at(recipe, train, preprocess, around.patches))
+    wrapper, task = pretext(model, spec, preprocess)
+    wrapper.reset(torch.Generator().manual_seed(recipe.seed))
+    found = survey(task.target, _looked_at(recipe, train, preprocess, wrapper.patches))
     found.check(preprocess.describe())
     task.baseline = found
-    notes.append(_said(around, spec))
+    notes.append(_said(wrapper, spec))
     notes.append(found.describe(task.unit))
     if model.config.resnet is not None:
         notes.append(
@@ -59,7 +59,7 @@ def make_pretext(
             "the loss is on patches, so the class token's last output learns nothing by itself: for probes and few-shot take "
             "the mean of the patches (--what mean), or pre-train with --model.pooling mean"
         )
-    return around, task
+    return wrapper, task
 
 
 def settled(spec: TaskSpec) -> TaskSpec:
@@ -78,16 +78,16 @@ def pretext(model: ViT, spec: TaskSpec, preprocess: Preprocess) -> tuple[Pretrai
         )
     target = target_of(spec, config, preprocess)
     assert spec.mask_rate is not None
-    around: Pretraining
+    wrapper: Pretraining
     if spec.kind == "masked-patch":
-        around = MaskedPatches(model, target.outputs, spec.mask_rate)
+        wrapper = MaskedPatches(model, target.outputs, spec.mask_rate)
     else:
         assert spec.decoder_width is not None and spec.decoder_depth is not None
-        around = MaskedAutoencoder(model, target.outputs, spec.mask_rate, width=spec.decoder_width, depth=spec.decoder_depth)
+        wrapper = MaskedAutoencoder(model, target.outputs, spec.mask_rate, width=spec.decoder_width, depth=spec.decoder_depth)
     settings = {name: getattr(spec, name) for name in _DEFAULTS[spec.kind]}
-    settings["parts"] = named_parts(around.parts())
+    settings["parts"] = named_parts(wrapper.parts())
     kind: Any = spec.kind
-    return around, Masked(kind, target, patches=around.patches, draws=around.draws, settings=settings)
+    return wrapper, Masked(kind, target, patches=wrapper.patches, draws=wrapper.draws, settings=settings)
 
 
 def target_of(spec: TaskSpec, config: ViTConfig, preprocess: Preprocess) -> PatchTarget:
@@ -120,11 +120,11 @@ def _looked_at(recipe: Recipe, train: Split, preprocess: Preprocess, patches: in
     loader.close()
 
 
-def _said(around: Pretraining, spec: TaskSpec) -> str:
-    start = f"{spec.kind}: {around.hidden} of {around.patches} patches hidden"
-    if isinstance(around, MaskedPatches):
-        kept = around.hidden - around.masked - around.replaced
-        return f"{start} ({around.masked} masked, {around.replaced} replaced, {kept} kept), predicting {spec.patch_target}"
+def _said(wrapper: Pretraining, spec: TaskSpec) -> str:
+    start = f"{spec.kind}: {wrapper.hidden} of {wrapper.patches} patches hidden"
+    if isinstance(wrapper, MaskedPatches):
+        kept = wrapper.hidden - wrapper.masked - wrapper.replaced
+        return f"{start} ({wrapper.masked} masked, {wrapper.replaced} replaced, {kept} kept), predicting {spec.patch_target}"
     return f"{start} from the encoder, decoder of {spec.decoder_depth} blocks of width {spec.decoder_width} (not in the paper)"
 
 
@@ -136,11 +136,11 @@ def named_parts(names: Iterable[str]) -> str:
     return ", ".join([*short, *([f"decoder_blocks ({blocks} tensors)"] if blocks else [])])
 
 
-def save_parts(run: Path, around: Pretraining, task: Masked, *, write: bool) -> None:
+def save_parts(run: Path, wrapper: Pretraining, task: Masked, *, write: bool) -> None:
     """Write what the checkpoint of the model leaves out into the run folder. Every rank takes part, one writes."""
     from safetensors.torch import save_file
 
-    parts = {name: whole(value).detach().cpu().contiguous() for name, value in around.parts().items()}
+    parts = {name: whole(value).detach().cpu().contiguous() for name, value in wrapper.parts().items()}
     if not write:
         return
     with atomic_folder(run / FOLDER) as temporary:
@@ -155,14 +155,14 @@ def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretrai
     described: Mapping[str, Any] = _read(run)
     spec = TaskSpec(**{name: described[name] for name in ("kind", *_DEFAULTS[described["kind"]])})
     assert isinstance(model, ViT)
-    around, task = pretext(model, spec, preprocess)
-    missing, unknown = around.load_state_dict(load_file(run / FOLDER / _WEIGHTS), strict=False)
+    wrapper, task = pretext(model, spec, preprocess)
+    missing, unknown = wrapper.load_state_dict(load_file(run / FOLDER / _WEIGHTS), strict=False)
     lost = [name for name in missing if not name.startswith("encoder.")]
     if lost or unknown:
         raise VitrailError(
             f"{run / FOLDER / _WEIGHTS} does not fit its config.json: {', '.join([*lost, *unknown][:3])}. It is damaged."
         )
-    return around.to(model.norm.weight.device).eval(), task
+    return wrapper.to(model.norm.weight.device).eval(), task
 
 
 def _read(run: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vitrail.train.loop import Loop
 
 
-class Window:
+class MovingAverage:
     """The steps since the last record, and how fast they went."""
 
     def __init__(self, loop: Loop) -> None:
@@ -50,7 +50,7 @@ class Window:
             "step": loop.done,
             "epoch": round(loop.done / loop.loader.steps, 5),
             "loss": reading.loss,
-            **loop.prepared.task.figures(reading.loss),
+            **loop.prepared.task.train_metrics(reading.loss),
             "lr": loop.step.rate(loop.done - 1) * loop.recipe.optim.lr,
             "grad_norm": reading.grad_norm,
             "skipped": reading.skipped,

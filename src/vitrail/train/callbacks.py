@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunInfo:
     """What is settled before the first step."""
 
     name: str
@@ -26,13 +26,13 @@ class Facts:
     config: dict[str, Any]
 
 
-class Listener:
+class Callback:
     """Hears what happens; every method may be left out."""
 
     def note(self, text: str) -> None:
         """A sentence for a person."""
 
-    def started(self, facts: Facts) -> None: ...
+    def started(self, info: RunInfo) -> None: ...
 
     def trained(self, record: Record) -> None:
         """Some steps were taken."""
@@ -43,7 +43,7 @@ class Listener:
         """The run is over, whether well or not."""
 
 
-class MetricsFile(Listener):
+class MetricsFile(Callback):
     """metrics.jsonl"""
 
     def __init__(self, run: RunFolder) -> None:
@@ -56,13 +56,13 @@ class MetricsFile(Listener):
         self.run.add(record)
 
 
-class TensorBoard(Listener):
+class TensorBoard(Callback):
     """Scalars for `tensorboard --logdir`. When a run is resumed, what came after the checkpoint is hidden."""
 
-    def started(self, facts: Facts) -> None:
+    def started(self, info: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(facts.out / "tensorboard"), purge_step=facts.first or None)
+        self._writer = SummaryWriter(str(info.out / "tensorboard"), purge_step=info.first or None)
 
     def trained(self, record: Record) -> None:
         for name, value in scalars(record).items():
@@ -75,7 +75,7 @@ class TensorBoard(Listener):
             self._writer.close()
 
 
-class WeightsAndBiases(Listener):
+class WeightsAndBiases(Callback):
     """The same for wandb, an extra."""
 
     def __init__(self, project: str) -> None:
@@ -85,9 +85,9 @@ class WeightsAndBiases(Listener):
             raise VitrailError("Logging to Weights & Biases needs `pip install vitrail[wandb]`.") from error
         self._wandb, self._project = wandb, project
 
-    def started(self, facts: Facts) -> None:
+    def started(self, info: RunInfo) -> None:
         # The name of the folder is the run's identity, so a resumed run goes on in the same place there too.
-        self._wandb.init(project=self._project, id=facts.out.resolve().name, resume="allow", config=facts.config)
+        self._wandb.init(project=self._project, id=info.out.resolve().name, resume="allow", config=info.config)
 
     def trained(self, record: Record) -> None:
         named = {f"{record['kind']}/{name}": value for name, value in scalars(record).items()}

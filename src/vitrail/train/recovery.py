@@ -39,7 +39,7 @@ def handle_nonfinite(loop: Loop) -> bool:
     if state is None:
         raise VitrailError(f"{explained} There is no whole checkpoint to go back to.")
     loop.return_to(state)
-    loop.passed_over.add(bad)
+    loop.skipped_steps.add(bad)
     loop.say(f"warning: {explained} Back to step {loop.done}; step {bad} will be passed over.")
     return True
 

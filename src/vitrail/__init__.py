@@ -2,7 +2,7 @@
 
     model = vitrail.create_model("ViT-B/16", outputs=10)
 
-Importing this package is cheap: torch comes in with the first name that needs it.
+Importing this package is cheap: torch is imported with the first name that needs it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vitrail.errors import VitrailError
     from vitrail.models import create_model
 
-# Each public name and the room it comes from; `evaluate` and `inspect` are rooms themselves.
-_ROOMS = {
+# Each public name and the module it is imported from; `evaluate` and `inspect` are packages themselves.
+_MODULES = {
     "VitrailError": "vitrail.errors",
     "create_model": "vitrail.models",
     "evaluate": "vitrail.evaluate",
@@ -29,4 +29,4 @@ _ROOMS = {
 
 __all__ = ["VitrailError", "create_model", "evaluate", "inspect", "load", "save"]
 
-__getattr__, __dir__ = fetched_from(__name__, _ROOMS)
+__getattr__, __dir__ = fetched_from(__name__, _MODULES)

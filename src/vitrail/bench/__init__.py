@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vitrail.bench.results import Row as Row
     from vitrail.bench.results import ratios as ratios
 
-_HOMES = {
+_MODULES = {
     "BenchPlan": "vitrail.bench.plan",
     "Ratio": "vitrail.bench.results",
     "Row": "vitrail.bench.results",
@@ -28,4 +28,4 @@ _HOMES = {
     "run": "vitrail.bench.benchmark",
 }
 
-__getattr__, __dir__ = fetched_from(__name__, _HOMES)
+__getattr__, __dir__ = fetched_from(__name__, _MODULES)

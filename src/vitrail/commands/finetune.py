@@ -38,7 +38,7 @@ def finetune(words: list[str]) -> int:
     return run(recipe, chosen, options)
 
 
-finetune.reads_words = True  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
+finetune.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
 
 
 def _recipe(given: dict[str, str]) -> Recipe:

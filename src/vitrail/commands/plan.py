@@ -56,7 +56,7 @@ def plan(words: list[str]) -> int:
     return 0
 
 
-plan.reads_words = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
+plan.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
 
 
 def _number(given: dict[str, str], flag: str, otherwise: float) -> float:

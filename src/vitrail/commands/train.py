@@ -76,7 +76,7 @@ def train(words: list[str]) -> int:
     return run(recipe, chosen, options)
 
 
-train.reads_words = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
+train.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
 
 
 def parsed(recipe: Recipe, words: list[str], *, command: str, description: str | None) -> tuple[Recipe, Options]:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.models.fused.attention_backward import attention_backward
-from vitrail.models.fused.back_gelu import back_gelu
 from vitrail.models.fused.branches import attended
 from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.fused.gelu import gelu, gelu_backward
-from vitrail.models.fused.product import product, up_gelu
+from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
+from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu, matmul_bias_gelu_with_grad
 from vitrail.models.fused.residual_norm import ResidualNorm
 
 LOW = torch.bfloat16
@@ -130,25 +130,25 @@ def mlp_case(batch: int, tokens: int, width: int, heads: int) -> Case:
         (
             "product and bias",
             0,
-            lambda: product(y, qkv, added),
+            lambda: matmul_bias(y, qkv, added),
             lambda: F.linear(y, qkv, added),
         ),
         (
             "product and GELU, forward with its derivative",
             0,
-            lambda: up_gelu(y, up, bias, False, slope=slope),
+            lambda: matmul_bias_gelu_with_grad(y, up, bias, False),
             without_gradients(lambda: F.gelu(F.linear(y, up, bias))),
         ),
         (
             "product and GELU, without",
             0,
-            lambda: up_gelu(y, up, bias, False),
+            lambda: matmul_bias_gelu(y, up, bias, False),
             without_gradients(lambda: F.gelu(F.linear(y, up, bias))),
         ),
         (
             "product and GELU, backward with bias sums",
             0,
-            lambda: back_gelu(dbranch, down, slope),
+            lambda: matmul_gelu_backward(dbranch, down, slope),
             lambda: torch.autograd.grad((value,), [leaf, bias], (dbranch @ down,), retain_graph=True),
         ),
     ]

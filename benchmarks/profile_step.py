@@ -22,10 +22,10 @@ from vitrail.models import create_model
 from vitrail.models.inference import for_inference
 
 KINDS = {
-    "_product_kernel": "product with a bias or GELU",
-    "_back_gelu": "product with GELU's gradient",
+    "_matmul_bias_kernel": "product with a bias or GELU",
+    "_matmul_gelu_backward": "product with GELU's gradient",
     "_attention_forward": "attention forward",
-    "_attention_hopper": "attention forward",
+    "_hopper_attention": "attention forward",
     "_attention_backward": "attention backward",
     "_norm_": "residual and norm",
     "_gelu_": "GELU alone",

@@ -58,7 +58,7 @@ def main(capability: int) -> None:
     from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
     from vitrail.models.fused.patchify import patchify
     from vitrail.models.fused.prefix_positions import PrefixPositions
-    from vitrail.models.fused.residual_norm import ResidualNorm, add
+    from vitrail.models.fused.residual_norm import ResidualNorm, residual_stats
 
     one = torch.ones(192)
     for keep, drawn in ((None, None), (torch.ones(2), torch.tensor(3))):
@@ -68,7 +68,7 @@ def main(capability: int) -> None:
         for tanh in (True, False):
             gelu(low(4, 768), torch.zeros(768), tanh, drawn, 0.1)
             gelu_backward(low(4, 768), torch.zeros(768), low(4, 768), tanh, drawn, 0.1)
-    add(low(2, 5, 192), low(2, 5, 192), low(192), 1e-6)
+    residual_stats(low(2, 5, 192), low(2, 5, 192), low(192), None, None, 0.0, 1e-6)
     if capability >= 89:  # older ones have no eight-bit floats
         quantise(low(4, 192))
         gelu_fp8(low(4, 768), torch.zeros(768), False)
@@ -80,8 +80,8 @@ def main(capability: int) -> None:
     if capability in (90, 100):
         attention_of_few_tokens()
     if capability == 90:
-        products()
-        attention_over_many_heads()
+        hopper_matmuls()
+        hopper_attentions()
     sys.stdout.write(" ".join(sorted(set(COMPILED))))
 
 
@@ -97,26 +97,27 @@ def attention_of_few_tokens() -> None:
         attention_backward(q, k, v, out, out, lse, 2, (torch.empty_like(q), *gradients.chunk(2, -1)))
 
 
-def products() -> None:
-    from vitrail.models.fused.back_gelu import back_gelu
-    from vitrail.models.fused.product import product, up_gelu
+def hopper_matmuls() -> None:
+    from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
+    from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu, matmul_bias_gelu_with_grad
 
-    for rows in (100, 512):  # low tiles and high ones
+    for rows in (100, 512):  # tiles of 64 rows and of 128
+        x, weight = low(rows, 128), low(256, 128)
+        for norm in ((), (torch.zeros(rows), torch.ones(rows), torch.zeros(256))):
+            matmul_bias(x, weight, low(256), *norm)
+            for tanh in (True, False):
+                matmul_bias_gelu(x, weight, torch.zeros(256), tanh, *norm)
         for tanh in (True, False):
-            slope = low(rows, 256)
-            up_gelu(low(rows, 128), low(256, 128), torch.zeros(256), tanh)
-            up_gelu(low(rows, 128), low(256, 128), torch.zeros(256), tanh, slope=slope)
-        for factors in (None, torch.ones(rows)):
-            product(low(rows, 128), low(256, 128), low(256), factors=factors)
-    back_gelu(low(512, 128), low(128, 256), low(512, 256))
+            matmul_bias_gelu_with_grad(x, weight, torch.zeros(256), tanh)
+    matmul_gelu_backward(low(512, 128), low(128, 256), low(512, 256))
 
 
-def attention_over_many_heads() -> None:
-    from vitrail.models.fused.attention_hopper import attention_in_turns
+def hopper_attentions() -> None:
+    from vitrail.models.fused.hopper_attention import hopper_attention
 
     for tokens in (145, 197):  # keys in two pieces and in three
-        for learns in (True, False):
-            attention_in_turns(low(2, tokens, 384), 2, learns=learns)
+        for needs_grad in (True, False):
+            hopper_attention(low(2, tokens, 384), 2, needs_grad=needs_grad)
 
 
 if __name__ == "__main__":

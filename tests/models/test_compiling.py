@@ -27,7 +27,7 @@ EVERYWHERE = {
     "forward_kernel",
 }
 ATTENTION = {"_attention_backward_kernel", "_attention_forward_kernel"}
-HOPPER = {"_attention_hopper_kernel", "_back_gelu_kernel", "_product_kernel"}
+HOPPER = {"_hopper_attention_kernel", "_matmul_bias_kernel", "_matmul_gelu_backward_kernel"}
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])

@@ -37,16 +37,6 @@ def cut(images: Tensor, patch: Pair) -> Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
 
 
-class FoldedNorm(nn.LayerNorm):
-    """A layer norm whose weights and mean were taken into the product after it: its weights sum to zero over what enters.
-
-    So what is left of it is a factor for every token, which may as well be applied to what the product gives.
-    """
-
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__(norm.normalized_shape, eps=norm.eps, elementwise_affine=False)
-
-
 class Mlp(nn.Module):
     def __init__(self, width: int, hidden: int, gelu: Literal["tanh", "erf"], dropout: float) -> None:
         super().__init__()

@@ -85,9 +85,9 @@ def attended(parts: Sequence[Tensor], heads: int, learns: bool) -> tuple[Tensor,
     """Attention's output and, if something learns from them, the logarithms of softmax's denominators."""
     if len(parts) > 1 or not use_hopper_attention(parts[0], heads, learns):
         return attention(*_split(parts), heads)
-    from vitrail.models.fused.attention_hopper import attention_in_turns
+    from vitrail.models.fused.hopper_attention import hopper_attention
 
-    return attention_in_turns(parts[0], heads, learns=learns)
+    return hopper_attention(parts[0], heads, needs_grad=learns)
 
 
 def _split(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,11 +114,13 @@ class MlpBranch(torch.autograd.Function):
         value: Tensor | Fp8Tensor
         kept: tuple[Tensor | None, ...]
         if ctx.in_products:
-            from vitrail.models.fused.product import up_gelu
+            from vitrail.models.fused.hopper_matmul import matmul_bias_gelu, matmul_bias_gelu_with_grad
 
-            slope = y.new_empty(*y.shape[:-1], len(weight)) if learns else None
-            value = up_gelu(y, weight, bias, tanh, slope=slope)
-            kept = slope, value
+            if learns:
+                value, gelu_grad = matmul_bias_gelu_with_grad(y, weight, bias, tanh)
+                kept = gelu_grad, value
+            else:
+                value, kept = matmul_bias_gelu(y, weight, bias, tanh), ()
         else:
             hidden = ctx.up(y)
             value = (gelu_fp8 if eight else gelu)(hidden, bias, tanh, seed, rate)
@@ -133,10 +135,10 @@ class MlpBranch(torch.autograd.Function):
         y, scale, shift, weight, *kept = ctx.saved_tensors
         needs, dtype = ctx.needs_input_grad, weight.dtype
         if ctx.in_products:
-            from vitrail.models.fused.back_gelu import back_gelu
+            from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
 
-            slope, value = kept
-            dhidden, dbias = back_gelu(dbranch, ctx.down.weight, slope)
+            gelu_grad, value = kept
+            dhidden, dbias = matmul_gelu_backward(dbranch, ctx.down.weight, gelu_grad)
         else:
             hidden, bias, seed = kept
             dhidden, dbias, value = gelu_backward(hidden, bias, ctx.down.back(dbranch), ctx.tanh, seed, ctx.rate)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from vitrail.models.attention import KERNELS, Attention
+from vitrail.models.fused.folded_norm import can_use_folded, folded_block
 from vitrail.models.fused.launch import has_triton, is_fake
 from vitrail.models.fused.self_test import attention_works, works
-from vitrail.models.layers import FoldedNorm
 from vitrail.models.recomputing import Recomputing
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def _block(
 ) -> Stream:
     dtype = low_precision(stream.x)
     assert dtype is not None
-    if first is None and dtype == stream.x.dtype and _norms_are_factors(block, stream.x):
-        return _block_of_factors(block, stream)
+    if first is None and dtype == stream.x.dtype and can_use_folded(block, stream.x):
+        return folded_block(block, stream)
     x, y = _added(stream, block.norm1.eps, dtype)
     branch = _attended(block.attention, block.norm1, y, first, eight, light)
     x, rate = x if first is None else x[:, :first], block.dropout.p
@@ -106,31 +106,6 @@ def _block(
     x, y = _added(Stream(x, branch, block.attention.out.bias, _keep(block, x), after_attention, rate), block.norm2.eps, dtype)
     branch = _mlp(block.mlp, block.norm2, y, after_gelu, rate, eight, light)
     return Stream(x, branch, block.mlp.down.bias, _keep(block, x), after_mlp, rate)
-
-
-def _norms_are_factors(block: Block, x: Tensor) -> bool:
-    """Whether nothing but a factor for every token is left of both norms, and there are products that take it."""
-    from vitrail.models.fused.selection import use_norm_epilogue
-
-    if block.training or torch.is_grad_enabled() or type(block.norm1) is not FoldedNorm or type(block.norm2) is not FoldedNorm:
-        return False
-    columns = len(block.attention.qkv.weight), len(block.mlp.up.weight)
-    return use_norm_epilogue(x, *columns) and _own_attention(x, block.attention.heads, None)
-
-
-def _block_of_factors(block: Block, stream: Stream) -> Stream:
-    """For inference: the stream itself is multiplied, and normed in the ends of the products; normed tokens are never written."""
-    from vitrail.models.fused.branches import attended
-    from vitrail.models.fused.product import product, up_gelu
-    from vitrail.models.fused.residual_norm import add
-
-    attention, mlp = block.attention, block.mlp
-    x, factors = add(stream.x, stream.branch, stream.bias, block.norm1.eps)
-    qkv = product(x, attention.qkv.weight, attention.qkv.bias, factors=factors)
-    values, _ = attended((qkv,), attention.heads, False)
-    x, factors = add(x, F.linear(values, attention.out.weight), attention.out.bias, block.norm2.eps)
-    hidden = up_gelu(x, mlp.up.weight, mlp.up.bias, mlp.approximate == "tanh", factors=factors)
-    return Stream(x, F.linear(hidden, mlp.down.weight), mlp.down.bias)
 
 
 def cut_for(images: Tensor, patch: tuple[int, int], weight: Tensor) -> Tensor:

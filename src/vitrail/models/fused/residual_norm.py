@@ -22,7 +22,7 @@ from vitrail.models.fused.launch import is_fake, next_power_of_2, num_sms
 
 @triton.jit
 def _norm_forward_kernel(
-    x, branch, bias, keep, seed, x_out, y, rstd_out,
+    x, branch, bias, keep, seed, x_out, y, mean_out, rstd_out,
     tokens, eps, rate,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_KEEP: tl.constexpr,
     DROPS: tl.constexpr, NORMS: tl.constexpr,
@@ -40,12 +40,17 @@ def _norm_forward_kernel(
         if DROPS:
             added *= kept(seed, place, rate)
         value += added
-        tl.store(x_out + place, value.to(x_out.dtype.element_ty), mask=inside)
+        stored = value.to(x_out.dtype.element_ty)
+        tl.store(x_out + place, stored, mask=inside)
+        if not NORMS:  # the statistics of what a matmul will read
+            value = stored.to(tl.float32)
     mean = tl.sum(value) / WIDTH
     centred = tl.where(inside, value - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
     if NORMS:
         tl.store(y + place, (centred * rstd).to(y.dtype.element_ty), mask=inside)
+    else:
+        tl.store(mean_out + row, mean)
     tl.store(rstd_out + row, rstd)
 
 
@@ -93,7 +98,7 @@ class ResidualNorm(torch.autograd.Function):
         rate: float, eps: float, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
-        out, rstd = _forward(x.contiguous(), branch, bias, keep, seed, rate, eps, y)
+        out, _, rstd = _forward(x.contiguous(), branch, bias, keep, seed, rate, eps, y)
         ctx.save_for_backward(y, rstd, keep, seed)
         ctx.rate, ctx.dtypes = rate, (x.dtype, None if branch is None else branch.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
@@ -122,23 +127,28 @@ class ResidualNorm(torch.autograd.Function):
         return dx, dbranch, dbias, None, None, None, None, None
 
 
-def add(x: Tensor, branch: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """x + branch + bias, and for each of its rows the factor that would bring it to deviation 1. Has no gradient."""
-    return _forward(x.contiguous(), branch, bias, None, None, 0.0, eps, None)
+def residual_stats(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + keep · dropout(branch + bias), and mean and rstd of its rows, as stored, in float32. Has no gradient."""
+    out, mean, rstd = _forward(x.contiguous(), branch, bias, keep, seed, rate, eps, None)
+    assert mean is not None
+    return out, mean, rstd
 
 
 def _forward(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
     y: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sum, and one over its rows' deviations; the normed sum is written to `y`, if that is given."""
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """The sum, and mean and rstd of its rows; where `y` is given, the normalised sum is written to it instead of the mean."""
     width, rows = x.shape[-1], x.numel() // x.shape[-1]
     out = x.view_as(x) if branch is None else torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if y is None else None
     if not is_fake(x):
         _norm_forward_kernel[(rows,)](
-            x, branch, bias, keep, seed, out, y, rstd, x.shape[1], eps, rate,
+            x, branch, bias, keep, seed, out, y, mean, rstd, x.shape[1], eps, rate,
             WIDTH=width, PADDED=next_power_of_2(width), ADDS=branch is not None, HAS_BIAS=bias is not None,
             HAS_KEEP=keep is not None, DROPS=seed is not None, NORMS=y is not None, num_warps=4,
         )  # fmt: skip
-    return out, rstd
+    return out, mean, rstd

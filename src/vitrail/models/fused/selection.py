@@ -46,21 +46,22 @@ def _norm_epilogue_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _norm_epilogue_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """How far off products of normed tokens are when only the tokens' factors are known of the norm."""
-    from vitrail.models.fused.product import product, up_gelu
-    from vitrail.models.fused.residual_norm import add
+    """How far off matmuls with a layer norm in their epilogue are."""
+    from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu
+    from vitrail.models.fused.residual_norm import residual_stats
 
     generator, sizes = torch.Generator(device).manual_seed(0), ((1, 40_037, 192), (1, 40_037, 192), (256, 192), (256,), (192,))
     x, branch, weight, bias, added = (torch.randn(size, device=device, generator=generator) / 4 for size in sizes)
     exact = F.linear(F.layer_norm(x + branch + added, (192,)), weight, bias)
-    total, factors = add(x.to(dtype), branch.to(dtype), added.to(dtype), 1e-6)
-    weight = (weight - weight.mean(dim=1, keepdim=True)).to(dtype)
-    found = product(total, weight, bias, factors=factors), up_gelu(total, weight, bias, False, factors=factors)
+    total, mean, rstd = residual_stats(x.to(dtype), branch.to(dtype), added.to(dtype), None, None, 0.0, 1e-6)
+    weight = weight.to(dtype)
+    norm = mean, rstd, weight.sum(1, dtype=torch.float32)
+    found = matmul_bias(total, weight, bias, *norm), matmul_bias_gelu(total, weight, bias, False, *norm)
     return largest_difference([exact, F.gelu(exact)], found)
 
 
 def use_hopper_attention(qkv: Tensor, heads: int, learns: bool) -> bool:
-    """Whether attention over queries, keys and values [image, token, 3 · width] is for `attention_hopper.py`, and right there.
+    """Whether attention over queries, keys and values [image, token, 3 · width] is for `hopper_attention.py`, and right there.
 
     It is for heads of the width that the paper has, more of them than multiprocessors, over so many tokens that there are tiles
     for all groups.
@@ -82,14 +83,14 @@ def _hopper_attention_works(device: torch.device, dtype: torch.dtype, tokens: in
 
 def _hopper_attention_difference(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, learns: bool) -> float:
     """How far off the output and softmax's denominators are; each program gets several heads."""
-    from vitrail.models.fused.attention_hopper import attention_in_turns
+    from vitrail.models.fused.hopper_attention import hopper_attention
 
     generator = torch.Generator(device).manual_seed(0)
     qkv = torch.randn(3, tokens, 3 * 64 * heads, device=device, generator=generator).to(dtype)
     q, k, v = qkv.float().unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     scores = q @ k.transpose(-2, -1) / 8
     expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-    out, lse = attention_in_turns(qkv, heads, learns=learns, programs=max(1, 3 * heads // 7))
+    out, lse = hopper_attention(qkv, heads, needs_grad=learns, programs=max(1, 3 * heads // 7))
     off = largest_difference([expected], [out])
     return off if lse is None else max(off, largest_difference([scores.logsumexp(-1)], [lse]))
 
@@ -106,14 +107,14 @@ def _difference(device: torch.device, dtype: torch.dtype) -> float:
 
     Each program gets several tiles, and those at the edge are not full; or there are so few rows that tiles are lower.
     """
-    from vitrail.models.fused.back_gelu import back_gelu
-    from vitrail.models.fused.product import product, up_gelu
+    from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
+    from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu, matmul_bias_gelu_with_grad
 
     generator, sizes = torch.Generator(device).manual_seed(0), ((40_037, 192), (256, 192), (256,), (192, 256))
     y, up, bias, down = (torch.randn(size, device=device, generator=generator).to(dtype) / 4 for size in sizes)
-    slope = y.new_empty(len(y), 256)
-    found = [product(y, up, bias), up_gelu(y[:150], up, bias, False)]
-    found += [up_gelu(y, up, bias, False), up_gelu(y, up, bias, False, slope=slope), slope, *back_gelu(y, down, slope)]
+    again, gelu_grad = matmul_bias_gelu_with_grad(y, up, bias, False)
+    found = [matmul_bias(y, up, bias), matmul_bias_gelu(y[:150], up, bias, False), matmul_bias_gelu(y, up, bias, False)]
+    found += [again, gelu_grad, *matmul_gelu_backward(y, down, gelu_grad)]
     entering = F.linear(y.float(), up.float(), bias.float()).requires_grad_()
     value = F.gelu(entering)
     (derivative,) = torch.autograd.grad(value.sum(), entering)

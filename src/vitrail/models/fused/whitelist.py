@@ -17,7 +17,8 @@ from torch.nn.modules import module as module_globals
 
 import vitrail.models.vit  # by its name, since that module imports this package
 from vitrail.models.attention import Attention
-from vitrail.models.layers import FoldedNorm, LayerScale, Mlp, StochasticDepth
+from vitrail.models.fused.folded_norm import FoldedNorm
+from vitrail.models.layers import LayerScale, Mlp, StochasticDepth
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.models.bit import BiT
-from vitrail.models.layers import FoldedNorm
+from vitrail.models.fused.folded_norm import fold_norms
 from vitrail.models.vit import ViT
 
 _BEFORE = 3  # calls of a shape in the ordinary way, in which kernels are compiled and chosen
@@ -54,19 +54,8 @@ def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype) -> ViT 
     made = copy.deepcopy(model).to(device).eval().requires_grad_(False)
     if isinstance(made, ViT):
         for block in made.blocks:
-            _fold(block, "norm1", block.attention.qkv)  # type: ignore[arg-type, union-attr]
-            _fold(block, "norm2", block.mlp.up)  # type: ignore[arg-type, union-attr]
+            fold_norms(block)  # type: ignore[arg-type]
         made.to(dtype)
         made.__class__ = GpuViT
         made.__dict__ |= {"_calls": {}, "_recorded": {}}
     return made
-
-
-def _fold(block: nn.Module, name: str, linear: nn.Linear) -> None:
-    """Take the block's norm, but for the division by the deviation, into the product that follows, before anything is rounded."""
-    norm = getattr(block, name)
-    shift = linear.weight @ norm.bias
-    linear.bias = nn.Parameter(shift if linear.bias is None else linear.bias + shift, requires_grad=False)
-    linear.weight *= norm.weight
-    linear.weight -= linear.weight.mean(dim=1, keepdim=True)
-    setattr(block, name, FoldedNorm(norm))

@@ -1,4 +1,4 @@
-"""Attention by three groups of warps in turn, and when it is taken.
+"""Warp-specialised attention for Hopper GPUs, and its selection.
 
 The kernel needs a Hopper GPU: it is written in Gluon, which has no interpreter. Without one a stand-in takes its place in a model,
 and test_compiling.py compiles it.
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.test_fused import CLOSE, DEVICE, LOW, fusing, near, results, small
-from tests.models.test_products import HOPPER, on_hopper
+from tests.models.test_hopper_matmul import HOPPER, on_hopper
 
 pytest.importorskip("triton")
 
@@ -22,7 +22,7 @@ __all__ = ["fusing"]
 
 
 def plain_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The output, and the logarithms of softmax's denominators."""
+    """The output, and softmax's logsumexp."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), scores.logsumexp(-1)
@@ -31,34 +31,34 @@ def plain_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 @on_hopper
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [129, 145, 170, 192, 197, 224])
-def test_attention_in_turns(low: torch.dtype, tokens: int) -> None:
-    from vitrail.models.fused.attention_hopper import attention_in_turns
+def test_hopper_attention(low: torch.dtype, tokens: int) -> None:
+    from vitrail.models.fused.hopper_attention import hopper_attention
 
     qkv = torch.randn(7, tokens, 3 * 3 * 64, device=DEVICE).to(low)
     qkv[3] *= 20  # scores so high that only their differences can be exponents
-    expected, levels = plain_attention(qkv.double(), 3)
+    expected, lse64 = plain_attention(qkv.double(), 3)
     for programs in (1, 4, None):  # with all 21 heads, some of them, one
-        out, lse = attention_in_turns(qkv, 3, learns=True, programs=programs)
-        assert lse is not None and (lse - levels).abs().max() < 1e-5 * levels.abs().max()
+        out, lse = hopper_attention(qkv, 3, needs_grad=True, programs=programs)
+        assert lse is not None and (lse - lse64).abs().max() < 1e-5 * lse64.abs().max()
         assert (out - expected).abs().max() < 4 * torch.finfo(low).eps * expected.abs().max()
-        assert torch.equal(attention_in_turns(qkv, 3, learns=False, programs=programs)[0], out)
+        assert torch.equal(hopper_attention(qkv, 3, needs_grad=False, programs=programs)[0], out)
 
 
 @on_hopper
-def test_attention_in_turns_gives_the_same_every_time() -> None:
-    from vitrail.models.fused.attention_hopper import attention_in_turns
+def test_hopper_attention_is_deterministic() -> None:
+    from vitrail.models.fused.hopper_attention import hopper_attention
 
     qkv = torch.randn(200, 197, 3 * 12 * 64, device=DEVICE).to(LOW)
-    first, _ = attention_in_turns(qkv, 12, learns=True)
-    assert all(torch.equal(first, attention_in_turns(qkv, 12, learns=True)[0]) for _ in range(30))
+    first, _ = hopper_attention(qkv, 12, needs_grad=True)
+    assert all(torch.equal(first, hopper_attention(qkv, 12, needs_grad=True)[0]) for _ in range(30))
 
 
-def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import selection
 
     with FakeTensorMode():
         assert not selection.use_hopper_attention(torch.zeros(64, 197, 2304, dtype=torch.bfloat16), 12, True)  # nothing is launched
-    assert not selection.use_hopper_attention(torch.zeros(2, 197, 576, dtype=torch.bfloat16), 3, True)  # on a processor
+    assert not selection.use_hopper_attention(torch.zeros(2, 197, 576, dtype=torch.bfloat16), 3, True)  # on a CPU
     if DEVICE == "cuda":
         monkeypatch.setattr(selection, "_hopper_attention_works", lambda *given: True)
         many = 2 * selection.num_sms(torch.device(DEVICE))
@@ -71,7 +71,7 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number, off, expected", [(9, 0.001, True), (9, 0.5, False), (9, float("nan"), False), (10, 0.001, False)])
-def test_it_is_tried_before_it_is_used(
+def test_self_test_decides(
     number: int, off: float, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vitrail.models.fused import selection
@@ -85,26 +85,26 @@ def test_it_is_tried_before_it_is_used(
 
 
 @pytest.mark.parametrize("keeps", [None, "products", "nothing"])
-def test_a_model_with_attention_in_turns(keeps: Any, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import attention_hopper, branches
+def test_a_model_with_hopper_attention(keeps: Any, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import branches, hopper_attention
 
     taken: list[bool] = []
-    real = attention_hopper.attention_in_turns
+    real = hopper_attention.hopper_attention
 
-    def watched(qkv: Tensor, heads: int, *, learns: bool) -> tuple[Tensor, Tensor | None]:
-        taken.append(learns)
+    def watched(qkv: Tensor, heads: int, *, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+        taken.append(needs_grad)
         if HOPPER:
-            return real(qkv, heads, learns=learns)
+            return real(qkv, heads, needs_grad=needs_grad)
         out, lse = plain_attention(qkv, heads)
-        return out, lse if learns else None
+        return out, lse if needs_grad else None
 
     size = 192 if HOPPER else 48
     model, images = small(depth=2, image_size=size), torch.randn(2, 3, size, size, device=DEVICE)
     plain, plain_gradients = results(model, images, "plain")
     if keeps:
         model.checkpoint_activations(keeps=keeps)
-    monkeypatch.setattr(branches, "use_hopper_attention", lambda qkv, heads, learns: True)
-    monkeypatch.setattr(attention_hopper, "attention_in_turns", watched)
+    monkeypatch.setattr(branches, "use_hopper_attention", lambda qkv, heads, needs_grad: True)
+    monkeypatch.setattr(hopper_attention, "hopper_attention", watched)
     fused, gradients = results(model, images, "auto")
     # The last block's queries are apart from its keys, and few; so one block is left, and computed again if little is kept of it.
     assert taken == [True] * (2 if keeps else 1)

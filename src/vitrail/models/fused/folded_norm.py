@@ -1,0 +1,143 @@
+"""Layer norms folded into the linear layers after them, for inference.
+
+A layer norm and a linear layer compute W (γ ∘ (x − mean) · rstd + β) + b. Here γ and β go into the weight and the bias once, and
+mean and rstd are applied to the output:
+
+    rstd · (W' x − mean · row_sums(W')) + b',    W' = W ∘ γ,    b' = b + W β
+
+so that the residual itself is multiplied, and normalised tokens are neither rounded nor written. The row sums are those of W' as it
+is stored, after rounding: then the formula is exact for any mean. The mean of every row of W' is subtracted before rounding, which
+changes nothing in exact arithmetic and keeps the two terms small.
+
+Without the kernel for it, a folded block still computes the same: `FoldedNorm` normalises, and the linear layer follows.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.models.fused.launch import is_fake
+
+if TYPE_CHECKING:
+    from vitrail.models.fused.encoder import Stream
+    from vitrail.models.vit import Block
+
+
+class FoldedNorm(nn.LayerNorm):
+    """A layer norm without weight and bias: they were folded into the linear layer after it."""
+
+    _cached: tuple[weakref.ref[Tensor], tuple[int, int], Tensor] | None = None
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__(norm.normalized_shape, eps=norm.eps, elementwise_affine=False)
+
+    def row_sums(self, weight: Tensor) -> Tensor:
+        """The sums of the rows of the next layer's weight, in float32. Computed again whenever the weight has changed."""
+        if is_fake(weight):
+            return weight.new_empty(len(weight), dtype=torch.float32)
+        if weight.is_inference():  # has no version counter, so that a change could not be seen
+            return _row_sums(weight)
+        state, cached = (weight._version, weight.data_ptr()), self._cached
+        if cached is not None and cached[0]() is weight and cached[1] == state:
+            return cached[2]
+        with torch.inference_mode(False):
+            sums = _row_sums(weight)
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # computed only when the graph is replayed
+            return sums
+        if cached is not None and cached[2].shape == sums.shape and cached[2].device == sums.device:
+            sums = cached[2].copy_(sums)  # in place: a captured CUDA graph may read it
+        self._cached = weakref.ref(weight), state, sums
+        return sums
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FoldedNorm:
+        self._cached = None  # `.to()` leaves the weight's version as it is
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_cached"}
+
+
+def _row_sums(weight: Tensor) -> Tensor:
+    return weight.detach().sum(dim=1, dtype=torch.float64).float()
+
+
+@torch.no_grad()
+def fold_norms(block: Block) -> None:
+    """Fold both layer norms of a block into the linear layers after them; blocks that are not exactly plain stay as they are.
+
+    To be called before the weights are rounded. Layers that other blocks share are not changed: this block gets its own.
+    """
+    from vitrail.models.fused.whitelist import is_plain, is_plain_block
+
+    if not is_plain_block(block, layer_scale=True, eval_mode=True):
+        return
+    attention, mlp = block.attention, block.mlp
+    if is_plain(block.norm1, nn.LayerNorm):
+        block.attention = _with_part(attention, "qkv", _folded(block.norm1, attention.qkv))
+        block.norm1 = FoldedNorm(block.norm1).train(block.norm1.training)
+    if is_plain(block.norm2, nn.LayerNorm):
+        block.mlp = _with_part(mlp, "up", _folded(block.norm2, mlp.up))
+        block.norm2 = FoldedNorm(block.norm2).train(block.norm2.training)
+
+
+def _folded(norm: nn.LayerNorm, linear: nn.Linear) -> nn.Linear:
+    """W ∘ γ with rows of mean zero, and b + W β, computed in float64."""
+    weight = linear.weight.double()
+    bias = weight @ norm.bias.double()
+    if linear.bias is not None:
+        bias += linear.bias.double()
+    weight = weight * norm.weight.double()
+    weight -= weight.mean(dim=1, keepdim=True)
+    made = nn.Linear(linear.in_features, linear.out_features, device="meta").train(linear.training)
+    made.weight = nn.Parameter(weight.to(linear.weight.dtype), requires_grad=False)
+    made.bias = nn.Parameter(bias.to(linear.weight.dtype), requires_grad=False)
+    return made
+
+
+def _with_part(module: Any, name: str, part: nn.Module) -> Any:
+    """A module like the given one with another part; the given one may be shared."""
+    made = copy.copy(module)
+    made._modules = {**module._modules, name: part}
+    return made
+
+
+def can_use_folded(block: Block, x: Tensor) -> bool:
+    """Tell whether `folded_block` computes this block, in eval mode and without gradients, for these tokens.
+
+    The block itself must be plain (`whitelist.is_plain_block`).
+    """
+    from vitrail.models.fused.encoder import _own_attention
+    from vitrail.models.fused.selection import use_norm_epilogue
+
+    if torch.is_grad_enabled() or type(block.norm1) is not FoldedNorm or type(block.norm2) is not FoldedNorm:
+        return False
+    if block.training or block.attention.training or block.dropout.training or block.mlp.dropout.training or block.skip.training:
+        return False
+    qkv, up = block.attention.qkv, block.mlp.up
+    if qkv.weight.dtype != x.dtype or up.weight.dtype != x.dtype or qkv.bias is None or up.bias is None:
+        return False
+    if type(block.scale1) is not nn.Identity or type(block.scale2) is not nn.Identity:
+        return False
+    return use_norm_epilogue(x, len(qkv.weight), len(up.weight)) and _own_attention(x, block.attention.heads, None)
+
+
+def folded_block(block: Block, pending: Stream) -> Stream:
+    """Compute a block whose norms are folded, in no more passes over memory than there are matmuls, attention and two additions."""
+    from vitrail.models.fused.branches import attended
+    from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu
+    from vitrail.models.fused.residual_norm import residual_stats
+
+    attention, mlp, norm1, norm2 = block.attention, block.mlp, block.norm1, block.norm2
+    assert isinstance(norm1, FoldedNorm) and isinstance(norm2, FoldedNorm)
+    qkv, out, up, down = attention.qkv, attention.out, mlp.up, mlp.down
+    x, mean, rstd = residual_stats(*pending, norm1.eps)
+    values, _ = attended((matmul_bias(x, qkv.weight, qkv.bias, mean, rstd, norm1.row_sums(qkv.weight)),), attention.heads, False)
+    x, mean, rstd = residual_stats(x, F.linear(values, out.weight), out.bias, None, None, 0.0, norm2.eps)
+    hidden = matmul_bias_gelu(x, up.weight, up.bias, mlp.approximate == "tanh", mean, rstd, norm2.row_sums(up.weight))
+    return type(pending)(x, F.linear(hidden, down.weight), down.bias)

@@ -93,8 +93,9 @@ def test_a_gpus_copy_is_the_same_function(kind: str) -> None:
     images = some_images(model)
     copied = gpu_copy(model, torch.device("cpu"), torch.float32)
     assert error(copied(images), model(images)) < 2e-6
-    assert all(block.norm1.weight is None for block in copied.blocks) and model.blocks[0].norm1.weight is not None
-    assert all(block.mlp.up.weight.sum(dim=1).abs().max() < 1e-5 for block in copied.blocks)  # a token's mean is not felt
+    folds = kind != "axial"  # which is not among the blocks that a fast path may replace
+    assert all((block.norm1.weight is None) == folds for block in copied.blocks) and model.blocks[0].norm1.weight is not None
+    assert not folds or all(block.mlp.up.weight.sum(dim=1).abs().max() < 1e-5 for block in copied.blocks)
 
 
 @torch.no_grad()

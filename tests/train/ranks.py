@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tests.train.small import small
+from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
-from vitrail.train.config import Recipe, TaskSpec
+from vitrail.train.config import ModelSpec, Recipe, TaskSpec
 from vitrail.train.loop import Loop, train
+from vitrail.train.parallel import joined, whole
+from vitrail.train.prepare import prepare
 
 
 class Enough(Exception):
@@ -56,8 +60,40 @@ def crash_at(step: int) -> None:
     Loop._whole = original  # type: ignore[attr-defined]
 
 
+FRESH = {
+    "learned": {},
+    "sincos": {"model__position": "sincos2d", "model__pooling": "map"},
+    "small": {"model__init": "small", "model__registers": 2},
+    "hybrid": {
+        "model": ModelSpec(name="R+ViT-Ti/16", image_size=32, channels=1, width=32, depth=2, heads=1, mlp=48, layer_scale=0.1)
+    },
+}
+
+
+def initial_values() -> None:
+    """Sharded models begin with the values of unsharded ones, bit for bit."""
+    recipes = [run_of("fsdp", **changes) for changes in FRESH.values()]
+    recipes += [recipe_of(TASKS[name], parallel="fsdp") for name in ("mean-colour", "mae")]
+    for recipe in recipes:
+        loop = Loop.__new__(Loop)
+        with joined(recipe.device, recipe.parallel) as world:
+            loop.recipe, loop.world, loop.precision, loop.total = recipe, world, "fp32", 1
+            loop.prepared = prepare(recipe, on_meta=True)
+            assert all(one.is_meta for one in loop.prepared.trained.parameters())
+            model = loop._make_step().runner.model
+            whole_model = prepare(recipe).trained
+            ours = dict(model.named_parameters()) | dict(model.named_buffers())
+            theirs = dict(whole_model.named_parameters()) | dict(whole_model.named_buffers())
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                assert torch.equal(whole(ours[name]).detach(), value), (recipe.model.name, name)
+                if name in dict(whole_model.named_parameters()) and len(value) > 1:
+                    assert ours[name].to_local().numel() < value.numel(), name
+
+
 def begin(out: Path) -> None:
     """On two ranks: whole runs by every engine, and two that are cut off."""
+    initial_values()
     for parallel in ("ddp", "fsdp", "hybrid"):
         train(run_of(parallel), out / parallel)
     train(run_of("fsdp", **ADAM), out / "fsdp-adam")

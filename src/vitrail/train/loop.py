@@ -30,6 +30,7 @@ from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
 from vitrail.train.run import RunFolder
 from vitrail.train.schedules import check_schedule
+from vitrail.train.sharded_init import fill_shards, twin_of
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.speed import Clock
 from vitrail.train.step import Step, chosen_precision, low_precision
@@ -81,7 +82,7 @@ def train(
             if end is not None and not changed:
                 figures = {name: value for name, value in end.items() if name not in ("kind", "step", "headline", "seconds")}
                 return Result(run.path, end["step"], end["headline"], figures, end["seconds"], before=True)
-            loop = Loop(recipe, run, world, prepared or prepare(recipe), callbacks, evaluators)
+            loop = Loop(recipe, run, world, prepared or prepare(recipe, on_meta=world.sharded), callbacks, evaluators)
             try:
                 return loop.run_to_the_end()
             finally:
@@ -140,12 +141,15 @@ class Loop:
         )
 
     def _make_step(self) -> Step:
-        recipe, model = self.recipe, self.prepared.trained.to(self.world.device)
+        recipe, model, draw = self.recipe, self.prepared.trained, self.prepared.initialise
         self.prepared.task.to(self.world.device)
         model.train()
         if self.precision == "fp8":
             use_fp8(model, recipe, self.world)
+        twin = twin_of(model) if draw is not None else model.to(self.world.device)
         runner = Runner(model, self.world, low_precision=low_precision(self.precision))
+        if draw is not None:
+            fill_shards(model, twin, draw, self.world.device)
         if recipe.compile:
             # In place, so that names in checkpoints stay as they are. Shards are gathered block by block, and compiled so.
             for part in blocks_of(model) if self.world.sharded else [model]:

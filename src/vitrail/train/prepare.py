@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from vitrail.data import Preprocess, Source, Split, open_source, preset
 from vitrail.data.sampler import class_weights
 from vitrail.data.split import stratified
 from vitrail.errors import VitrailError
-from vitrail.models import Model, ViT, ViTConfig, create_model
+from vitrail.models import Model, ViT, ViTConfig, create_model, initialise
 from vitrail.models.masked import Pretraining
 from vitrail.tasks import Classify, Distil, MultiLabel, Regress, Task
 from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
 from vitrail.train.pretext import make_pretext
+from vitrail.train.sharded_init import Initialise
 from vitrail.train.speed import training_flops
 
 log = logging.getLogger("vitrail.train")
@@ -39,6 +41,8 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
     wrapper: Pretraining | None = None
     """What the model is inside of while it learns without labels."""
+    initialise: Initialise | None = None
+    """For a model on the meta device: draws the initial values of everything that is trained."""
 
     @property
     def trained(self) -> Model | Pretraining:
@@ -51,8 +55,12 @@ class Prepared:
         return training_flops(self.model.config) if self.wrapper is None else 3 * self.wrapper.flops()
 
 
-def prepare(recipe: Recipe) -> Prepared:
-    """Open the data and build the model; what was decided on the way is in `notes`."""
+def prepare(recipe: Recipe, *, on_meta: bool = False) -> Prepared:
+    """Open the data and build the model; what was decided on the way is in `notes`.
+
+    With `on_meta` a fresh model is built on the meta device, to be filled by `sharded_init`; one from a checkpoint is not.
+    """
+    on_meta = on_meta and recipe.model.start is None
     notes: list[str] = []
     if not recipe.data.source:
         raise VitrailError(f"The recipe {recipe.name} does not say where the images are: add --data.source, such as folder:DIR.")
@@ -61,16 +69,23 @@ def prepare(recipe: Recipe) -> Prepared:
     notes.append(f"data: {source.describe()}")
     train, validation = chosen_splits(recipe, source)
     if recipe.task.kind in SELF_SUPERVISED:
-        model, preprocess = make_model(recipe, 0, (), notes)
+        model, preprocess = make_model(recipe, 0, (), notes, on_meta=on_meta)
         wrapper, pretext = make_pretext(recipe, model, preprocess, train, notes)
         notes += warnings_for(recipe, model, len(train))
-        return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, wrapper)
+        draw = (lambda twin: _draw_pretraining(twin, recipe.seed)) if on_meta else None
+        return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, wrapper, draw)
     task = make_task(recipe, train)
-    model, preprocess = make_model(recipe, task.outputs, train.classes, notes)
+    model, preprocess = make_model(recipe, task.outputs, train.classes, notes, on_meta=on_meta)
     if recipe.task.distil != "none":
         task = make_distillation(recipe, task, model, preprocess, train.classes, notes)
     notes += warnings_for(recipe, model, len(train))
-    return Prepared(model, task, preprocess, train, validation, train.classes, source.describe(), notes)
+    draw = (lambda twin: initialise(twin, recipe.seed)) if on_meta else None
+    return Prepared(model, task, preprocess, train, validation, train.classes, source.describe(), notes, None, draw)
+
+
+def _draw_pretraining(wrapper: Pretraining, seed: int) -> None:
+    initialise(wrapper.encoder, seed)
+    wrapper.reset(torch.Generator().manual_seed(seed))
 
 
 def chosen_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
@@ -104,11 +119,14 @@ def make_task(recipe: Recipe, split: Split) -> Task:
     return Classify(len(split.classes), loss=spec.loss, weights=weights)
 
 
-def make_model(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
+def make_model(
+    recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: list[str], *, on_meta: bool = False
+) -> tuple[Model, Preprocess]:
     spec = recipe.model
     if spec.start is None:
         changes = {name: _meant(name, value) for name, value in _changes(spec).items()}
-        model = create_model(spec.name, outputs=outputs, image_size=spec.image_size or 224, seed=recipe.seed, **changes)
+        place = {"device": "meta"} if on_meta else {}
+        model = create_model(spec.name, outputs=outputs, image_size=spec.image_size or 224, seed=recipe.seed, **place, **changes)
         size, channels = model.config.image_size, model.config.channels
         named = "google-vit" if recipe.data.preprocess == "auto" else recipe.data.preprocess
         preprocess = preset(named, size=size, channels=channels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def make_pretext(
             "Transformer, such as --model.name ViT-B/16."
         )
     wrapper, task = pretext(model, spec, preprocess)
-    wrapper.reset(torch.Generator().manual_seed(recipe.seed))
+    if not next(model.parameters()).is_meta:
+        wrapper.reset(torch.Generator().manual_seed(recipe.seed))
     found = survey(task.target, _looked_at(recipe, train, preprocess, wrapper.patches))
     found.check(preprocess.describe())
     task.baseline = found
@@ -79,11 +81,12 @@ def pretext(model: ViT, spec: TaskSpec, preprocess: Preprocess) -> tuple[Pretrai
     target = target_of(spec, config, preprocess)
     assert spec.mask_rate is not None
     wrapper: Pretraining
-    if spec.kind == "masked-patch":
-        wrapper = MaskedPatches(model, target.outputs, spec.mask_rate)
-    else:
-        assert spec.decoder_width is not None and spec.decoder_depth is not None
-        wrapper = MaskedAutoencoder(model, target.outputs, spec.mask_rate, width=spec.decoder_width, depth=spec.decoder_depth)
+    with torch.device("meta") if next(model.parameters()).is_meta else nullcontext():
+        if spec.kind == "masked-patch":
+            wrapper = MaskedPatches(model, target.outputs, spec.mask_rate)
+        else:
+            assert spec.decoder_width is not None and spec.decoder_depth is not None
+            wrapper = MaskedAutoencoder(model, target.outputs, spec.mask_rate, width=spec.decoder_width, depth=spec.decoder_depth)
     settings = {name: getattr(spec, name) for name in _DEFAULTS[spec.kind]}
     settings["parts"] = named_parts(wrapper.parts())
     kind: Any = spec.kind

@@ -1,61 +1,59 @@
-"""A copy of a ViT for computing on a GPU: weights in the precision of the arithmetic, and shapes that recur replayed.
+"""Copies of models for inference on a GPU: weights in the precision of the matmuls, norms folded, recurring shapes captured.
 
-Under autocast every call casts the weights again, and takes those of the norms into them. Here that is done once; and where a shape
-keeps coming, as one image after another does to a service, its kernels are recorded as a CUDA graph and no longer wait for
-the processor to start them.
+Under autocast every call casts the weights again. Here that is done once.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.models.bit import BiT
-from vitrail.models.fused.folded_norm import fold_norms
+from vitrail.models.inference.capture import Call, CapturedForward, CudaGraph, Graph
+from vitrail.models.inference.model import InferenceModel, keep_head_float32
+from vitrail.models.inference.replaceable import replaceable_blocks
+from vitrail.models.layers import FoldedNorm
 from vitrail.models.vit import ViT
 
-_BEFORE = 3  # calls of a shape in the ordinary way, in which kernels are compiled and chosen
-_SHAPES = 4  # recorded at most: each keeps memory of its own
+
+class GpuModel(InferenceModel):
+    """A ViT on a GPU, whose recurring shapes are captured as CUDA graphs: see `capture.py`."""
+
+    def __init__(self, model: ViT, graph: Callable[[Call, Tensor], Graph] = CudaGraph) -> None:
+        super().__init__(model)
+        self._captured = CapturedForward(self.model, graph)
+
+    def _logits(self, images: Tensor) -> Tensor:
+        return self._captured(images, self.device, self.dtype)
+
+    def _changed(self) -> None:
+        self._captured.drop()
 
 
-class GpuViT(ViT):
-    """A ViT for inference on a GPU. Made by `gpu_copy`; it takes float32 images and gives float32 logits."""
-
-    _calls: dict[torch.Size, int]
-    _recorded: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]]
-
-    @torch.no_grad()
-    def forward(self, images: Tensor) -> Tensor:
-        shape = images.shape
-        if shape not in self._recorded:
-            self._calls[shape] = self._calls.get(shape, 0) + 1
-            if self._calls[shape] <= _BEFORE or len(self._recorded) >= _SHAPES or torch.cuda.is_current_stream_capturing():
-                return super().forward(images).float()
-            self._record(images)
-        graph, entering, leaving = self._recorded[shape]
-        entering.copy_(images)
-        graph.replay()
-        return leaving.clone()
-
-    def embed_patches(self, images: Tensor) -> Tensor:
-        return super().embed_patches(images if self._cuts(images) else images.to(self.norm.weight.dtype))
-
-    def _record(self, images: Tensor) -> None:
-        graph, entering = torch.cuda.CUDAGraph(), images.clone()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a loader's thread may pin memory meanwhile
-            leaving = super().forward(entering).float()
-        self._recorded[images.shape] = (graph, entering, leaving)
-
-
-def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype) -> ViT | BiT:
-    """The model on a GPU with weights of the given precision. A BiT keeps its own, and is not recorded."""
-    made = copy.deepcopy(model).to(device).eval().requires_grad_(False)
-    if isinstance(made, ViT):
-        for block in made.blocks:
-            fold_norms(block)  # type: ignore[arg-type]
+def gpu_copy(
+    model: ViT | BiT, device: torch.device, dtype: torch.dtype, graph: Callable[[Call, Tensor], Graph] = CudaGraph
+) -> InferenceModel:
+    """Copy a model to a GPU, with weights of the given precision. A BiT is computed in float32 and not captured."""
+    made = copy.deepcopy(model).to(device, torch.float32).requires_grad_(False)
+    if not isinstance(made, ViT):
+        return InferenceModel(made)
+    if dtype != torch.float32:
+        for block in replaceable_blocks(made):  # before anything is rounded
+            _fold(block, "norm1", block.attention.qkv)
+            _fold(block, "norm2", block.mlp.up)
         made.to(dtype)
-        made.__class__ = GpuViT
-        made.__dict__ |= {"_calls": {}, "_recorded": {}}
-    return made
+        keep_head_float32(made)
+    return GpuModel(made, graph)
+
+
+def _fold(block: nn.Module, name: str, linear: nn.Linear) -> None:
+    """Take the block's norm, but for the division by the deviation, into the linear layer that follows."""
+    norm = getattr(block, name)
+    shift = linear.weight @ norm.bias
+    linear.bias = nn.Parameter(shift if linear.bias is None else linear.bias + shift, requires_grad=False)
+    linear.weight *= norm.weight
+    linear.weight -= linear.weight.mean(dim=1, keepdim=True)
+    setattr(block, name, FoldedNorm(norm))

@@ -1,0 +1,209 @@
+"""CUDA graphs of a copy's forward pass: shapes that recur are captured once and replayed.
+
+A GPU finishes a small batch sooner than Python can launch its kernels; a service that sends one image after another waits for the
+launches. A replay launches all of them at once. It computes what was captured, from the memory that was captured, so:
+
+- A capture belongs to a shape, to torch's settings for float32 matmuls and determinism, and to the model as it is. After every
+  replay, while the GPU still works, the model is compared with what was captured: its modules, their classes, attributes and hooks,
+  and every parameter and buffer by identity, address and version. If anything changed, all captures are dropped and the call is
+  computed anew.
+- Only models that run torch's and our code alone, without hooks, are captured (`runs_known_code`). Under torch.compile, functorch,
+  global module hooks, a dispatch mode (such as a FLOP counter) or a capture of the caller's own, the model is called as usual.
+- One thread at a time copies its images in, replays and copies the logits out; an event puts the calls of several streams in order.
+- A capture that fails is reported once and not tried again; the shape is computed as usual.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.models.fused.whitelist import has_hooks, is_ordinary_call
+from vitrail.models.inference.replaceable import runs_known_code
+
+log = logging.getLogger("vitrail")
+
+WARMUP_CALLS = 3  # of a shape as usual, in which kernels are compiled and chosen
+MAX_CAPTURES = 4  # each has memory of its own
+
+Call = Callable[[Tensor], Tensor]
+
+
+class Graph(Protocol):
+    """A captured call; made by capturing `call(images)`."""
+
+    def replay(self, images: Tensor) -> Tensor:
+        """Return the result for other images of the same shape, in a tensor of its own."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for replays that are still running, before the graph's memory is freed."""
+        ...
+
+
+class CudaGraph:
+    """The kernels of one call, from a fixed input to a fixed output."""
+
+    def __init__(self, call: Call, images: Tensor) -> None:
+        self._device, self._done = images.device, torch.cuda.Event()
+        self._graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[images.device.index]
+        before = generator.clone_state()
+        # Outside inference mode, or a later call outside it could not write to the input.
+        with torch.cuda.device(self._device), torch.inference_mode(False), torch.no_grad():
+            self._images = images.clone()
+            try:
+                # A stream of this device; thread_local, since another thread may pin memory meanwhile.
+                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                    self._result = call(self._images)
+            except Exception:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                generator.graphsafe_set_state(before)  # the old state still counts as captured, and would refuse to draw
+                raise
+
+    def replay(self, images: Tensor) -> Tensor:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._done)  # a call on another stream may not have copied its result yet
+            self._images.copy_(images)
+            self._graph.replay()
+            result = self._result.clone()
+            self._done.record(stream)
+        return result
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+
+class CapturedForward:
+    """Call a model, from captured graphs where shapes recur. Safe to call from several threads.
+
+    `graph` is the class that captures. Tests without a GPU give another, and then every device is taken for one that captures.
+    """
+
+    def __init__(self, model: nn.Module, graph: Callable[[Call, Tensor], Graph] = CudaGraph) -> None:
+        self._model, self._make_graph = model, graph
+        self._lock = threading.Lock()
+        self._warned = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._calls: dict[Any, int] = {}
+        self._graphs: dict[Any, tuple[Graph, ModelState]] = {}
+        self._failed: set[Any] = set()
+
+    def __call__(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Logits of images of any device and floating-point type, by a model of the given ones."""
+        if self._can_capture(images, device):
+            # Not the address or type of the images: they are copied, and converted, to where the graph reads them.
+            key = (images.shape, device, dtype, *_matmul_settings())
+            with self._lock:
+                captured = self._graphs.get(key) or self._capture(key, images, device, dtype)
+                if captured is not None:
+                    graph, state = captured
+                    result = graph.replay(images)
+                    if state.is_current():  # compared while the GPU works
+                        return result
+                    self._drop()
+        return self._call(images.to(device, dtype))
+
+    def drop(self) -> None:
+        """Free all captures; shapes that recur are captured again."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        for graph, _ in self._graphs.values():
+            graph.wait()
+        self._forget()
+
+    def _call(self, images: Tensor) -> Tensor:
+        return self._model(images).float()  # type: ignore[no-any-return]
+
+    def _can_capture(self, images: Tensor, device: torch.device) -> bool:
+        if self._make_graph is CudaGraph and (device.type != "cuda" or torch.cuda.is_current_stream_capturing()):
+            return False
+        return type(images) is Tensor and is_ordinary_call() and not torch._C._len_torch_dispatch_stack()
+
+    def _capture(self, key: Any, images: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Graph, ModelState] | None:
+        """Capture a shape that has come often enough, if it can be."""
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if self._calls[key] <= WARMUP_CALLS or key in self._failed or len(self._graphs) >= MAX_CAPTURES:
+            return None
+        if not runs_known_code(self._model):
+            return None
+        state = ModelState(self._model)
+        try:
+            graph = self._make_graph(self._call, images.to(device, dtype))
+        except Exception as error:  # whatever cannot be captured can still be computed
+            self._failed.add(key)
+            self._warn(images.shape, error)
+            return None
+        self._graphs[key] = graph, state
+        return self._graphs[key]
+
+    def _warn(self, shape: torch.Size, error: Exception) -> None:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        if not self._warned:
+            log.warning("Images of shape %s cannot be captured as a CUDA graph (%s). They are computed without one.", list(shape), reason)
+        self._warned = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without captures: graphs and locks belong to this object and this process."""
+        return {"_model": self._model, "_make_graph": self._make_graph}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_model"], state["_make_graph"])  # type: ignore[misc]
+
+
+class ModelState:
+    """Everything of a model that a capture depends on, as it was when this was made.
+
+    Holds the memory of all parameters and buffers: a replay that turns out to be outdated then still reads what exists.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, type(module), dict(vars(module)), dict(module._modules)) for module in model.modules()]
+        self._slots = [
+            (slots, name, tensor)
+            for module in model.modules()
+            for slots in (module._parameters, module._buffers)
+            for name, tensor in slots.items()
+        ]
+        tensors = [tensor for _, _, tensor in self._slots if tensor is not None]
+        self._tensors = [(tensor, tensor.data_ptr(), _version(tensor)) for tensor in tensors]
+        self._memory = [tensor.untyped_storage() for tensor in tensors]
+
+    def is_current(self) -> bool:
+        """Tell whether the model is still the one that was captured."""
+        for slots, name, tensor in self._slots:
+            if slots.get(name) is not tensor:
+                return False
+        for tensor, address, version in self._tensors:
+            if tensor.data_ptr() != address or _version(tensor) != version:
+                return False
+        for module, kind, attributes, children in self._modules:
+            if type(module) is not kind or has_hooks(module) or not _same(vars(module), attributes, module._modules, children):
+                return False
+        return True
+
+
+def _same(attributes: dict[str, Any], before: dict[str, Any], children: dict[str, Any], children_before: dict[str, Any]) -> bool:
+    try:
+        return attributes == before and children == children_before  # by identity first, so that this is quick
+    except Exception:  # a tensor that was replaced has no single truth value
+        return False
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _matmul_settings() -> tuple[Any, ...]:
+    return torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.fp32_precision

@@ -1,0 +1,87 @@
+"""What a copy for inference may replace, and whether a model runs any code but torch's and ours.
+
+Stricter than the whitelist that training asks at every call: this is asked when a copy is made, so it may take its time.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import nn
+
+from vitrail.models.attention import Attention, AxialAttention
+from vitrail.models.fused.whitelist import has_hooks, is_ordinary_call, is_plain, is_plain_block
+from vitrail.models.layers import LayerScale, Mlp, StochasticDepth
+from vitrail.models.vit import Block, ViT
+
+_PARTS = (Block, Attention, AxialAttention, Mlp, LayerScale, StochasticDepth, nn.LayerNorm, nn.Linear, nn.Dropout, nn.Identity)
+
+
+def is_replaceable(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Tell whether a module is exactly a `kind`: no subclass, no hooks, no method patched, no parameter of another class."""
+    if module is None or not is_plain(module, kind) or _is_patched(module):
+        return False
+    tensors = [tensor for tensor in module._parameters.values() if tensor is not None]
+    return all(type(tensor) is nn.Parameter for tensor in tensors) and hasattr(module, "weight") == ("weight" in module._parameters)
+
+
+def replaceable_blocks(model: nn.Module) -> list[Block]:
+    """The plain blocks, which a packed block or folded norms can stand for. None in a subclass of ViT: it may look into them."""
+    if not _calls_blocks_as_ever(model):
+        return []
+    return [block for block in model.blocks if _is_plain(block) and not any(map(_is_patched, block.modules()))]  # type: ignore[union-attr, misc]
+
+
+def blocks_of_known_parts(model: nn.Module) -> list[Block]:
+    """Blocks that are not plain but made of our parts alone (axial attention, norms without a bias): their linear layers can be
+    replaced one by one."""
+    if not _calls_blocks_as_ever(model):
+        return []
+    return [block for block in model.blocks if _is_of_known_parts(block) and not _is_plain(block)]  # type: ignore[union-attr, misc]
+
+
+def runs_known_code(model: nn.Module) -> bool:
+    """Tell whether every module is torch's or ours, with its own methods and without hooks.
+
+    Only then may calls be split over threads, or replayed from a CUDA graph: a user's code is called once per call of the model,
+    with the whole batch.
+    """
+    return is_ordinary_call() and all(_is_known(module) for module in model.modules())
+
+
+def _is_known(module: nn.Module) -> bool:
+    return _is_known_class(type(module)) and not has_hooks(module) and not _is_patched(module)
+
+
+@cache
+def _is_known_class(kind: type[nn.Module]) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "vitrail")
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Tell whether an attribute of the instance hides one of its class, as after `mlp.forward = …`."""
+    return not _class_attributes(type(module)).isdisjoint(vars(module))
+
+
+@cache
+def _class_attributes(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(dir(kind))
+
+
+def _calls_blocks_as_ever(model: nn.Module) -> bool:
+    return is_ordinary_call() and type(model) is ViT and not _is_patched(model) and is_plain(model.blocks, nn.ModuleList)
+
+
+def _is_plain(block: nn.Module) -> bool:
+    if not is_plain_block(block, layer_scale=True, eval_mode=True):
+        return False
+    return type(block.norm1) is nn.LayerNorm and type(block.norm2) is nn.LayerNorm  # not folded already
+
+
+def _is_of_known_parts(block: nn.Module) -> bool:
+    if not all(type(part) in _PARTS and is_replaceable(part, type(part)) for part in block.modules()):
+        return False
+    if type(block) is not Block or type(block.attention) not in (Attention, AxialAttention) or type(block.mlp) is not Mlp:
+        return False
+    # A packed layer may overwrite its input; after an Identity that would be the residual stream.
+    return type(block.norm1) is nn.LayerNorm and type(block.norm2) is nn.LayerNorm

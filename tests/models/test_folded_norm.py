@@ -257,7 +257,7 @@ def test_a_copy_with_folded_norms(gelu: str, shift: float, fusing: None, monkeyp
     assert near(copied(images), expected, tolerance)
     assert calls == ["matmul_bias", "matmul_bias_gelu"] * 2  # the last block computes the class token only
     calls.clear()
-    assert near(copied.features(images).pre_logits, represented, tolerance)  # with gradients
+    assert near(copied.model.features(images).pre_logits, represented, tolerance)  # with gradients
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         assert near(model(images), expected, tolerance)  # its norms have weights of their own
     assert not calls

@@ -1,4 +1,4 @@
-"""Copies made for inference: the same answers, image by image, whatever this machine's processor can do."""
+"""Copies made for inference compute what the model does, per image, whatever this machine's CPU can do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import Tensor
 import vitrail
 from vitrail.errors import VitrailError
 from vitrail.models import BiT, ViT, model_config
-from vitrail.models.inference import blocks, choose, choosing, for_inference, operations
-from vitrail.models.inference.blocks import _by_powers_of_two
-from vitrail.models.inference.choosing import Processor
-from vitrail.models.inference.linear import PlainLinear, make_linear, quantise
+from vitrail.models.inference import InferenceModel, choose, for_inference, onednn, packed_block
+from vitrail.models.inference import precision as precision_module
+from vitrail.models.inference.packed_block import _attend_exp2
+from vitrail.models.inference.packed_linear import UnpackedLinear, make_linear, quantise
+from vitrail.models.inference.precision import CpuFeatures
 
 CPU = torch.device("cpu")
 LIMITS = {"fp32": 2e-5, "bf16": 0.03, "int8": 0.06}  # of the logits' and tokens' length
@@ -52,7 +53,7 @@ def build(kind: str = "Ti/16", **changes: Any) -> ViT:
     return model
 
 
-def some_images(model: ViT | BiT, count: int = 3) -> Tensor:
+def some_images(model: ViT | BiT | InferenceModel, count: int = 3) -> Tensor:
     return torch.randn(count, 3, *model.config.image_size, generator=torch.Generator().manual_seed(1))
 
 
@@ -61,21 +62,21 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.fixture
-def tried_anew() -> Iterator[None]:
-    """What an earlier test found out about this torch is forgotten, before and after."""
-    operations.works.cache_clear()
+def fresh_self_tests() -> Iterator[None]:
+    """Forget what an earlier test found out about this torch, before and after."""
+    onednn.works.cache_clear()
     yield
-    operations.works.cache_clear()
+    onednn.works.cache_clear()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_copies_answer_as_the_model_does(kind: str, precision: Any) -> None:
+def test_copies_compute_what_the_model_does(kind: str, precision: Any) -> None:
     model = build(kind)
     images, limit = some_images(model), LIMITS[precision]
     copy = for_inference(model, precision)
-    assert isinstance(copy, ViT) and copy.config == model.config and not copy.training
+    assert isinstance(copy, InferenceModel) and copy.config == model.config and not copy.training
     assert error(copy(images), model(images)) < limit
     ours, theirs = copy.features(images, layers=[0, -1]), model.features(images, layers=[0, -1])
     for name in ("tokens", "pooled", "pre_logits"):
@@ -85,8 +86,8 @@ def test_copies_answer_as_the_model_does(kind: str, precision: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_a_gpus_copy_is_the_same_function(kind: str) -> None:
-    """Norms' weights are taken into the products after them: here in float32 and without a GPU, so that nothing else differs."""
+def test_a_gpu_copy_is_the_same_function(kind: str) -> None:
+    """Norms are folded into the layers after them: here in float32 and without a GPU, so that nothing else differs."""
     from vitrail.models.inference.gpu import gpu_copy
 
     model = build(kind)
@@ -94,14 +95,14 @@ def test_a_gpus_copy_is_the_same_function(kind: str) -> None:
     copied = gpu_copy(model, torch.device("cpu"), torch.float32)
     assert error(copied(images), model(images)) < 2e-6
     folds = kind != "axial"  # which is not among the blocks that a fast path may replace
-    assert all((block.norm1.weight is None) == folds for block in copied.blocks) and model.blocks[0].norm1.weight is not None
-    assert not folds or all(block.mlp.up.weight.sum(dim=1).abs().max() < 1e-5 for block in copied.blocks)
+    assert all((block.norm1.weight is None) == folds for block in copied.model.blocks) and model.blocks[0].norm1.weight is not None
+    assert not folds or all(block.mlp.up.weight.sum(dim=1).abs().max() < 1e-5 for block in copied.model.blocks)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.parametrize("kind", ["Ti/16", "relative", "axial"])
-def test_attention_of_copies_is_a_softmax_near_the_models(kind: str, precision: Any) -> None:
+def test_attention_of_copies_is_the_models(kind: str, precision: Any) -> None:
     model = build(kind)
     images = some_images(model)
     pairs = zip(for_inference(model, precision).attention(images), model.attention(images), strict=True)
@@ -114,14 +115,14 @@ def test_attention_of_copies_is_a_softmax_near_the_models(kind: str, precision: 
 @torch.no_grad()
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.parametrize("kind", ["Ti/16", "mean", "relative", "axial", "R+ViT-Ti/16"])
-def test_an_image_does_not_feel_its_neighbours(kind: str, precision: Any) -> None:
+def test_a_result_does_not_depend_on_the_batch(kind: str, precision: Any) -> None:
     copy = for_inference(build(kind), precision)
     images = some_images(copy, 6)
-    images[1] *= 50  # an image whose range would be felt if a scale were shared
+    images[1] *= 50  # an image whose range would show in the others if a scale were shared
     together = copy(images)
     alone = torch.cat([copy(image[None]) for image in images])
     few = torch.cat([copy(images[:2]), copy(images[2:])])
-    # Processors with tiles of bfloat16 add them up in an order that depends on how many images there are.
+    # AMX sums bfloat16 tiles in an order that depends on how many images there are.
     tolerance = 0.02 if precision == "bf16" and torch.cpu._is_amx_tile_supported() else 1e-5
     for other in (alone, few):
         torch.testing.assert_close(together, other, rtol=0, atol=tolerance * float(together.abs().max()))
@@ -132,7 +133,7 @@ def test_an_image_does_not_feel_its_neighbours(kind: str, precision: Any) -> Non
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision", LIMITS)
-def test_copies_repeat_themselves_on_any_number_of_threads(precision: Any) -> None:
+def test_copies_are_deterministic_on_any_number_of_threads(precision: Any) -> None:
     copy, before = for_inference(build(), precision), torch.get_num_threads()
     images, found = some_images(copy, 5), []
     try:
@@ -148,7 +149,7 @@ def test_copies_repeat_themselves_on_any_number_of_threads(precision: Any) -> No
 
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.parametrize("kind", ["Ti/16", "axial", "R+ViT-Ti/16"])
-def test_the_model_itself_stays_as_it_is(kind: str, precision: Any) -> None:
+def test_the_model_itself_is_not_changed(kind: str, precision: Any) -> None:
     model = build(kind).train()
     before = {name: (value, value.clone(), value.requires_grad) for name, value in model.state_dict(keep_vars=True).items()}
     copy = for_inference(model, precision)
@@ -176,7 +177,7 @@ def test_bit_falls_back_to_float32_and_says_so() -> None:
         chosen = choose(model.config, precision, CPU)
         assert chosen.precision == "fp32" and "BiT-R50x1 is a ResNet" in chosen.why
     copy = for_inference(model, "int8")
-    assert isinstance(copy, BiT) and error(copy(images), model(images)) < 1e-5
+    assert isinstance(copy, InferenceModel) and isinstance(copy.model, BiT) and error(copy(images), model(images)) < 1e-5
 
 
 @torch.no_grad()
@@ -190,7 +191,7 @@ def test_weights_in_half_precision_are_computed_in_float32() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("fault", ["missing", "raises", "wrong"])
-def test_an_operation_that_does_not_work_is_not_used(kind: Any, fault: str, monkeypatch: Any, tried_anew: None) -> None:
+def test_an_operation_that_does_not_work_is_not_used(kind: Any, fault: str, monkeypatch: Any, fresh_self_tests: None) -> None:
     name = "int8_linear" if kind == "int8" else "packed_linear"
 
     def broken(*arguments: Any, **_: Any) -> Tensor:
@@ -200,20 +201,20 @@ def test_an_operation_that_does_not_work_is_not_used(kind: Any, fault: str, monk
             raise RuntimeError("could not create a primitive descriptor")
         return torch.zeros(5, 16)
 
-    monkeypatch.setattr(operations, name, broken)
+    monkeypatch.setattr(onednn, name, broken)
     model = build()
     chosen = choose(model.config, kind, CPU)
     assert chosen.precision == "fp32"
-    assert kind == "fp32" or f"has no {kind} product that works" in chosen.why
+    assert kind == "fp32" or f"has no {kind} matmul that works" in chosen.why
     images = some_images(model)
     assert error(for_inference(model, kind)(images), model(images)) < LIMITS["fp32"]
     if kind == "fp32":
-        assert isinstance(make_linear(torch.ones(4, 4), None, "fp32"), PlainLinear)
+        assert isinstance(make_linear(torch.ones(4, 4), None, "fp32"), UnpackedLinear)
 
 
-def test_auto_goes_by_the_processor_and_the_size(monkeypatch: Any) -> None:
-    def chosen(name: str, **able: bool) -> str:
-        monkeypatch.setattr(choosing, "processor", lambda: Processor(**able))
+def test_auto_depends_on_the_cpu_and_the_size(monkeypatch: Any) -> None:
+    def chosen(name: str, **features: bool) -> str:
+        monkeypatch.setattr(precision_module, "cpu_features", lambda: CpuFeatures(**features))
         return choose(model_config(name), "auto", CPU).precision
 
     assert chosen("B/16", int8=True, bf16=True) == "int8"
@@ -226,7 +227,7 @@ def test_auto_goes_by_the_processor_and_the_size(monkeypatch: Any) -> None:
 
 @torch.no_grad()
 def test_int8_without_bfloat16_instructions(monkeypatch: Any) -> None:
-    monkeypatch.setattr(choosing, "processor", lambda: Processor(int8=True, bf16=False))
+    monkeypatch.setattr(precision_module, "cpu_features", lambda: CpuFeatures(int8=True, bf16=False))
     model = build("relative")
     images = some_images(model)
     assert error(for_inference(model, "int8")(images), model(images)) < LIMITS["int8"]
@@ -242,7 +243,7 @@ def test_unknown_precisions_and_gradients_are_refused() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision", LIMITS)
-def test_what_is_not_a_number_stays_none(precision: Any) -> None:
+def test_nan_stays_nan(precision: Any) -> None:
     copy = for_inference(build(), precision)
     images = some_images(copy)
     images[1, 0, 3, 4] = float("nan")
@@ -252,7 +253,7 @@ def test_what_is_not_a_number_stays_none(precision: Any) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**31), st.floats(-30, 30), st.floats(1e-6, 1e6))
-def test_bytes_stand_for_values_to_half_a_step(seed: int, shift: float, size: float) -> None:
+def test_quantisation_is_right_to_half_a_step(seed: int, shift: float, size: float) -> None:
     x = (torch.randn(7, 33, generator=torch.Generator().manual_seed(seed)) + shift) * size
     values, scale, zero = quantise(x.clone())
     assert 0 <= zero <= 255 and values.dtype == torch.uint8
@@ -269,17 +270,17 @@ def test_zeros_are_quantised() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("size", [1.0, 40.0, 1000.0])
 @pytest.mark.parametrize("shift", [0.0, -2000.0])
-def test_powers_of_two_are_a_softmax_in_any_range(size: float, shift: float) -> None:
+def test_softmax_by_powers_of_two_in_any_range(size: float, shift: float) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, 9, 8, generator=generator) for _ in range(3))
     bias = torch.full((4, 9, 9), shift)
     expected = F.softmax((size * q @ k.transpose(1, 2) + bias).double() * torch.tensor(2.0).log(), dim=-1) @ v.double()
-    found = _by_powers_of_two(size * q, k, v, bias)
+    found = _attend_exp2(size * q, k, v, bias)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=2e-3 if size > 100 else 1e-4)
 
 
 @torch.no_grad()
-def test_channels_that_reach_far_do_not_drown_the_others() -> None:
+def test_outlier_channels_do_not_cost_the_others_precision() -> None:
     """The outliers of trained models: a few channels of a norm much larger, the weights behind them smaller by as much."""
     model = build()
     images = some_images(model)
@@ -294,9 +295,9 @@ def test_channels_that_reach_far_do_not_drown_the_others() -> None:
 
 
 @torch.no_grad()
-def test_attention_in_parts_is_attention(monkeypatch: Any) -> None:
+def test_attention_in_parts_equals_attention_at_once(monkeypatch: Any) -> None:
     copy = for_inference(build("relative"), "bf16")
     images = some_images(copy)
     whole = copy(images)
-    monkeypatch.setattr(blocks, "SCORES", 2 * 17 * 17 * 2)
+    monkeypatch.setattr(packed_block, "SCORES_BYTES", 2 * 17 * 17 * 2)
     assert error(copy(images), whole) < 1e-2

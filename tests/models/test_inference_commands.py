@@ -1,4 +1,4 @@
-"""Precisions as a user meets them: `predict`, `eval`, `embed` and `doctor` on a processor."""
+"""Precisions in the commands: `predict`, `eval`, `embed` and `doctor` on a CPU."""
 # ruff: noqa: F811 - fixtures come in by name
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pytest
 
 from tests.commands.test_eval import run
 from tests.evaluate.conftest import backbone, checkpoint, photos  # noqa: F401 - fixtures
-from vitrail.models.inference import choosing
-from vitrail.models.inference.choosing import Processor
+from vitrail.models.inference import precision as precision_module
+from vitrail.models.inference.precision import CpuFeatures
 
 PRECISIONS = ("fp32", "bf16", "int8", "auto", "fp16")
 
@@ -25,17 +25,17 @@ def predicted(capsys: Any, checkpoint: Path, photos: Path, *words: str) -> tuple
 
 
 @pytest.fixture
-def able(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with everything, and no model too small to gain from it."""
-    monkeypatch.setattr(choosing, "processor", lambda: Processor(int8=True, bf16=True))
-    monkeypatch.setattr(choosing, "WORTH_INT8", 0)
+def all_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with every instruction, and no model too small to gain from them."""
+    monkeypatch.setattr(precision_module, "cpu_features", lambda: CpuFeatures(int8=True, bf16=True))
+    monkeypatch.setattr(precision_module, "MIN_FLOPS_INT8", 0)
 
 
-def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos: Path, able: None) -> None:
+def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos: Path, all_features: None) -> None:
     exact, silence = predicted(capsys, checkpoint, photos, "--precision", "fp32")
     rounded, said = predicted(capsys, checkpoint, photos)
     assert silence == ""
-    assert said == "computed in int8: the processor multiplies bytes fastest (VNNI); --precision fp32 computes exactly\n"
+    assert said == "computed in int8: the CPU has VNNI, so int8 matmuls are its fastest; --precision fp32 computes exactly\n"
     apart = [
         abs(one["probability"] - two["probability"])
         for image, same in zip(exact, rounded, strict=True)
@@ -56,7 +56,7 @@ def test_predictions_do_not_depend_on_the_batch(
     checkpoint: Path,
     photos: Path,
     precision: str,
-    able: None,
+    all_features: None,
 ) -> None:
     found = [predicted(capsys, checkpoint, photos, "--precision", precision, "--batch", size)[0] for size in ("1", "5", "64")]
     for other in found[1:]:
@@ -67,7 +67,7 @@ def test_predictions_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path, precision: str, able: None) -> None:
+def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path, precision: str, all_features: None) -> None:
     status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--json", "--precision", precision)
     (result,) = json.loads(out)["results"]
     said = [note for note in result["notes"] if note.startswith("computed in")]
@@ -75,7 +75,7 @@ def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path,
     assert len(said) == (precision in ("bf16", "int8", "auto"))
 
 
-def test_features_are_exact_unless_asked(capsys: Any, checkpoint: Path, photos: Path, tmp_path: Path, able: None) -> None:
+def test_features_are_exact_unless_asked(capsys: Any, checkpoint: Path, photos: Path, tmp_path: Path, all_features: None) -> None:
     found = {}
     for precision in ("default", "fp32", "int8"):
         file, words = tmp_path / f"{precision}.npz", () if precision == "default" else ("--precision", precision)
@@ -86,10 +86,10 @@ def test_features_are_exact_unless_asked(capsys: Any, checkpoint: Path, photos: 
     assert 0 < np.abs(found["int8"] - found["fp32"]).max() / np.abs(found["fp32"]).max() < 0.1
 
 
-def test_doctor_says_what_auto_takes(capsys: Any, able: None) -> None:
+def test_doctor_says_what_auto_takes(capsys: Any, all_features: None) -> None:
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0
     assert json.loads(out)["devices"][-1]["inference"] == {
         "precision": "int8",
-        "why": "the processor multiplies bytes fastest (VNNI)",
+        "why": "the CPU has VNNI, so int8 matmuls are its fastest",
     }

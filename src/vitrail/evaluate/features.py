@@ -13,7 +13,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.running import Running, all_bad
-from vitrail.models import BiT, Model, ViT
+from vitrail.models import BiTConfig, Model
+from vitrail.models.inference import InferenceModel
 
 Array = npt.NDArray[Any]
 What = Literal["pre_logits", "pooled", "class", "mean", "patches"]
@@ -45,10 +46,10 @@ class FeatureSpec:
         if not self.norm and self.what in ("pre_logits", "pooled"):
             raise VitrailError(f"{self.what} comes after the final norm; features without it are class, mean or patches.")
 
-    def check(self, model: Model) -> None:
+    def check(self, model: Model | InferenceModel) -> None:
         """Refuse features this model does not have."""
         name = model.config.name
-        if isinstance(model, BiT):
+        if isinstance(model.config, BiTConfig):
             if self.what == "class":
                 raise VitrailError(f"{name} is a ResNet without a class token; take mean or pooled.")
             if self.layer is not None and self.norm:
@@ -56,14 +57,14 @@ class FeatureSpec:
         elif self.what == "class" and not model.config.class_token:
             raise VitrailError(f"{name} has no class token; take mean or pooled.")
 
-    def of(self, model: Model, images: Tensor) -> Tensor:
+    def of(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
         """The features of a batch: [images, channels], or for patches [images, rows, columns, channels]."""
         if self.what in ("pre_logits", "pooled"):
             found: Tensor = getattr(model.features(images), self.what)
             return found
-        return self._of_stage(model, images) if isinstance(model, BiT) else self._of_layer(model, images)
+        return (self._of_stage if isinstance(model.config, BiTConfig) else self._of_layer)(model, images)
 
-    def _of_layer(self, model: ViT, images: Tensor) -> Tensor:
+    def _of_layer(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
         config, layer = model.config, -1 if self.layer is None else self.layer
         tokens = next(iter(model.features(images, layers=[layer]).layers.values()))
         first = self.norm and config.final_norm == "before-pool"
@@ -75,7 +76,7 @@ class FeatureSpec:
             found = patches.mean(1) if self.what == "mean" else patches.unflatten(1, config.grid)
         return model.norm(found) if self.norm and not first else found
 
-    def _of_stage(self, model: BiT, images: Tensor) -> Tensor:
+    def _of_stage(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
         if self.norm:
             patches = model.features(images).patches
         else:

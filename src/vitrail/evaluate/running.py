@@ -22,7 +22,7 @@ from vitrail.data.waiting import most_workers
 from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.models.features import evaluating
-from vitrail.models.inference import choose, for_inference
+from vitrail.models.inference import InferenceModel, choose, for_inference
 from vitrail.train.parallel import World
 from vitrail.train.step import autocast
 
@@ -49,7 +49,7 @@ class Running:
     progress: Callable[[int], None] = no_progress
     """Told how many images are done since it was last told."""
 
-    def ready(self, model: Model) -> Model:
+    def ready(self, model: Model) -> Model | InferenceModel:
         """The model on its device, in the form that computes fastest in this precision; the one given may be the same."""
         device = self.world.device
         if self._copies:
@@ -77,7 +77,7 @@ class Running:
         kind = self.world.device.type
         return self.precision != "fp16" if kind == "cpu" else kind == "cuda" and self.precision == "auto"
 
-    def over(self, split: Split, preprocess: Preprocess, model: Model, compute: Callable[[Tensor], T]) -> Pass[T]:
+    def over(self, split: Split, preprocess: Preprocess, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Pass[T]:
         """A pass of `compute`, which is the model or a part of it, over this rank's images."""
         return Pass(self, split, preprocess, model, compute)
 
@@ -91,7 +91,7 @@ class Pass(Iterator[tuple[T, Batch]]):
     """An iterator over batches with what was computed of them, in order. Afterwards `bad` says what could not be read."""
 
     def __init__(
-        self, running: Running, split: Split, preprocess: Preprocess, model: Model, compute: Callable[[Tensor], T]
+        self, running: Running, split: Split, preprocess: Preprocess, model: Model | InferenceModel, compute: Callable[[Tensor], T]
     ) -> None:
         world = running.world
         self._running, self._model, self._compute = running, model, compute

@@ -151,7 +151,9 @@ class CapturedForward:
     def _warn(self, shape: torch.Size, error: Exception) -> None:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         if not self._warned:
-            log.warning("Images of shape %s cannot be captured as a CUDA graph (%s). They are computed without one.", list(shape), reason)
+            log.warning(
+                "Images of shape %s cannot be captured as a CUDA graph (%s). They are computed without one.", list(shape), reason
+            )
         self._warned = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,4 +208,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _matmul_settings() -> tuple[Any, ...]:
-    return torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.fp32_precision
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.fp32_precision,
+    )

@@ -37,8 +37,8 @@ class CpuModel(InferenceModel):
         trial, moved = torch.empty(0), fn(torch.empty(0))
         if moved.device != trial.device or moved.dtype != trial.dtype:
             raise VitrailError(
-                "This copy's layers are packed for the CPU and compute in a precision of their own; they cannot be moved or converted. "
-                "Call for_inference(model, precision, device) again."
+                "This copy's layers are packed for the CPU; they cannot be moved to another device or converted to another type. "
+                "Call for_inference(model, precision, device) with the model it was made from."
             )
         return super()._apply(fn, recurse)
 

@@ -9,13 +9,13 @@ import copy
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.models.bit import BiT
+from vitrail.models.fused.folded_norm import fold_norms
 from vitrail.models.inference.capture import Call, CapturedForward, CudaGraph, Graph
 from vitrail.models.inference.model import InferenceModel, keep_head_float32
 from vitrail.models.inference.replaceable import replaceable_blocks
-from vitrail.models.layers import FoldedNorm
 from vitrail.models.vit import ViT
 
 
@@ -40,20 +40,8 @@ def gpu_copy(
     made = copy.deepcopy(model).to(device, torch.float32).requires_grad_(False)
     if not isinstance(made, ViT):
         return InferenceModel(made)
-    if dtype != torch.float32:
-        for block in replaceable_blocks(made):  # before anything is rounded
-            _fold(block, "norm1", block.attention.qkv)
-            _fold(block, "norm2", block.mlp.up)
-        made.to(dtype)
-        keep_head_float32(made)
+    for block in replaceable_blocks(made):  # before anything is rounded
+        fold_norms(block)
+    made.to(dtype)
+    keep_head_float32(made)
     return GpuModel(made, graph)
-
-
-def _fold(block: nn.Module, name: str, linear: nn.Linear) -> None:
-    """Take the block's norm, but for the division by the deviation, into the linear layer that follows."""
-    norm = getattr(block, name)
-    shift = linear.weight @ norm.bias
-    linear.bias = nn.Parameter(shift if linear.bias is None else linear.bias + shift, requires_grad=False)
-    linear.weight *= norm.weight
-    linear.weight -= linear.weight.mean(dim=1, keepdim=True)
-    setattr(block, name, FoldedNorm(norm))

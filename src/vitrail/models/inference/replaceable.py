@@ -19,7 +19,7 @@ _PARTS = (Block, Attention, AxialAttention, Mlp, LayerScale, StochasticDepth, nn
 
 def is_replaceable(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     """Tell whether a module is exactly a `kind`: no subclass, no hooks, no method patched, no parameter of another class."""
-    if module is None or not is_plain(module, kind) or _is_patched(module):
+    if module is None or not is_plain(module, kind) or _has_patched_methods(module):
         return False
     tensors = [tensor for tensor in module._parameters.values() if tensor is not None]
     return all(type(tensor) is nn.Parameter for tensor in tensors) and hasattr(module, "weight") == ("weight" in module._parameters)
@@ -29,7 +29,7 @@ def replaceable_blocks(model: nn.Module) -> list[Block]:
     """The plain blocks, which a packed block or folded norms can stand for. None in a subclass of ViT: it may look into them."""
     if not _calls_blocks_as_ever(model):
         return []
-    return [block for block in model.blocks if _is_plain(block) and not any(map(_is_patched, block.modules()))]  # type: ignore[union-attr, misc]
+    return [block for block in model.blocks if _is_plain(block) and not any(map(_has_patched_methods, block.modules()))]  # type: ignore[union-attr, misc]
 
 
 def blocks_of_known_parts(model: nn.Module) -> list[Block]:
@@ -50,7 +50,7 @@ def runs_known_code(model: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return _is_known_class(type(module)) and not has_hooks(module) and not _is_patched(module)
+    return _is_known_class(type(module)) and not has_hooks(module) and not _has_patched_methods(module)
 
 
 @cache
@@ -58,18 +58,18 @@ def _is_known_class(kind: type[nn.Module]) -> bool:
     return kind.__module__.partition(".")[0] in ("torch", "vitrail")
 
 
-def _is_patched(module: nn.Module) -> bool:
-    """Tell whether an attribute of the instance hides one of its class, as after `mlp.forward = …`."""
-    return not _class_attributes(type(module)).isdisjoint(vars(module))
+def _has_patched_methods(module: nn.Module) -> bool:
+    """Tell whether an attribute of the instance hides a method of its class, as after `mlp.forward = …` or `mlp.compile()`."""
+    return not _methods(type(module)).isdisjoint(vars(module))
 
 
 @cache
-def _class_attributes(kind: type[nn.Module]) -> frozenset[str]:
-    return frozenset(dir(kind))
+def _methods(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name))) | {"_compiled_call_impl"}
 
 
 def _calls_blocks_as_ever(model: nn.Module) -> bool:
-    return is_ordinary_call() and type(model) is ViT and not _is_patched(model) and is_plain(model.blocks, nn.ModuleList)
+    return is_ordinary_call() and type(model) is ViT and not _has_patched_methods(model) and is_plain(model.blocks, nn.ModuleList)
 
 
 def _is_plain(block: nn.Module) -> bool:

@@ -39,9 +39,21 @@ def test_hopper_attention(low: torch.dtype, tokens: int) -> None:
     expected, lse64 = plain_attention(qkv.double(), 3)
     for programs in (1, 4, None):  # with all 21 heads, some of them, one
         out, lse = hopper_attention(qkv, 3, needs_grad=True, programs=programs)
-        assert lse is not None and (lse - lse64).abs().max() < 1e-5 * lse64.abs().max()
+        assert (lse - lse64).abs().max() < 1e-5 * lse64.abs().max()
         assert (out - expected).abs().max() < 4 * torch.finfo(low).eps * expected.abs().max()
         assert torch.equal(hopper_attention(qkv, 3, needs_grad=False, programs=programs)[0], out)
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_hopper_attentions_fake_rule(needs_grad: bool) -> None:
+    from vitrail.models.fused.hopper_attention import hopper_attention
+
+    meta = hopper_attention(torch.zeros(2, 197, 384, dtype=torch.bfloat16, device="meta"), 2, needs_grad)
+    with FakeTensorMode():
+        fake = hopper_attention(torch.zeros(2, 197, 384, dtype=torch.bfloat16), 2, needs_grad=needs_grad)
+    for out, lse in (meta, fake):
+        assert out.shape == (2, 197, 128) and out.dtype == torch.bfloat16
+        assert lse.shape == ((2, 2, 197) if needs_grad else (0,)) and lse.dtype == torch.float32
 
 
 @on_hopper
@@ -91,12 +103,12 @@ def test_a_model_with_hopper_attention(keeps: Any, fusing: None, monkeypatch: py
     taken: list[bool] = []
     real = hopper_attention.hopper_attention
 
-    def watched(qkv: Tensor, heads: int, *, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+    def watched(qkv: Tensor, heads: int, *, needs_grad: bool) -> tuple[Tensor, Tensor]:
         taken.append(needs_grad)
         if HOPPER:
             return real(qkv, heads, needs_grad=needs_grad)
         out, lse = plain_attention(qkv, heads)
-        return out, lse if needs_grad else None
+        return out, lse if needs_grad else lse[:0]
 
     size = 192 if HOPPER else 48
     model, images = small(depth=2, image_size=size), torch.randn(2, 3, size, size, device=DEVICE)

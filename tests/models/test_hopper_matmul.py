@@ -6,6 +6,7 @@ torch, stand-ins take their place in a model, and test_compiling.py compiles the
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
@@ -81,6 +82,25 @@ def test_matmuls_are_deterministic() -> None:
     first = run()
     for _ in range(30):
         assert all(torch.equal(one, two) for one, two in zip(first, run(), strict=True))
+
+
+def test_fake_rules() -> None:
+    from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
+    from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu, matmul_bias_gelu_with_grad
+
+    def run(device: str) -> list[Tensor]:
+        x, weight, bias = (torch.zeros(size, dtype=torch.bfloat16, device=device) for size in ((2, 5, 64), (128, 64), (128,)))
+        norm = torch.zeros(10, device=device), torch.ones(10, device=device), torch.zeros(128, device=device)
+        hidden, gelu_grad = matmul_bias_gelu_with_grad(x, weight, bias, True)
+        gelu = matmul_bias_gelu(x, weight, bias, False)
+        folded = matmul_bias(x, weight, bias, *norm), matmul_bias_gelu(x, weight, bias, False, *norm)
+        return [matmul_bias(x, weight, bias), gelu, hidden, gelu_grad, *folded, *matmul_gelu_backward(x, weight.t(), gelu_grad)]
+
+    for device, mode in (("meta", contextlib.nullcontext()), ("cpu", FakeTensorMode())):
+        with mode:
+            *found, sums = run(device)
+        assert {one.shape for one in found} == {(2, 5, 128)} and {one.dtype for one in found} == {torch.bfloat16}
+        assert sums.shape == (128,) and sums.dtype == torch.float32
 
 
 def test_selection_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:

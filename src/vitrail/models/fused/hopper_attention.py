@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vitrail.models.fused.attention_forward import split_pow2
 from vitrail.models.fused.hopper_pingpong import alloc_mbarriers, alloc_smem, tma_load, tma_store
 from vitrail.models.fused.launch import ceil_div, num_sms
+from vitrail.models.fused.ops import op
 
 _BLOCK_M = 64  # queries of one tile; also the width of a head
 _PADDED_KEYS = 256  # loaded, of which up to 224 are multiplied
@@ -154,19 +155,25 @@ def _hopper_attention_kernel(
     )
 
 
-def hopper_attention(qkv: Tensor, heads: int, *, needs_grad: bool, programs: int | None = None) -> tuple[Tensor, Tensor | None]:
+def _empty_outputs(qkv: Tensor, heads: int, needs_grad: bool, programs: int | None = None) -> tuple[Tensor, Tensor]:
+    images, tokens, width = *qkv.shape[:2], qkv.shape[2] // 3
+    shape = (images, heads, tokens) if needs_grad else (0,)
+    return qkv.new_empty(images, tokens, width), qkv.new_empty(shape, dtype=torch.float32)
+
+
+@op("hopper_attention(Tensor qkv, int heads, bool needs_grad, int? programs=None) -> (Tensor, Tensor)", _empty_outputs)
+def hopper_attention(qkv: Tensor, heads: int, needs_grad: bool, programs: int | None = None) -> tuple[Tensor, Tensor]:
     """Attention over queries, keys and values side by side [image, token, 3 · width].
 
-    Returns the output [image, token, width] and, with `needs_grad`, softmax's logsumexp [image, head, token] in float32. `programs`
-    share all heads; default: one per SM.
+    Returns the output [image, token, width] and softmax's logsumexp [image, head, token] in float32, which is empty without
+    `needs_grad`. `programs` share all heads; default: one per SM.
     """
     images, tokens, width = *qkv.shape[:2], qkv.shape[2] // 3
-    out = torch.empty(images, tokens, width, dtype=qkv.dtype, device=qkv.device)
-    lse = torch.empty(images, heads, tokens, dtype=torch.float32, device=qkv.device) if needs_grad else None
+    out, lse = _empty_outputs(qkv, heads, needs_grad)
     keys1, keys2, keys3 = split_pow2(tokens)
     _hopper_attention_kernel[(min(programs or num_sms(qkv.device), images * heads),)](
-        _tma_descriptor(qkv, _BLOCK_M), _tma_descriptor(qkv, _PADDED_KEYS), _tma_descriptor(out, _BLOCK_M), lse,
-        (width // heads) ** -0.5 * 1.4426950408889634, images * heads,
+        _tma_descriptor(qkv, _BLOCK_M), _tma_descriptor(qkv, _PADDED_KEYS), _tma_descriptor(out, _BLOCK_M),
+        lse if needs_grad else None, (width // heads) ** -0.5 * 1.4426950408889634, images * heads,
         keys=tokens, heads=heads, TILES=ceil_div(tokens, _BLOCK_M), KEYS1=keys1, KEYS2=keys2, KEYS3=keys3, STAGES=_STAGES,
         num_warps=4, maxnreg=128,
     )  # fmt: skip

@@ -31,7 +31,8 @@ from vitrail.models.fused.hopper_pingpong import (
     tma_load,
     tma_store,
 )
-from vitrail.models.fused.launch import ceil_div, is_fake, num_sms
+from vitrail.models.fused.launch import ceil_div, num_sms
+from vitrail.models.fused.ops import op
 
 _STAGES = 4
 
@@ -95,17 +96,21 @@ def _matmul_gelu_backward_kernel(a, b, gelu_grad, out, column_sums, M, N, K, STA
     )
 
 
+def _fake(grad_out: Tensor, weight: Tensor, gelu_grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gelu_grad), gelu_grad.new_empty(weight.shape[1], dtype=torch.float32)
+
+
+@op("matmul_gelu_backward(Tensor grad_out, Tensor weight, Tensor gelu_grad) -> (Tensor, Tensor)", _fake)
 def matmul_gelu_backward(grad_out: Tensor, weight: Tensor, gelu_grad: Tensor) -> tuple[Tensor, Tensor]:
     """(grad_out W) ∘ gelu_grad in the precision of gelu_grad, and its sum over rows in float32."""
     grad_hidden = torch.empty_like(gelu_grad)
     M, (K, N) = grad_out.numel() // len(weight), weight.shape
     column_sums = torch.empty(ceil_div(M, BLOCK_M), N, dtype=torch.float32, device=gelu_grad.device)
-    if not is_fake(grad_out):
-        programs = min(num_sms(gelu_grad.device), num_tiles(M, N))
-        _matmul_gelu_backward_kernel[(programs,)](
-            tma_descriptor(grad_out.reshape(M, K), BLOCK_M, BLOCK_K),
-            tma_descriptor(weight, BLOCK_K, BLOCK_N),
-            *(tma_descriptor(one.view(M, N), BLOCK_M, BLOCK_N // 2) for one in (gelu_grad, grad_hidden)),
-            column_sums, M, N, K, STAGES=_STAGES, PROGRAMS=programs, **LAUNCH,
-        )  # fmt: skip
+    programs = min(num_sms(gelu_grad.device), num_tiles(M, N))
+    _matmul_gelu_backward_kernel[(programs,)](
+        tma_descriptor(grad_out.reshape(M, K), BLOCK_M, BLOCK_K),
+        tma_descriptor(weight, BLOCK_K, BLOCK_N),
+        *(tma_descriptor(one.view(M, N), BLOCK_M, BLOCK_N // 2) for one in (gelu_grad, grad_hidden)),
+        column_sums, M, N, K, STAGES=_STAGES, PROGRAMS=programs, **LAUNCH,
+    )  # fmt: skip
     return grad_hidden, column_sum(column_sums, torch.float32)

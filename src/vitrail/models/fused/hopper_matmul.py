@@ -9,6 +9,8 @@ written (`folded_norm.py`): LN(x) Wᵀ = rstd · (x Wᵀ − mean · row_sums(W)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,7 +34,8 @@ from vitrail.models.fused.hopper_pingpong import (
     tma_descriptor,
     tma_store,
 )
-from vitrail.models.fused.launch import is_fake, num_sms
+from vitrail.models.fused.launch import num_sms
+from vitrail.models.fused.ops import op
 
 _STAGES = 5
 
@@ -76,12 +79,12 @@ def _store(matrix, value, smem, m, n):
 @gluon.jit
 def _epilogue(acc, mean, rstd, row_sums, bias, gelu_grad, out, smem, grad_smem, m, n, M, GELU: gl.constexpr):
     """Store half a tile, and GELU's derivative into `gelu_grad`, if there is one."""
-    column = n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     if rstd is not None:
         row = m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         row_mean, row_rstd = gl.load(mean + row, mask=row < M, other=0.0), gl.load(rstd + row, mask=row < M, other=0.0)
-        acc = normalise(acc, row_mean, row_rstd, gl.load(row_sums + column))
-    acc += gl.load(bias + column).to(gl.float32)[None, :]
+        acc = normalise(acc, row_mean, row_rstd, gl.load(row_sums + n + column))
+    acc += gl.load(bias + n + column).to(gl.float32)[None, :]
     if GELU is None:
         _store(out, acc, smem, m, n)
     else:
@@ -132,6 +135,18 @@ def _matmul_bias_kernel(
     )
 
 
+def _fake_matmul(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _fake_matmul_with_grad(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake_matmul(x, weight), _fake_matmul(x, weight)
+
+
+_NORM = "Tensor? mean=None, Tensor? rstd=None, Tensor? row_sums=None"
+
+
+@op(f"matmul_bias(Tensor x, Tensor weight, Tensor bias, {_NORM}) -> Tensor", _fake_matmul)
 def matmul_bias(
     x: Tensor, weight: Tensor, bias: Tensor,
     mean: Tensor | None = None, rstd: Tensor | None = None, row_sums: Tensor | None = None,
@@ -140,6 +155,7 @@ def matmul_bias(
     return _launch(x, weight, bias, None, mean, rstd, row_sums, None)
 
 
+@op(f"matmul_bias_gelu(Tensor x, Tensor weight, Tensor bias, bool tanh, {_NORM}) -> Tensor", _fake_matmul)
 def matmul_bias_gelu(
     x: Tensor, weight: Tensor, bias: Tensor, tanh: bool,
     mean: Tensor | None = None, rstd: Tensor | None = None, row_sums: Tensor | None = None,
@@ -148,6 +164,7 @@ def matmul_bias_gelu(
     return _launch(x, weight, bias, tanh, mean, rstd, row_sums, None)
 
 
+@op("matmul_bias_gelu_with_grad(Tensor x, Tensor weight, Tensor bias, bool tanh) -> (Tensor, Tensor)", _fake_matmul_with_grad)
 def matmul_bias_gelu_with_grad(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """GELU(x Wᵀ + b) and GELU's derivative there, each rounded once."""
     gelu_grad = x.new_empty(*x.shape[:-1], len(weight))
@@ -160,8 +177,6 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     N, K = weight.shape
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    if is_fake(x):
-        return out
     M = x.numel() // K
     block_m = BLOCK_M if num_tiles(M, N) >= num_sms(x.device) else BLOCK_M // 2  # for one or two images
     programs = min(num_sms(x.device), num_tiles(M, N, block_m))

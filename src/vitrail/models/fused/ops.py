@@ -45,7 +45,12 @@ def op(schema: str, fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable
 
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN or torch._C._len_torch_dispatch_stack():
+            if (
+                torch.compiler.is_compiling()
+                or type(args[0]) not in _PLAIN
+                or args[0].is_meta
+                or torch._C._len_torch_dispatch_stack()
+            ):
                 return operator(*args, **kwargs)  # type: ignore[no-any-return]
             return guarded(*args, **kwargs)
 

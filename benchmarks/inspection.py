@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitrail
 from vitrail import inspect
-from vitrail.inspect.subject import fitting_batch
+from vitrail.inspect.inputs import fitting_batch
 from vitrail.models import ViT
 
 BAR = 1.5

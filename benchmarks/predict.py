@@ -39,8 +39,8 @@ from timm.data import ImageDataset, create_loader
 import vitrail
 from vitrail.checkpoints import load, save, write
 from vitrail.data.preprocess import Preprocess
-from vitrail.evaluate import Running, predict
-from vitrail.evaluate.running import Precision
+from vitrail.evaluate import EvalContext, predict
+from vitrail.evaluate.context import Precision
 
 DEFAULT, EXACT = "vitrail", "vitrail --precision fp32"
 Answers = list[tuple[str, int]]  # the name of each image and its best class
@@ -93,8 +93,8 @@ def make_tools(root: Path, name: str) -> dict[str, Tool]:
     theirs = timm.create_model(arch, checkpoint_path=str(root / "timm.safetensors")).eval()
 
     def with_vitrail(folder: Path, _batch: int, _workers: int, precision: Precision) -> Answers:
-        running = Running(bad_images="skip", precision=precision)
-        return [(Path(one.name).name, one.answers[0].index) for one in predict(bundle, [folder], running=running)]
+        context = EvalContext(bad_images="skip", precision=precision)
+        return [(Path(one.name).name, one.predictions[0].index) for one in predict(bundle, [folder], context=context)]
 
     def with_pipeline(folder: Path, batch: int, workers: int) -> Answers:
         files = sorted(map(str, folder.iterdir()))

@@ -33,10 +33,10 @@ import vitrail
 from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import preset
+from vitrail.evaluate.context import EvalContext
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.fewshot import FewShotSpec, few_shot
-from vitrail.evaluate.probing import ProbeSpec, probe
-from vitrail.evaluate.running import Running
+from vitrail.evaluate.probes import ProbeSpec, probe
 from vitrail.files import atomic_file, write_text
 from vitrail.models import ViT, create_model, needed_flops
 from vitrail.models.masked import Pretraining
@@ -297,12 +297,12 @@ class Study:
             return
         bundle = vitrail.load(self.encoder(start), device=self.device)
         precision: Any = "bf16" if self.device.type == "cuda" else "fp32"
-        running = Running(world=World(self.device), batch=512, precision=precision, workers=self.options.workers)
-        what = FeatureSpec(what="mean")
+        context = EvalContext(world=World(self.device), batch=512, precision=precision, workers=self.options.workers)
+        what = FeatureSpec(feature="mean")
         penalties = ProbeSpec(l2=(1e-1, 1e-2, 1e-3, 1e-4), iterations=200)
-        linear = probe(bundle, self.source, spec=penalties, features=what, running=running)
-        shots = few_shot(bundle, self.source, protocol=FewShotSpec(shots=(5,), seeds=3), features=what, running=running)
-        found = {"probe": linear.accuracy, "l2": linear.chosen, "5shot": shots.mean(5), "5shot_sd": shots.deviation(5)}
+        linear = probe(bundle, self.source, spec=penalties, features=what, context=context)
+        shots = few_shot(bundle, self.source, protocol=FewShotSpec(shots=(5,), seeds=3), features=what, context=context)
+        found = {"probe": linear.accuracy, "l2": linear.chosen, "5shot": shots.mean(5), "5shot_sd": shots.std(5)}
         write_text(file, json.dumps(found, indent=2) + "\n")
 
     def encoder(self, start: str) -> Path:

@@ -15,8 +15,8 @@ from tests.evaluate.conftest import backbone, photos  # noqa: F401 - fixtures
 
 def test_from_images_to_neighbours(capsys: pytest.CaptureFixture[str], backbone: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
     file = tmp_path / "e.npz"
-    status, out, _ = run(capsys, "embed", backbone, photos / "val", "--out", file, "--what", "mean", "--layer", "0", "--no-norm")
-    assert status == 0 and "36 × 48 numbers, mean of layer 0, without the final norm" in out
+    status, out, _ = run(capsys, "embed", backbone, photos / "val", "--out", file, "--feature", "mean", "--layer", "0", "--no-norm")
+    assert status == 0 and "36 × 48 features, mean of layer 0, without the final norm" in out
     with np.load(file) as content:
         assert content["features"].shape == (36, 48) and content["names"][0].endswith(".jpg")
     sheet = tmp_path / "near.png"
@@ -29,7 +29,7 @@ def test_from_images_to_neighbours(capsys: pytest.CaptureFixture[str], backbone:
     assert status == 2 and "There is no image 'violet.jpg'" in err
 
 
-def test_bad_images_and_endings(capsys: pytest.CaptureFixture[str], backbone: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_bad_images_and_extensions(capsys: pytest.CaptureFixture[str], backbone: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "bad.png").write_bytes(b"")
     status, out, err = run(
         capsys, "embed", backbone, photos / "val" / "red", tmp_path / "bad.png", "--out", tmp_path / "e.parquet", "--json"

@@ -26,18 +26,18 @@ def test_a_table_and_a_report(capsys: pytest.CaptureFixture[str], checkpoint: Pa
     )
     assert (tmp_path / "report" / "report.html").is_file() and (tmp_path / "report" / "confusion.png").is_file()
     status, _, err = run(capsys, *words)
-    assert status == 2 and "holds a report; pass --overwrite" in err and "Traceback" not in err
+    assert status == 2 and "contains a report. Pass --overwrite" in err and "Traceback" not in err
     assert run(capsys, *words, "--overwrite")[0] == 0
 
 
-def test_json_for_programs_at_several_sizes(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path) -> None:  # noqa: F811
+def test_json_at_several_sizes(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path) -> None:  # noqa: F811
     status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--split", "train", "--sizes", "32", "48", "--json")
     found = json.loads(out)
     assert status == 0 and [one["size"] for one in found["results"]] == [[32, 32], [48, 48]] and found["split"] == "train"
-    assert all(one["images"] == one["of"] == 48 for one in found["results"])
+    assert all(one["images"] == one["total_images"] == 48 for one in found["results"])
 
 
-def test_mistakes_are_sentences(capsys: pytest.CaptureFixture[str], checkpoint: Path, backbone: Path, photos: Path) -> None:  # noqa: F811
+def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkpoint: Path, backbone: Path, photos: Path) -> None:  # noqa: F811
     status, _, err = run(capsys, "eval", backbone, "--data", photos)
     assert status == 2 and "backbone only" in err
     status, _, err = run(capsys, "eval", checkpoint, "--data", photos, "--split", "tset")

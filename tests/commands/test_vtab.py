@@ -12,24 +12,24 @@ from tests.evaluate.conftest import checkpoint, photos  # noqa: F401 - fixtures
 from tests.evaluate.test_suites import TASKS, eurosat, small_draws  # noqa: F401
 
 
-def test_what_is_there_and_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_lists_available_and_missing_tasks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     eurosat(TASKS["eurosat"], tmp_path)
     status, out, _ = run(capsys, "vtab", "--root", tmp_path)
-    assert status == 0 and "1 of 19 tasks are there" in out and "Pets is not there: put it in" in out
+    assert status == 0 and "tasks with data: 1 of 19" in out and "Pets was not found: put it in" in out
     status, out, _ = run(capsys, "vtab", "--root", tmp_path, "--suite", "transfer", "--json")
     assert status == 0 and len(json.loads(out)["missing"]) == 5
     status, _, err = run(capsys, "vtab", "b.npz", "--root", tmp_path, "--tasks", "structured")
-    assert status == 2 and "Not one of the 8 tasks" in err
+    assert status == 2 and "None of the tasks (8)" in err
     status, _, err = run(capsys, "vtab", "--source", "eurosat")
     assert status == 2 and "not NAME=SOURCE" in err
 
 
 @pytest.mark.slow
-def test_those_that_are_there_are_run(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_runs_the_available_tasks(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     eurosat(TASKS["eurosat"], tmp_path)
     protocol = ("--steps", "2", "--warmup", "0", "--size", "32", "--batch", "4", "--device", "cpu", "--workers", "0")
     status, out, _ = run(
         capsys, "vtab", checkpoint, "--root", tmp_path, "--out", tmp_path / "runs", "--tasks", "specialized", *protocol
     )
-    assert status == 0 and "specialized:" in out and "3 tasks are missing" in out
+    assert status == 0 and "specialized:" in out and "3 tasks without data" in out
     assert json.loads((tmp_path / "runs" / "results.json").read_text())["scores"][0]["task"] == "eurosat"

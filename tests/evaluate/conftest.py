@@ -1,4 +1,4 @@
-"""A small data set and a checkpoint that really knows it, made in a second: random features under a fitted head."""
+"""A small dataset and a checkpoint that classifies it, made in a second: random features and a fitted head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = {"blue": (40, 60, 200), "green": (40, 170, 60), "red": (200, 50, 40), 
 
 
 def write_images(root: Path, counts: dict[str, int], seed: int = 0) -> None:
-    """Noisy pictures around a colour a class, of various sizes; some stray far enough to be mistaken."""
+    """Write noisy images around one colour per class, of various sizes; some are close to another class."""
     random = np.random.default_rng(seed)
     for split, count in counts.items():
         for name, colour in COLOURS.items():
@@ -40,7 +40,7 @@ def tiny_model(outputs: int = 4) -> Model:
 
 @torch.no_grad()
 def with_fitted_head(model: Model, source: str) -> Model:
-    """Give the model a head that answers, from a ridge regression on its own features."""
+    """Give the model a head that classifies, from a ridge regression on its own features."""
     train = open_source(source).split("train")
     batches = list(EvalLoader(train, preprocess=preset("google-vit", size=32), batch=64, workers=0))
     features = torch.cat([model.features(batch.images).pre_logits for batch in batches])

@@ -14,17 +14,18 @@ from vitrail.checkpoints import Bundle, load
 from vitrail.data import open_source
 from vitrail.errors import VitrailError
 from vitrail.evaluate import FewShotEvaluator, FewShotSpec, few_shot
-from vitrail.evaluate.features import FeatureSpec, extract
-from vitrail.evaluate.running import Running
+from vitrail.evaluate.context import EvalContext
+from vitrail.evaluate.features import FeatureSpec, extract_features
 
 
-def test_scores_are_those_of_an_independent_solution(bundle: Bundle, photos: Path) -> None:
-    protocol = FewShotSpec(shots=(1, 5, 12), seeds=2)  # 48 features and the constant: 48 images still need the kernel
+def test_scores_equal_an_independent_solution(bundle: Bundle, photos: Path) -> None:
+    protocol = FewShotSpec(shots=(1, 5, 12), seeds=2)  # 48 features and the constant: 48 images still use the kernel form
     found = few_shot(bundle, f"folder:{photos}", protocol=protocol)
     source = open_source(f"folder:{photos}")
     assert bundle.preprocess is not None
     train, test = (
-        extract(bundle.model, source.split(name), bundle.preprocess, FeatureSpec(), Running()) for name in ("train", "val")
+        extract_features(bundle.model, source.split(name), bundle.preprocess, FeatureSpec(), EvalContext())
+        for name in ("train", "val")
     )
     names = [source.split("train").image_name(i) for i in range(48)]
     for trial in found.trials:
@@ -35,61 +36,63 @@ def test_scores_are_those_of_an_independent_solution(bundle: Bundle, photos: Pat
         assert trial.accuracy == pytest.approx((scores.argmax(1) == source.split("val").targets).mean())
         assert trial.test_images == 36
     assert found.mean(5) == pytest.approx(np.mean([one.accuracy for one in found.trials if one.shots == 5]))
-    assert found.deviation(5) == pytest.approx(np.std([one.accuracy for one in found.trials if one.shots == 5], ddof=1))
+    assert found.std(5) == pytest.approx(np.std([one.accuracy for one in found.trials if one.shots == 5], ddof=1))
     assert json.loads(json.dumps(found.to_dict()))["scores"]["5"]["mean"] == found.mean(5)
     assert found.mean(12) > 0.5
 
 
-def test_a_backbone_and_any_features_will_do(backbone: Path, photos: Path) -> None:
+def test_a_backbone_and_any_feature_work(backbone: Path, photos: Path) -> None:
     found = few_shot(
         load(backbone),
         f"folder:{photos}",
         protocol=FewShotSpec(shots=(5,), seeds=1),
-        features=FeatureSpec(what="mean", layer=0, norm=False),
+        features=FeatureSpec(feature="mean", layer=0, norm=False),
     )
-    assert 0 <= found.mean(5) <= 1 and np.isnan(found.deviation(5)) and found.to_dict()["features"]["layer"] == 0
-    assert found.to_dict()["scores"]["5"]["sd"] is None
+    assert 0 <= found.mean(5) <= 1 and np.isnan(found.std(5)) and found.to_dict()["features"]["layer"] == 0
+    assert found.to_dict()["scores"]["5"]["std"] is None
 
 
-def test_dropped_classes_are_neither_learnt_nor_tested(bundle: Bundle, tmp_path: Path) -> None:
+def test_dropped_classes_are_neither_fitted_nor_tested(bundle: Bundle, tmp_path: Path) -> None:
     write_images(tmp_path, {"train": 6, "val": 5})
     for file in sorted((tmp_path / "train" / "green").iterdir())[2:]:
         file.unlink()
-    with pytest.raises(VitrailError, match=r"class 'green' has 2 < 6 images"):
+    with pytest.raises(VitrailError, match=r"Class 'green' has 2 images, fewer than 6 shots"):
         few_shot(bundle, f"folder:{tmp_path}", protocol=FewShotSpec(shots=(1, 6), seeds=1))
-    found = few_shot(bundle, f"folder:{tmp_path}", protocol=FewShotSpec(shots=(1, 6), seeds=1, short_class="drop"))
+    found = few_shot(bundle, f"folder:{tmp_path}", protocol=FewShotSpec(shots=(1, 6), seeds=1, small_classes="drop"))
     one, six = found.trials
     assert one.test_images == 20 and one.dropped == () and six.test_images == 15 and six.dropped == ("green",)
     assert len(six.files) == 18 and not any("green" in file for file in six.files)
 
 
-def test_an_unreadable_shot_is_an_error_an_unreadable_test_image_may_be_skipped(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_bad_support_image_is_an_error_and_a_bad_test_image_may_be_skipped(bundle: Bundle, tmp_path: Path) -> None:
     write_images(tmp_path, {"train": 3, "val": 3})
     next((tmp_path / "val" / "red").iterdir()).write_bytes(b"")
-    found = few_shot(bundle, f"folder:{tmp_path}", protocol=FewShotSpec(shots=(3,), seeds=1), running=Running(bad_images="skip"))
+    found = few_shot(
+        bundle, f"folder:{tmp_path}", protocol=FewShotSpec(shots=(3,), seeds=1), context=EvalContext(bad_images="skip")
+    )
     assert found.trials[0].test_images == 11 and len(found.bad) == 1
     next((tmp_path / "train" / "red").iterdir()).write_bytes(b"")
     with pytest.raises(VitrailError, match="empty file"):
-        few_shot(bundle, f"folder:{tmp_path}", protocol=FewShotSpec(shots=(3,), seeds=1), running=Running(bad_images="skip"))
+        few_shot(bundle, f"folder:{tmp_path}", protocol=FewShotSpec(shots=(3,), seeds=1), context=EvalContext(bad_images="skip"))
 
 
-def test_what_cannot_be_measured_is_a_sentence(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
+def test_impossible_protocols_give_clear_messages(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     write_images(tmp_path, {"train": 3})
     with pytest.raises(VitrailError, match="only the split train"):
         few_shot(bundle, f"folder:{tmp_path}")
-    with pytest.raises(VitrailError, match="says nothing"):
+    with pytest.raises(VitrailError, match="not used for training"):
         few_shot(bundle, f"folder:{photos}", test="train")
-    with pytest.raises(VitrailError, match="one class an image"):
+    with pytest.raises(VitrailError, match="one class per image"):
         few_shot(bundle, f"folder:{photos}?labels=none")
-    with pytest.raises(VitrailError, match="at least one draw"):
+    with pytest.raises(VitrailError, match="seeds is 0; use 1 or more"):
         FewShotSpec(seeds=0)
     source = open_source(f"folder:{photos}")
     assert bundle.preprocess is not None
-    with pytest.raises(VitrailError, match="take mean instead of patches"):
-        FewShotEvaluator(source.split("train"), source.split("val"), bundle.preprocess, features=FeatureSpec(what="patches"))
+    with pytest.raises(VitrailError, match="use mean instead of patches"):
+        FewShotEvaluator(source.split("train"), source.split("val"), bundle.preprocess, features=FeatureSpec(feature="patches"))
 
 
-def test_as_an_evaluator_it_leaves_the_model_as_it_was(bundle: Bundle, photos: Path) -> None:
+def test_the_evaluator_leaves_the_model_unchanged(bundle: Bundle, photos: Path) -> None:
     source = open_source(f"folder:{photos}")
     assert bundle.preprocess is not None
     evaluator = FewShotEvaluator(

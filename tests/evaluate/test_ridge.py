@@ -1,4 +1,4 @@
-"""The closed form against a solution written down independently in numpy, and the choice of shots."""
+"""The closed form against an independent numpy solution, and the drawing of support sets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from vitrail.errors import VitrailError
 from vitrail.evaluate.ridge import fit_ridge, ridge_scores
-from vitrail.evaluate.shots import choose_shots
+from vitrail.evaluate.support_set import draw_support_sets
 
 Array = npt.NDArray[Any]
 
 
 def by_least_squares(x: Array, y: Array, x_test: Array, classes: int, l2: float = 1024.0, bias: float = 100.0) -> Array:
-    """The same minimum by another road: ridge is plain least squares on rows √λ·I appended to the data."""
+    """Solve the same problem differently: ridge is least squares with rows √λ·I appended to the data."""
     x, x_test = x.astype(np.float64), x_test.astype(np.float64)
     mean, std = x.mean(0), x.std(0) + 1e-5
     x = np.c_[(x - mean) / std, np.full(len(x), bias)]
@@ -43,7 +43,7 @@ def problem(images: int, features: int, classes: int, seed: int = 0) -> tuple[Ar
 @pytest.mark.parametrize(
     ("images", "features"), [(300, 64), (65, 64), (64, 64), (63, 64), (20, 192), (5000, 48)], ids=lambda n: str(n)
 )
-def test_both_branches_equal_least_squares(images: int, features: int) -> None:
+def test_both_forms_equal_least_squares(images: int, features: int) -> None:
     x, y, test = problem(images, features, 5)
     expected = by_least_squares(x, y, test, 5)
     assert np.abs(ridge_scores(x, y, test, 5).numpy() - expected).max() < 1e-9
@@ -64,7 +64,7 @@ def test_any_shape_and_penalty(images: int, features: int, classes: int, l2: flo
     assert np.abs(found - by_least_squares(x, y, test, classes, l2, bias)).max() < 1e-4
 
 
-def test_a_constant_feature_and_an_unseen_class_do_no_harm() -> None:
+def test_a_constant_feature_and_an_unseen_class_are_harmless() -> None:
     x, y, test = problem(50, 8, 4)
     x[:, 3] = test[:, 3] = 7.0
     found = ridge_scores(x, y, test, 6).numpy()  # classes 4 and 5 have no image
@@ -79,17 +79,17 @@ def test_predictions_are_the_largest_scores() -> None:
     assert torch.equal(fitted.predict(many), fitted.scores(many).argmax(1))
 
 
-def test_bad_input_is_a_sentence() -> None:
+def test_bad_input_gives_clear_messages() -> None:
     x, y, test = problem(30, 8, 3)
-    spoiled = x.copy()
-    spoiled[[4, 9], 2] = np.nan
-    with pytest.raises(VitrailError, match=r"2 of 30 rows of the support features hold NaN.*row 4"):
-        ridge_scores(spoiled, y, test, 3)
-    with pytest.raises(VitrailError, match=r"test features hold NaN"):
+    corrupted = x.copy()
+    corrupted[[4, 9], 2] = np.nan
+    with pytest.raises(VitrailError, match=r"2 of 30 rows of the support features contain NaN.*row 4"):
+        ridge_scores(corrupted, y, test, 3)
+    with pytest.raises(VitrailError, match=r"test features contain NaN"):
         ridge_scores(x, y, np.full_like(test, np.inf), 3)
-    with pytest.raises(VitrailError, match="Label 2 in row 2, but there are 2 classes"):
+    with pytest.raises(VitrailError, match="Label 2 in row 2 is out of range; there are 2 classes"):
         ridge_scores(x, y, test, 2)
-    with pytest.raises(VitrailError, match="7 numbers an image, the support features 8"):
+    with pytest.raises(VitrailError, match="7 channels, the support features 8"):
         ridge_scores(x, y, test[:, :7], 3)
     with pytest.raises(VitrailError, match="l2 is 0"):
         ridge_scores(x, y, test, 3, l2=0)
@@ -102,30 +102,30 @@ CLASSES = ("ant", "bee", "cat", "dog")
 
 def test_exactly_k_of_each_class_nested_within_a_seed() -> None:
     targets = np.random.default_rng(1).integers(4, size=400)
-    choices = {(one.shots, one.seed): one for one in choose_shots(targets, CLASSES, shots=(1, 5, 25), seeds=(0, 1, 2))}
-    for (shots, seed), one in choices.items():
+    support_sets = {(one.shots, one.seed): one for one in draw_support_sets(targets, CLASSES, shots=(1, 5, 25), seeds=(0, 1, 2))}
+    for (shots, seed), one in support_sets.items():
         assert np.bincount(targets[one.indices]).tolist() == [shots] * 4
         assert len(set(one.indices.tolist())) == 4 * shots and not len(one.dropped)
-        assert set(one.indices.tolist()) <= set(choices[25, seed].indices.tolist())
-    assert set(choices[5, 0].indices.tolist()) != set(choices[5, 1].indices.tolist())
-    again = choose_shots(targets, CLASSES, shots=(5,), seeds=(1,))[0]
-    assert again.indices.tolist() == choices[5, 1].indices.tolist()  # other shots asked for change nothing
+        assert set(one.indices.tolist()) <= set(support_sets[25, seed].indices.tolist())
+    assert set(support_sets[5, 0].indices.tolist()) != set(support_sets[5, 1].indices.tolist())
+    again = draw_support_sets(targets, CLASSES, shots=(5,), seeds=(1,))[0]
+    assert again.indices.tolist() == support_sets[5, 1].indices.tolist()  # other numbers of shots do not change the draw
 
 
-def test_the_draw_is_the_references() -> None:
+def test_the_draw_equals_the_reference_code() -> None:
     targets = np.array([0, 1, 0, 1, 0, 1, 0, 0])
     generator = np.random.default_rng(7)
     expected = [*generator.permutation([0, 2, 4, 6, 7])[:2], *generator.permutation([1, 3, 5])[:2]]
-    assert choose_shots(targets, ("a", "b"), shots=(2,), seeds=(7,))[0].indices.tolist() == expected
+    assert draw_support_sets(targets, ("a", "b"), shots=(2,), seeds=(7,))[0].indices.tolist() == expected
 
 
-def test_classes_with_too_few_images_fail_or_are_dropped() -> None:
-    targets = np.repeat([0, 1, 3], [10, 3, 8])  # class 2 has none at all: it is not part of the problem
-    with pytest.raises(VitrailError, match=r"class 'bee' has 3 < 5 images.*--short-class drop"):
-        choose_shots(targets, CLASSES, shots=(1, 5), seeds=(0,))
-    one, five = choose_shots(targets, CLASSES, shots=(1, 5), seeds=(0,), short_class="drop")
+def test_classes_with_too_few_images_are_an_error_or_are_dropped() -> None:
+    targets = np.repeat([0, 1, 3], [10, 3, 8])  # class 2 has no image: it is ignored
+    with pytest.raises(VitrailError, match=r"Class 'bee' has 3 images, fewer than 5 shots.*--small-classes drop"):
+        draw_support_sets(targets, CLASSES, shots=(1, 5), seeds=(0,))
+    one, five = draw_support_sets(targets, CLASSES, shots=(1, 5), seeds=(0,), small_classes="drop")
     assert one.classes.tolist() == [0, 1, 3] and five.classes.tolist() == [0, 3] and five.dropped.tolist() == [1]
-    with pytest.raises(VitrailError, match="Only 1 of 3 classes have 9 images"):
-        choose_shots(targets, CLASSES, shots=(9,), seeds=(0,), short_class="drop")
+    with pytest.raises(VitrailError, match="Classes with at least 9 images: 1 of 3"):
+        draw_support_sets(targets, CLASSES, shots=(9,), seeds=(0,), small_classes="drop")
     with pytest.raises(VitrailError, match="1 or more"):
-        choose_shots(targets, CLASSES, shots=(0,), seeds=(0,))
+        draw_support_sets(targets, CLASSES, shots=(0,), seeds=(0,))

@@ -1,4 +1,4 @@
-"""The 19 tasks of VTAB-1k and the transfer suite, each on a small synthetic set in its source's own layout."""
+"""The 19 tasks of VTAB-1k and the transfer suite, each on a small synthetic dataset in its original layout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from PIL import Image
 
 from vitrail.errors import VitrailError
 from vitrail.evaluate import suite_sources
-from vitrail.evaluate.suite_layouts import CLEVR_CUTS, KITTI_CUTS, bin_of
-from vitrail.evaluate.suite_run import Score, SuiteResult, SuiteSettings, find_tasks, recipe_for, run_task, write_results
-from vitrail.evaluate.suite_sources import Missing, TaskData, open_task
+from vitrail.evaluate.suite_layouts import CLEVR_BINS, KITTI_BINS, bin_of
+from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, TaskScore, find_tasks, recipe_for, run_task, write_results
+from vitrail.evaluate.suite_sources import MissingData, TaskData, open_task
 from vitrail.evaluate.suites import SUITES, TRANSFER, VTAB, SuiteTask, tasks_of
 
 Array = npt.NDArray[Any]
@@ -26,7 +26,7 @@ TASKS = {task.name: task for task in VTAB}
 
 @pytest.fixture(autouse=True)
 def small_draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """8 + 4 training images instead of 800 + 200, so that the sets stay small."""
+    """8 + 4 training images instead of 800 + 200, so that the datasets stay small."""
     monkeypatch.setattr(suite_sources, "TRAIN", 8)
     monkeypatch.setattr(suite_sources, "VALIDATION", 4)
     yield
@@ -38,7 +38,7 @@ def picture(file: Path, seed: int = 0) -> None:
 
 
 def class_folders(root: Path, classes: int, counts: dict[str, int]) -> None:
-    """`counts` images a class in each split; the empty name puts the class folders straight into the root."""
+    """`counts` images per class in each split; the empty split name puts the class folders into the root."""
     for split, count in counts.items():
         for number in range(classes):
             for image in range(count):
@@ -59,7 +59,7 @@ def one_folder(task: SuiteTask, root: Path) -> None:
 
 
 def dtd(task: SuiteTask, root: Path) -> None:
-    """torchvision's own form: images by class, and lists of the first division."""
+    """The layout of torchvision: images by class, and lists of the first split."""
     for part, numbers in (("train", (0,)), ("val", (1,)), ("test", (2, 3))):
         names = [f"class{k:02d}/class{k:02d}_{n:04d}.jpg" for k in range(task.classes) for n in numbers]
         for name in names:
@@ -157,15 +157,15 @@ LAYOUTS: dict[str, Callable[[SuiteTask, Path], None]] = {
 
 
 def names_of(data: TaskData) -> tuple[set[str], set[str]]:
-    """With the split each image comes from, as sets that hold arrays number the images of each split from 0."""
+    """Names with the split, because datasets of arrays number the images of each split from 0."""
     train = {data.train.image_name(k) for k in range(len(data.train))}
     return train, {f"{data.test.name}/{data.test.image_name(k)}" for k in range(len(data.test))}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_task_in_its_sources_own_layout(name: str, tmp_path: Path) -> None:
+def test_every_task_opens_in_its_original_layout(name: str, tmp_path: Path) -> None:
     task = TASKS[name]
-    with pytest.raises(Missing, match="is not there: put it in"):
+    with pytest.raises(MissingData, match="was not found: put it in"):
         open_task(task, tmp_path)
     LAYOUTS[name](task, tmp_path)
     data = open_task(task, tmp_path)
@@ -181,7 +181,7 @@ def test_every_task_in_its_sources_own_layout(name: str, tmp_path: Path) -> None
     assert names_of(again)[0] == train
 
 
-def test_the_table_is_vtabs() -> None:
+def test_the_task_table_is_that_of_vtab() -> None:
     assert set(LAYOUTS) == set(TASKS) and len(VTAB) == 19
     assert [sum(task.group == group for task in VTAB) for group in ("natural", "specialized", "structured")] == [7, 4, 8]
     assert not any(task.crop for task in VTAB if task.group == "structured")
@@ -195,9 +195,9 @@ def test_the_table_is_vtabs() -> None:
 
 
 def test_labels_of_the_structured_tasks(tmp_path: Path) -> None:
-    """Counts less 3; and the last cut below a distance, as VTAB computes it."""
-    assert [bin_of(value, CLEVR_CUTS) for value in (7.9, 8.1, 8.6, 9.2, 9.9, 10.5)] == [0, 1, 2, 3, 4, 5]
-    assert [bin_of(value, KITTI_CUTS) for value in (3.0, 8.5, 25.0, 1000.0)] == [0, 1, 2, 3]
+    """Counts minus 3; distances by the last lower bound, as in VTAB."""
+    assert [bin_of(value, CLEVR_BINS) for value in (7.9, 8.1, 8.6, 9.2, 9.9, 10.5)] == [0, 1, 2, 3, 4, 5]
+    assert [bin_of(value, KITTI_BINS) for value in (3.0, 8.5, 25.0, 1000.0)] == [0, 1, 2, 3]
     clevr(TASKS["clevr_count"], tmp_path)
     count = open_task(TASKS["clevr_count"], tmp_path)
     assert count.test.targets.tolist() == [n % 8 for n in range(9)] and count.test.classes == tuple("3 4 5 6 7 8 9 10".split())
@@ -223,7 +223,7 @@ def test_labels_of_the_structured_tasks(tmp_path: Path) -> None:
     assert np.asarray(whole["train"].payload(3)).shape == (96, 96, 1) and np.asarray(whole["train"].payload(3)).any()
 
 
-def test_vtabs_own_lists_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_the_official_lists_are_used_unchanged(tmp_path: Path) -> None:
     folder = tmp_path / "svhn"
     rows = [f"images/train/{k:03d}.png {k % 10}" for k in range(20)]
     for row in rows:
@@ -240,30 +240,32 @@ def test_vtabs_own_lists_are_taken_as_they_are(tmp_path: Path) -> None:
         open_task(TASKS["svhn"], tmp_path)
 
 
-def test_a_source_may_be_named_and_must_fit(tmp_path: Path) -> None:
+def test_a_source_can_be_given_and_must_match(tmp_path: Path) -> None:
     two_splits(TASKS["svhn"], tmp_path)
     (tmp_path / "svhn").rename(tmp_path / "digits")
     data = open_task(TASKS["svhn"], tmp_path, {"svhn": f"folder:{tmp_path / 'digits'}"})
     assert len(data.train) == 12 and data.origin.startswith("folder:")
     with pytest.raises(VitrailError, match=r"has 10 classes; DTD has 47"):
         open_task(TASKS["dtd"], tmp_path, {"dtd": f"folder:{tmp_path / 'digits'}"})
-    with pytest.raises(VitrailError, match="'mnist', which is not among the tasks"):
+    with pytest.raises(VitrailError, match="'mnist' is not a task"):
         find_tasks(VTAB, tmp_path, {"mnist": "digits"})
     with pytest.raises(VitrailError, match=r"There is no task 'kitti' in vtab\. Did you mean kitti_distance"):
         tasks_of("vtab", ("kitti",))
     assert [task.name for task in tasks_of("vtab", ("specialized", "svhn"))][-1] == "svhn"
-    there, missing = find_tasks(VTAB, tmp_path, {"svhn": f"folder:{tmp_path / 'digits'}"})
-    assert list(there) == ["svhn"] and len(missing) == 18 and "download=1" in missing["eurosat"] and "hf:" in missing["cifar100"]
+    available, missing = find_tasks(VTAB, tmp_path, {"svhn": f"folder:{tmp_path / 'digits'}"})
+    assert (
+        list(available) == ["svhn"] and len(missing) == 18 and "download=1" in missing["eurosat"] and "hf:" in missing["cifar100"]
+    )
 
 
-def test_too_small_a_copy_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_copy_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite_sources, "TRAIN", 800)
     one_folder(TASKS["resisc45"], tmp_path)
     with pytest.raises(VitrailError, match="has 81 training images; 800 are needed"):
         open_task(TASKS["resisc45"], tmp_path)
 
 
-def test_recipes_follow_the_tasks_rules() -> None:
+def test_recipes_follow_the_rules_of_the_task() -> None:
     plain = recipe_for(TASKS["eurosat"], "b.npz", SuiteSettings(), "folder:x")
     bare = recipe_for(TASKS["dsprites_location"], "b.npz", SuiteSettings(), "folder:x")
     assert (plain.steps, plain.optim.lr, plain.schedule.warmup, plain.batch, plain.optim.name) == (2500, 0.01, 200, 512, "sgd")
@@ -274,10 +276,10 @@ def test_recipes_follow_the_tasks_rules() -> None:
         assert recipe_for(task, "b.npz", SuiteSettings(), "x").optim.name == "sgd"
 
 
-def test_means_are_by_group_and_over_tasks(tmp_path: Path) -> None:
-    def score(name: str, accuracy: float) -> Score:
+def test_means_per_group_and_over_all_tasks(tmp_path: Path) -> None:
+    def score(name: str, accuracy: float) -> TaskScore:
         task = TASKS[name]
-        return Score(name, task.title, task.group, accuracy, (0.0, 1.0), 1000, 10, True, "x")
+        return TaskScore(name, task.title, task.group, accuracy, (0.0, 1.0), 1000, 10, True, "x")
 
     result = SuiteResult((score("dtd", 0.5), score("svhn", 0.7), score("dmlab", 0.3)), {"pets": "…"}, 19)
     assert result.means() == {"natural": (pytest.approx(0.6), 2), "structured": (0.3, 1), "all": (pytest.approx(0.5), 3)}
@@ -287,7 +289,7 @@ def test_means_are_by_group_and_over_tasks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_is_run_once(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_finished_task_is_not_run_again(checkpoint: Path, tmp_path: Path) -> None:
     eurosat(TASKS["eurosat"], tmp_path)
     data = open_task(TASKS["eurosat"], tmp_path)
     settings = SuiteSettings(steps=3, warmup=1, size=32, batch=4, device="cpu", workers=0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import vitrail
 from tests.inspect.routed import images, tiny, trained
 from vitrail import VitrailError, inspect
-from vitrail.inspect.subject import fitting_batch
+from vitrail.inspect.inputs import fitting_batch
 from vitrail.models import model_config
 from vitrail.models.vit import ViT
 

@@ -294,7 +294,7 @@ def test_commands_know_a_model_without_labels(runs: Runs, tmp_path: Path, capsys
     status, said = command(capsys, "inspect", tmp_path, "--what", "reconstruction", "--out", tmp_path / "no")
     assert status == 2 and "--data" in said
     status, said = command(
-        capsys, "fewshot", runs["mae"], "--data", "digits", "--shots", 5, "--what", "mean", "--out", "None", "--device", "cpu"
+        capsys, "fewshot", runs["mae"], "--data", "digits", "--shots", 5, "--feature", "mean", "--out", "None", "--device", "cpu"
     )
     assert status == 0 and "5" in said
     words = ("train", "digits", "--task.kind", "masked-patch", "--augment.smoothing", "0", "--augment.mixup", "0", "--steps", "3")

@@ -1,4 +1,4 @@
-"""`vitrail fewshot`: how well a few images a class are told apart by a model's features."""
+"""`vitrail fewshot`: evaluate a model's features with a few images per class."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar
+from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec
-from vitrail.evaluate.fewshot import FewShot, FewShotEvaluator, FewShotSpec, support_and_test
-from vitrail.evaluate.measuring import bundle_preprocess
+from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotResult, FewShotSpec, open_train_and_test
 from vitrail.files import write_text
 from vitrail.train.parallel import joined
 
@@ -35,59 +35,59 @@ def fewshot(
     options: Options = DEFAULT,
     json_: Json = False,
 ) -> None:
-    """Few-shot linear evaluation, the paper's running measure: ridge regression in closed form on frozen features.
+    """Few-shot linear evaluation, as in the paper: ridge regression in closed form on frozen features.
 
-    Exactly k images of each class are drawn, for each seed anew; the checkpoint's own head is not used, so any classes will do.
+    Exactly k images per class are drawn for each seed. The checkpoint's own head is not used, so any dataset with classes works.
 
     Example: vitrail fewshot runs/pets --data torchvision:CIFAR10
 
-    Example: vitrail fewshot B_16.npz --data folder:flowers --shots 5 10 --seeds 5 --short-class drop
+    Example: vitrail fewshot B_16.npz --data folder:flowers --shots 5 10 --seeds 5 --small-classes drop
 
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name. It needs no head.
         data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10.
-        train: The split images are drawn from.
-        test: The split to measure on; val, or else test, if not said.
+        train: The split from which the images are drawn.
+        test: The split to test on; default: val, or test if there is no val.
         protocol: How many images, and how the classifier is fitted.
         features: Which features.
-        out: Where to write the scores, all settings and the files that were drawn, as JSON; None: nowhere.
-        options: How images are read and computed.
-        json_: Print JSON for a program instead of a table.
+        out: Write the scores, all settings and the drawn files to this JSON file; None: write nothing.
+        options: How images are loaded and computed.
+        json_: Print JSON instead of a table.
     """
     console = Console(stderr=json_)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
-        support, held = support_and_test(data, train, test, options.running(world))
-        evaluator = FewShotEvaluator(support, held, bundle_preprocess(bundle), protocol=protocol, features=features)
-        total = len(evaluator.drawn) + len(held)
+        train_split, test_split = open_train_and_test(data, train, test, options.eval_context(world))
+        evaluator = FewShotEvaluator(train_split, test_split, bundle_preprocess(bundle), protocol=protocol, features=features)
+        total = len(evaluator.drawn) + len(test_split)
         with progress_bar(console, "computing features", total, world) as advance:
-            found = evaluator.run(bundle.model, options.running(world, advance))
+            result = evaluator.run(bundle.model, options.eval_context(world, advance))
         if not world.main:
             return
-    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "train": train, "test": held.name}
-    content = json.dumps({**about, **found.to_dict()}, indent=2)
+    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "train": train, "test": test_split.name}
+    content = json.dumps({**about, **result.to_dict()}, indent=2)
     if out is not None:
         write_text(out, content + "\n")
     if json_:
         print(content)  # noqa: T201
         return
-    _show(console, found, len(support.classes), held.name)
+    _show(console, result, len(train_split.classes), test_split.name)
     if out is not None:
-        console.print(f"scores and the files drawn: {out}", highlight=False, soft_wrap=True)
+        console.print(f"scores and drawn files: {out}", highlight=False, soft_wrap=True)
 
 
-def _show(console: Console, found: FewShot, classes: int, test: str) -> None:
+def _show(console: Console, result: FewShotResult, classes: int, test: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, title=f"few-shot accuracy on {test}, {classes} classes", title_justify="left")
-    for heading in ("shots", "mean", "± sd", "each seed", "dropped classes"):
+    for heading in ("shots", "mean", "± std", "each seed", "dropped classes"):
         table.add_column(heading, justify="right")
-    for shots in found.protocol.shots:
-        dropped = next(len(one.dropped) for one in found.trials if one.shots == shots)
-        deviation = found.deviation(shots)
-        each = "  ".join(f"{value:.2%}" for value in found.accuracies(shots))
-        spread = "–" if math.isnan(deviation) else f"{deviation:.2%}"
-        table.add_row(str(shots), f"{found.mean(shots):.2%}", spread, each, str(dropped) if dropped else "–")
+    for shots in result.protocol.shots:
+        dropped = next(len(one.dropped) for one in result.trials if one.shots == shots)
+        std = result.std(shots)
+        std_text = "–" if math.isnan(std) else f"{std:.2%}"
+        each = "  ".join(f"{value:.2%}" for value in result.accuracies(shots))
+        table.add_row(str(shots), f"{result.mean(shots):.2%}", std_text, each, str(dropped) if dropped else "–")
     console.print(table)
-    console.print(f"features: {found.features.describe()}", highlight=False)
-    console.print(f"preprocessing: {found.preprocess.describe()}", highlight=False, soft_wrap=True)
-    for one in found.bad:
-        console.print(f"left out {one.name}: {one.fault}", highlight=False, soft_wrap=True)
+    console.print(f"features: {result.features.describe()}", highlight=False)
+    console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
+    for one in result.bad:
+        console.print(f"skipped {one.name}: {one.fault}", highlight=False, soft_wrap=True)

@@ -15,9 +15,9 @@ from rich.console import Console
 from vitrail.checkpoints import load
 from vitrail.commands.options import Json
 from vitrail.errors import VitrailError
+from vitrail.inspect.images import RawImages, from_files, from_source, views
 from vitrail.inspect.reconstruction import examine_reconstruction, own_source
-from vitrail.inspect.report import INDEX, Section, Wishes, check_free, compare, examine, write_report
-from vitrail.inspect.views import Originals, from_files, from_source, views
+from vitrail.inspect.report import INDEX, InspectOptions, Section, check_output_folder, compare, examine, write_report
 from vitrail.train.parallel import choose_device
 
 
@@ -86,7 +86,7 @@ def inspect(
         json_: Print what was made as JSON for a program.
     """
     console = Console(stderr=json_)
-    check_free(out, overwrite)
+    check_output_folder(out, overwrite)
     if show < 1:
         raise VitrailError(f"--show is {show}; at least one image must be drawn.")
     size = _size(image_size)
@@ -97,7 +97,7 @@ def inspect(
     originals = _originals(images, data, split, count, seed)
     references = (checkpoint, *compare_with)
     names = short_names(references)
-    wishes = Wishes(layers=layers or None, patch=patch, batch=batch)
+    options = InspectOptions(layers=layers or None, patch=patch, batch=batch)
     bundles, seen, sections = [], [], []
     with console.status("loading") as status:
         for reference, name in zip(references, names, strict=True):
@@ -109,7 +109,7 @@ def inspect(
                 assert view is not None
                 sections.append(examine_reconstruction(name, folder, reference, bundle, view, seed))
             else:
-                sections.append(examine(name, folder, bundle, view, wishes, step))
+                sections.append(examine(name, folder, bundle, view, options, step))
             bundles.append(bundle)
             seen.append(view)
         status.update("drawing")
@@ -120,7 +120,7 @@ def inspect(
     _tell(console, everything, out, json_)
 
 
-def _originals(images: tuple[Path, ...], data: str | None, split: str | None, count: int, seed: int) -> Originals | None:
+def _originals(images: tuple[Path, ...], data: str | None, split: str | None, count: int, seed: int) -> RawImages | None:
     if images and data is not None:
         raise VitrailError("Both image files and --data were given; give one of the two.")
     if data is not None:

@@ -1,4 +1,4 @@
-"""`vitrail neighbours`: what is near what among embedded images."""
+"""`vitrail neighbours`: find the nearest images in an embeddings file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.options import Json
+from vitrail.data.types import counted
 from vitrail.errors import VitrailError
 from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings, short_name
 
@@ -29,38 +30,38 @@ def neighbours(
     seed: int = 0,
     json_: Json = False,
 ) -> None:
-    """Find the images nearest to some image, among those of a file written by `vitrail embed`, and show them on a sheet.
+    """Find the nearest images in a file written by `vitrail embed`, and draw them on a contact sheet.
 
     Example: vitrail neighbours photos.npz
 
     Example: vitrail neighbours photos.npz holiday/cat.jpg --count 12 --sheet cats.png
 
     Args:
-        embeddings: The file with features and names.
-        images: Names of images in it; if none is given, some are drawn.
-        count: How many neighbours of each.
+        embeddings: A file written by `vitrail embed`.
+        images: Names of query images in the file; default: random ones.
+        count: How many neighbours per query.
         metric: Cosine similarity, or Euclidean distance.
-        sheet: Where to write the contact sheet, a PNG; None: nowhere.
-        examples: How many images to draw where none is named.
-        seed: Decides which are drawn.
-        json_: Print JSON for a program instead of a table.
+        sheet: Write the contact sheet to this PNG file; None: write nothing.
+        examples: How many random queries, if no image is named.
+        seed: Seed of the random queries.
+        json_: Print JSON instead of a table.
     """
-    found = load_embeddings(embeddings)
-    if count < 1 or len(found.names) < 2:
-        raise VitrailError(
-            f"There are {len(found.names)} images and {count} neighbours were asked for; at least 2 and 1 are needed."
-        )
+    loaded = load_embeddings(embeddings)
+    names = loaded.names
+    if count < 1:
+        raise VitrailError(f"--count is {count}; use 1 or more.")
+    if len(names) < 2:
+        raise VitrailError(f"{embeddings} has {counted(len(names), 'image')}; neighbours need at least 2.")
     if images:
-        queries = [found.find(name) for name in images]
+        queries = [loaded.find(name) for name in images]
     else:
-        drawn = np.random.default_rng(seed).permutation(len(found.names))[:examples]
-        queries = sorted(drawn.tolist())
-    order, values = found.nearest(queries, count, metric)
-    missing = contact_sheet(sheet, found, queries, order, values) if sheet is not None else []
+        queries = sorted(np.random.default_rng(seed).permutation(len(names))[:examples].tolist())
+    order, values = loaded.nearest(queries, count, metric)
+    missing = contact_sheet(sheet, loaded, queries, order, values) if sheet is not None else []
     rows = [
         {
-            "image": found.names[query],
-            "neighbours": [{"image": found.names[int(k)], metric: round(float(v), 6)} for k, v in zip(*pair, strict=True)],
+            "image": names[query],
+            "neighbours": [{"image": names[int(k)], metric: round(float(v), 6)} for k, v in zip(*pair, strict=True)],
         }
         for query, *pair in zip(queries, order, values, strict=True)
     ]
@@ -70,14 +71,12 @@ def neighbours(
     console = Console()
     table = Table("image", f"nearest ({metric})", box=box.SIMPLE_HEAD)
     for query, near, value in zip(queries, order, values, strict=True):
-        shown = ", ".join(f"{short_name(found.names[int(k)])} {v:.3f}" for k, v in zip(near[:3], value[:3], strict=True))
-        table.add_row(short_name(found.names[query]), shown + (" …" if len(near) > 3 else ""))
+        text = ", ".join(f"{short_name(names[int(k)])} {v:.3f}" for k, v in zip(near[:3], value[:3], strict=True))
+        table.add_row(short_name(names[query]), text + (" …" if len(near) > 3 else ""))
     console.print(table)
     if sheet is not None:
         console.print(f"contact sheet: {sheet}", highlight=False, soft_wrap=True)
     if missing:
-        names = sorted(set(missing))
-        words = (
-            f"{len(names)} images are not where they were when they were embedded, such as {names[0]}; the sheet shows red frames."
-        )
-        console.print(words, highlight=False, soft_wrap=True)
+        files = sorted(set(missing))
+        text = f"{counted(len(files), 'image file')} could not be read, such as {files[0]}; the contact sheet shows red frames."
+        console.print(text, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`vitrail predict`: names and probabilities for images."""
+"""`vitrail predict`: predict the classes of images."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from rich.console import Console
 
 from vitrail.checkpoints import Bundle
 from vitrail.commands.options import Checkpoint, Images, Json, Options, RunOptions, progress_bar
+from vitrail.data.types import counted
 from vitrail.errors import VitrailError
-from vitrail.evaluate.predicting import Predicted, find_images
-from vitrail.evaluate.predicting import predict as predict_images
+from vitrail.evaluate.predictor import ImagePredictions, find_images
+from vitrail.evaluate.predictor import predict as predict_images
 from vitrail.files import atomic_file
 from vitrail.train.parallel import World, choose_device
 
@@ -33,43 +34,42 @@ def predict(
     json_: Json = False,
     options: Options = RunOptions(bad_images="skip", precision="auto"),  # noqa: B008 - it is frozen
 ) -> int:
-    """Say what is in images: the most probable classes of each, one image a line, as soon as they are known.
+    """Predict the most probable classes of images, one image per line, as soon as each batch is finished.
 
-    On a processor with instructions for it the model is computed in int8 or bf16, which is said; --precision fp32 is exact.
-    An image that cannot be read is reported and passed over; the exit status is then 1 (--bad-images error stops instead).
+    On a CPU with fast int8 or bf16 instructions the model runs in that precision and prints a note; --precision fp32 is exact.
+    An image that cannot be read is reported and skipped; the exit status is then 1 (--bad-images error stops instead).
 
     Example: vitrail predict runs/pets cat.jpg holiday/ --top 3
 
-    Example: vitrail predict runs/pets list.txt --csv answers.csv
+    Example: vitrail predict runs/pets list.txt --csv predictions.csv
 
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
-        images: Image files, folders (searched to the bottom), or .txt files with a path a line.
-        top: How many answers for an image.
+        images: Image files, folders (searched recursively), or .txt files with one path per line.
+        top: How many predictions per image.
         csv_: Write a table to this file; - is the standard output.
-        json_: Print a JSON object a line for a program.
-        options: How images are read and computed.
+        json_: Print one JSON object per line.
+        options: How images are loaded and computed.
     """
     if csv_ is not None and json_:
-        raise VitrailError("--csv and --json were both given; choose one of them.")
+        raise VitrailError("--csv and --json were both given; choose one.")
     if not images:
-        raise VitrailError("No image was given. Name image files, folders of them, or .txt files that list them.")
+        raise VitrailError("No image was given. Pass image files, folders of images, or .txt files that list images.")
     world = World(choose_device(options.device))
     split = find_images(images)
     bundle = options.bundle(checkpoint, world)
-    bad, console, running = 0, Console(stderr=True), options.running(world)
-    if (remark := running.remark(bundle.model)) is not None:
-        console.print(remark, highlight=False, soft_wrap=True)
+    bad, console, context = 0, Console(stderr=True), options.eval_context(world)
+    if (note := context.precision_note(bundle.model)) is not None:
+        console.print(note, highlight=False, soft_wrap=True)
     with _output(csv_) as stream, progress_bar(console, "predicting", len(split), hidden=stream.isatty()) as advance:
         write = _writer(stream, bundle, top, csv_ is not None, json_)
-        for one in predict_images(bundle, split, top=top, running=replace(running, progress=advance)):
+        for one in predict_images(bundle, split, top=top, context=replace(context, progress=advance)):
             write(one)
-            if one.fault is not None:
+            if one.error is not None:
                 bad += 1
-                console.print(f"{one.name}: {one.fault}", style="red", highlight=False, markup=False, soft_wrap=True)
+                console.print(f"{one.name}: {one.error}", style="red", highlight=False, markup=False, soft_wrap=True)
     if bad:
-        words = f"{bad} of {len(split)} images could not be read and {'has' if bad == 1 else 'have'} no prediction."
-        console.print(words, highlight=False)
+        console.print(f"{bad} of {counted(len(split), 'image')} could not be read.", highlight=False)
     return 1 if bad else 0
 
 
@@ -82,34 +82,33 @@ def _output(path: Path | None) -> Iterator[TextIO]:
         yield stream
 
 
-def _writer(stream: TextIO, bundle: Bundle, top: int, as_csv: bool, as_json: bool) -> Callable[[Predicted], None]:
+def _writer(stream: TextIO, bundle: Bundle, top: int, as_csv: bool, as_json: bool) -> Callable[[ImagePredictions], None]:
     if as_csv:
         return _CsvWriter(stream, bundle, top)
     if as_json:
-        return lambda one: print(json.dumps(_plain(one, bundle), ensure_ascii=False), file=stream, flush=True)
-    return lambda one: print(_line(one, bundle), file=stream, flush=True) if one.fault is None else None
+        return lambda one: print(json.dumps(_to_dict(one, bundle), ensure_ascii=False), file=stream, flush=True)
+    return lambda one: print(_line(one, bundle), file=stream, flush=True) if one.error is None else None
 
 
-def _line(one: Predicted, bundle: Bundle) -> str:
-    if bundle.task == "regress":
-        return f"{one.name}: {', '.join(f'{answer.label} {answer.score:.5g}' for answer in one.answers)}"
-    return f"{one.name}: {', '.join(f'{answer.label} {answer.score:.1%}' for answer in one.answers)}"
+def _line(one: ImagePredictions, bundle: Bundle) -> str:
+    form = ".5g" if bundle.task == "regress" else ".1%"
+    return f"{one.name}: {', '.join(f'{prediction.label} {prediction.score:{form}}' for prediction in one.predictions)}"
 
 
-def _plain(one: Predicted, bundle: Bundle) -> dict[str, Any]:
-    if one.fault is not None:
-        return {"image": one.name, "error": one.fault}
-    value = "value" if bundle.task == "regress" else "probability"
-    answers: list[dict[str, Any]] = [{"label": answer.label, "index": answer.index, value: answer.score} for answer in one.answers]
+def _to_dict(one: ImagePredictions, bundle: Bundle) -> dict[str, Any]:
+    if one.error is not None:
+        return {"image": one.name, "error": one.error}
+    key = "value" if bundle.task == "regress" else "probability"
+    predictions: list[dict[str, Any]] = [{"label": p.label, "index": p.index, key: p.score} for p in one.predictions]
     thresholds = bundle.reading.get("thresholds")
     if bundle.task == "multilabel" and thresholds is not None:
-        for answer in answers:
-            answer["given"] = answer[value] >= thresholds[answer["index"]]
-    return {"image": one.name, "answers": answers}
+        for prediction in predictions:
+            prediction["above_threshold"] = prediction[key] >= thresholds[prediction["index"]]
+    return {"image": one.name, "predictions": predictions}
 
 
 class _CsvWriter:
-    """A row an image: the answers side by side, and what is wrong with an image that has none."""
+    """Write one row per image: its predictions, or the error."""
 
     def __init__(self, stream: TextIO, bundle: Bundle, top: int) -> None:
         self._rows, self._bundle = csv.writer(stream, lineterminator="\n"), bundle
@@ -117,15 +116,15 @@ class _CsvWriter:
         if bundle.task == "regress":
             headings = [bundle.label(k) for k in range(outputs)]
         else:
-            headings = [word for k in range(1, min(top, outputs) + 1) for word in (f"label_{k}", f"probability_{k}")]
+            headings = [name for k in range(1, min(top, outputs) + 1) for name in (f"label_{k}", f"probability_{k}")]
         self._width = len(headings)
         self._rows.writerow(["image", *headings, "error"])
 
-    def __call__(self, one: Predicted) -> None:
-        if one.fault is not None:
+    def __call__(self, one: ImagePredictions) -> None:
+        if one.error is not None:
             cells = [""] * self._width
         elif self._bundle.task == "regress":
-            cells = [f"{answer.score:.7g}" for answer in one.answers]
+            cells = [f"{prediction.score:.7g}" for prediction in one.predictions]
         else:
-            cells = [word for answer in one.answers for word in (answer.label, f"{answer.score:.6f}")]
-        self._rows.writerow([one.name, *cells, one.fault or ""])
+            cells = [cell for prediction in one.predictions for cell in (prediction.label, f"{prediction.score:.6f}")]
+        self._rows.writerow([one.name, *cells, one.error or ""])

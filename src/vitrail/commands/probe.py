@@ -1,4 +1,4 @@
-"""`vitrail probe`: what a simple classifier can read from a model's features."""
+"""`vitrail probe`: fit a linear or nearest-neighbour classifier on a model's features."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 
 from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar
 from vitrail.evaluate.features import FeatureSpec
-from vitrail.evaluate.fewshot import support_and_test
-from vitrail.evaluate.probing import Probed, ProbeSpec, probe_splits
+from vitrail.evaluate.fewshot import open_train_and_test
+from vitrail.evaluate.probes import ProbeResult, ProbeSpec, probe_splits
 from vitrail.files import write_text
 from vitrail.train.parallel import joined
 
@@ -34,61 +34,63 @@ def probe(
     options: Options = DEFAULT,
     json_: Json = False,
 ) -> None:
-    """Fit a classifier on frozen features: logistic regression by L-BFGS, or nearest neighbours.
+    """Fit a classifier on frozen features: logistic regression by L-BFGS, or k nearest neighbours.
 
-    Its one free value is chosen on a held-out part of the training images. Layer, token or pooling, norm and all settings are
-    printed and saved with the score; the checkpoint's own head is not used.
+    The L2 penalty, or k, is chosen on a held-out part of the training images. The feature and all settings are printed and
+    saved with the score. The checkpoint's own head is not used.
 
     Example: vitrail probe runs/pets --data torchvision:CIFAR10
 
-    Example: vitrail probe B_16.npz --data folder:flowers --what mean --layer 8 --no-norm --method knn
+    Example: vitrail probe B_16.npz --data folder:flowers --feature mean --layer 8 --no-norm --method knn
 
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name. It needs no head.
         data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10.
         train: The split to fit on.
-        test: The split to measure on; val, or else test, if not said.
+        test: The split to test on; default: val, or test if there is no val.
         settings: How the probe is fitted.
         features: Which features.
-        out: Where to write the score and all settings, as JSON; None: nowhere.
-        options: How images are read and computed.
-        json_: Print JSON for a program instead of a table.
+        out: Write the score and all settings to this JSON file; None: write nothing.
+        options: How images are loaded and computed.
+        json_: Print JSON instead of a table.
     """
     console = Console(stderr=json_)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
-        learn, held = support_and_test(data, train, test, options.running(world))
-        with progress_bar(console, "computing features", len(learn) + len(held), world) as advance:
-            found = probe_splits(bundle, learn, held, settings, features, options.running(world, advance))
+        train_split, test_split = open_train_and_test(data, train, test, options.eval_context(world))
+        with progress_bar(console, "computing features", len(train_split) + len(test_split), world) as advance:
+            result = probe_splits(bundle, train_split, test_split, settings, features, options.eval_context(world, advance))
         if not world.main:
             return
-    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "train": train, "test": held.name}
-    content = json.dumps({**about, **found.to_dict()}, indent=2)
+    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "train": train, "test": test_split.name}
+    content = json.dumps({**about, **result.to_dict()}, indent=2)
     if out is not None:
         write_text(out, content + "\n")
     if json_:
         print(content)  # noqa: T201
         return
-    _show(console, found, held.name)
+    _show(console, result, test_split.name)
     if out is not None:
         console.print(f"score and settings: {out}", highlight=False, soft_wrap=True)
 
 
-def _show(console: Console, found: Probed, test: str) -> None:
-    value = "l2" if found.spec.method == "logistic" else "neighbours"
-    if found.validation:
-        table = Table(value, "held-out accuracy", box=box.SIMPLE_HEAD, title="choice on the held-out part", title_justify="left")
-        for one, score in found.validation.items():
-            table.add_row(f"{one:g}", f"{score:.2%}", style="bold" if one == found.chosen else "")
+def _show(console: Console, result: ProbeResult, test: str) -> None:
+    parameter = "l2" if result.spec.method == "logistic" else "neighbours"
+    if result.validation:
+        title = f"choosing {parameter} on held-out images"
+        table = Table(parameter, "held-out accuracy", box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        for value, score in result.validation.items():
+            table.add_row(f"{value:g}", f"{score:.2%}", style="bold" if value == result.chosen else "")
         console.print(table)
-    low, high = found.interval
+    low, high = result.interval
     console.print(
-        f"{found.spec.method} probe on {test}: {found.accuracy:.2%} ({low:.2%} – {high:.2%}), {value} {found.chosen:g}",
+        f"{result.spec.method} probe on {test}: {result.accuracy:.2%} ({low:.2%} – {high:.2%}), {parameter} {result.chosen:g}",
         highlight=False,
     )
     console.print(
-        f"features: {found.features.describe()}; {found.train_images:,} training and {found.images:,} test images", highlight=False
+        f"features: {result.features.describe()}; images: {result.train_images:,} training, {result.images:,} test",
+        highlight=False,
     )
-    console.print(f"preprocessing: {found.preprocess.describe()}", highlight=False, soft_wrap=True)
-    for image in found.bad:
-        console.print(f"left out {image.name}: {image.fault}", highlight=False, soft_wrap=True)
+    console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
+    for one in result.bad:
+        console.print(f"skipped {one.name}: {one.fault}", highlight=False, soft_wrap=True)

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from vitrail.commands.training_display import deviations, display_for, farewell, group_table
 from vitrail.errors import VitrailError
+from vitrail.evaluate.context import EvalContext
 from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotSpec
-from vitrail.evaluate.running import Running
 from vitrail.recipes import RECIPES, recipe_named, summary
 from vitrail.train.callbacks import Callback, TensorBoard, WeightsAndBiases
 from vitrail.train.config import Recipe, flatten
@@ -124,14 +124,14 @@ def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
 
 
 def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
-    """The paper's running measure: a closed-form classifier on frozen features, from the training to the validation split."""
+    """The paper's few-shot metric: a closed-form classifier on frozen features, from the training to the validation split."""
 
     def make(prepared: Prepared, world: World) -> FewShotEvaluator:
         if prepared.validation is None or prepared.train.task != "classify":
             raise VitrailError("--few-shot needs one label an image, and a validation split to measure on.")
-        protocol = FewShotSpec(shots=shots, short_class="drop")
-        running = Running(world=world)
-        return FewShotEvaluator(prepared.train, prepared.validation, prepared.preprocess, protocol=protocol, running=running)
+        protocol = FewShotSpec(shots=shots, small_classes="drop")
+        context = EvalContext(world=world)
+        return FewShotEvaluator(prepared.train, prepared.validation, prepared.preprocess, protocol=protocol, context=context)
 
     return make
 

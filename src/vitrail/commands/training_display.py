@@ -185,7 +185,7 @@ def farewell(result: Result, console: Console) -> None:
         commands = {
             f"vitrail inspect {result.out} --what reconstruction --out FOLDER": "see what it makes of hidden patches",
             f"vitrail finetune --from {result.out} --data FOLDER": "teach it classes",
-            f"vitrail fewshot {result.out} --data FOLDER --what mean": "what its features are worth",
+            f"vitrail fewshot {result.out} --data FOLDER --feature mean": "what its features are worth",
         }
     else:
         commands = {

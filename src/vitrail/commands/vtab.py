@@ -1,4 +1,4 @@
-"""`vitrail vtab`: the paper's transfer tasks, those that are there."""
+"""`vitrail vtab`: run the paper's transfer tasks whose data is available."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vitrail.commands.options import Json
 from vitrail.commands.training_display import display_for
+from vitrail.data.types import counted
 from vitrail.errors import VitrailError
 from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, find_tasks, run_task, write_results
 from vitrail.evaluate.suites import SuiteTask, tasks_of
@@ -35,10 +36,10 @@ def vtab(
 ) -> int:
     """Fine-tune a checkpoint on the 19 tasks of VTAB-1k (1,000 training images each) and average by group.
 
-    Runs those tasks whose images are there, and says of the others how to get them. Each task is looked for in ROOT/NAME:
-    as the usual distribution of VTAB-1k (train800val200.txt, test.txt), in the form of its makers (CLEVR, KITTI, dSprites,
-    smallNORB), or in any layout of `vitrail train`; then among torchvision's files in ROOT. A task that is finished is not
-    run again. Without a checkpoint, the tasks are listed and nothing is run.
+    Tasks without data are skipped, with a message on how to get the data. Each task is searched in ROOT/NAME: as the usual
+    distribution of VTAB-1k (train800val200.txt, test.txt), in its original layout (CLEVR, KITTI, dSprites, smallNORB), or in
+    any layout that `vitrail train` reads; then among torchvision's files in ROOT. A finished task is not run again. Without a
+    checkpoint, the tasks are listed and nothing is run.
 
     Example: vitrail vtab --root data/vtab
 
@@ -48,34 +49,36 @@ def vtab(
 
     Args:
         checkpoint: What to start from: a run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
-        root: The folder that holds a folder a task.
+        root: The folder with one subfolder per task.
         suite: VTAB-1k, or the paper's five: ImageNet, CIFAR-10, CIFAR-100, Pets, Flowers.
         tasks: Only these tasks or groups.
-        source: NAME=SOURCE for tasks that lie elsewhere.
-        out: Where each task's run and the results go.
-        settings: Changes of the paper's protocol.
-        json_: Print JSON for a program instead of tables.
+        source: NAME=SOURCE for tasks that are stored elsewhere.
+        out: Output folder for the runs and the results.
+        settings: Changes to the paper's protocol.
+        json_: Print JSON instead of tables.
     """
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=json_, quiet=not main)
     chosen = tasks_of(suite, tasks)
-    there, missing = find_tasks(chosen, root, dict(_pair(one) for one in source))
+    available, missing = find_tasks(chosen, root, dict(_pair(one) for one in source))
     if checkpoint is None:
         if json_:
-            found = {name: {"origin": data.origin, "official": data.official} for name, data in there.items()}
-            print(json.dumps({"there": found, "missing": missing}, indent=2))  # noqa: T201
+            listed = {name: {"origin": data.origin, "official": data.official} for name, data in available.items()}
+            print(json.dumps({"available": listed, "missing": missing}, indent=2))  # noqa: T201
         else:
-            console.print(_overview(chosen, {name: data.origin for name, data in there.items()}))
+            console.print(_overview(chosen, {name: data.origin for name, data in available.items()}))
             _show_missing(console, missing)
         return 0
-    if not there:
-        raise VitrailError(f"Not one of the {len(chosen)} tasks is in {root}. `vitrail vtab --root {root}` says how to get them.")
+    if not available:
+        raise VitrailError(
+            f"None of the tasks ({len(chosen)}) is in {root}. `vitrail vtab --root {root}` says how to get the data."
+        )
     scores = []
     for task in chosen:
-        if task.name in there:
-            console.print(f"{task.title}: {there[task.name].origin}", highlight=False, soft_wrap=True)
+        if task.name in available:
+            console.print(f"{task.title}: {available[task.name].origin}", highlight=False, soft_wrap=True)
             display = display_for(console, plain=False)
-            scores.append(run_task(task, there[task.name], checkpoint, out, settings, callbacks=[display]))
+            scores.append(run_task(task, available[task.name], checkpoint, out, settings, callbacks=[display]))
             console.print(f"{task.title}: {scores[-1].accuracy:.2%}", highlight=False)
     result = SuiteResult(tuple(scores), missing, len(chosen))
     if not main:
@@ -89,20 +92,20 @@ def vtab(
     return 0
 
 
-def _pair(words: str) -> tuple[str, str]:
-    name, equals, reference = words.partition("=")
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, reference = text.partition("=")
     if not equals or not reference:
-        raise VitrailError(f"--source {words} is not NAME=SOURCE, such as resisc45=folder:data/resisc45.")
+        raise VitrailError(f"--source {text} is not NAME=SOURCE, such as resisc45=folder:data/resisc45.")
     return name, reference
 
 
-def _overview(tasks: tuple[SuiteTask, ...], there: dict[str, str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"{len(there)} of {len(tasks)} tasks are there", title_justify="left")
+def _overview(tasks: tuple[SuiteTask, ...], available: dict[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=f"tasks with data: {len(available)} of {len(tasks)}", title_justify="left")
     for heading in ("task", "group", "classes", "labels", "crop", "flip", "found"):
         table.add_column(heading, justify="right" if heading == "classes" else "left", no_wrap=heading == "task")
     for task in tasks:
         marks = ("✓" if task.crop else "–", "✓" if task.flip else "–")
-        table.add_row(task.name, task.group or "", str(task.classes), task.labels, *marks, there.get(task.name, "–"))
+        table.add_row(task.name, task.group or "", str(task.classes), task.labels, *marks, available.get(task.name, "–"))
     return table
 
 
@@ -116,13 +119,12 @@ def _show(console: Console, result: SuiteResult, out: Path) -> None:
         table.add_row(one.title, one.group or "", f"{one.accuracy:.2%}", f"{low:.2%} – {high:.2%}", f"{one.test_images:,}", images)
     console.print(table)
     for name, (mean, count) in result.means().items():
-        console.print(f"{name}: {mean:.2%} over {count} task{'s' * (count != 1)}", highlight=False)
+        console.print(f"{name}: mean accuracy {mean:.2%} over {counted(count, 'task')}", highlight=False)
     if any(one.group and not one.official for one in result.scores):
-        console.print("* drawn by Vitrail: VTAB's own 1,000 images are known from its file lists only", highlight=False)
+        console.print("* images drawn by Vitrail; VTAB's official 1,000 images need its file lists", highlight=False)
     if len(result.scores) < result.total:
-        console.print(
-            f"{result.total - len(result.scores)} tasks are missing, so these means are not the suite's.", highlight=False
-        )
+        absent = counted(result.total - len(result.scores), "task")
+        console.print(f"{absent} without data: these means are not those of the whole suite.", highlight=False)
     _show_missing(console, result.missing)
     console.print(f"results: {out / 'scores.csv'}", highlight=False, soft_wrap=True)
 

@@ -1,13 +1,13 @@
-"""Figures of a classifier, from what it answered for each image.
+"""Compute classification metrics from the top predictions of each image.
 
-Only the best few answers of an image are kept, not its whole row of probabilities: fifty thousand images and twenty
-thousand classes fit into a few megabytes, and every figure here follows from them.
+Only the top 5 classes per image are stored, not the whole row of probabilities: 50,000 images with 20,000 classes fit into
+a few megabytes, and every metric here can be computed from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,17 @@ from torch import Tensor
 from vitrail.evaluate.intervals import Interval, bootstrap, wilson
 
 Array = npt.NDArray[Any]
-TOP = 5
+TOP_K = 5
 
 
 @dataclass(frozen=True)
-class Answers:
-    """A classifier's answers to some images of a split."""
+class Predictions:
+    """A classifier's top predictions for some images of a split."""
 
     indices: Array  # int64 [n], positions in the split
     targets: Array  # int64 [n]
-    top: Array  # int32 [n, k], the best classes, best first
-    probability: Array  # float32 [n, k], of these
+    top_classes: Array  # int32 [n, k], most probable first
+    probabilities: Array  # float32 [n, k], of `top_classes`
     nll: Array  # float32 [n], −log of the target's probability
 
     def __len__(self) -> int:
@@ -36,112 +36,118 @@ class Answers:
 
     @property
     def predicted(self) -> Array:
-        return np.asarray(self.top[:, 0])
+        return np.asarray(self.top_classes[:, 0])
+
+    @property
+    def confidence(self) -> Array:
+        return np.asarray(self.probabilities[:, 0])
 
     @property
     def correct(self) -> Array:
         return np.asarray(self.predicted == self.targets)
 
     @staticmethod
-    def of(logits: Tensor, targets: Tensor, indices: Tensor, *, sigmoid: bool = False) -> Answers:
-        """From the outputs [n, classes] of a batch. With `sigmoid` each class's probability is its own, as it was trained."""
+    def from_logits(logits: Tensor, targets: Tensor, indices: Tensor, *, sigmoid: bool = False) -> Predictions:
+        """Take the top classes of a batch of logits [n, classes].
+
+        With `sigmoid` (a model trained with a sigmoid loss), each class has an independent probability.
+        """
         logits = logits.float()
-        logs = torch.nn.functional.logsigmoid(logits) if sigmoid else logits.log_softmax(1)
-        top = logs.topk(min(TOP, logits.shape[1]), dim=1)
-        nll = -logs.gather(1, targets[:, None])[:, 0]
+        log_probs = torch.nn.functional.logsigmoid(logits) if sigmoid else logits.log_softmax(1)
+        top = log_probs.topk(min(TOP_K, logits.shape[1]), dim=1)
+        nll = -log_probs.gather(1, targets[:, None])[:, 0]
         parts = (top.indices.int(), top.values.exp(), nll)
-        return Answers(indices.cpu().numpy(), targets.cpu().numpy(), *(part.cpu().numpy() for part in parts))
+        return Predictions(indices.cpu().numpy(), targets.cpu().numpy(), *(part.cpu().numpy() for part in parts))
 
     @staticmethod
-    def joined(parts: Sequence[Answers]) -> Answers:
-        """All of them, in the order of the split."""
+    def concat(parts: Sequence[Predictions]) -> Predictions:
+        """Concatenate predictions and sort them by their position in the split."""
         order = np.argsort(np.concatenate([part.indices for part in parts]), kind="stable")
-        fields = ("indices", "targets", "top", "probability", "nll")
-        return Answers(*(np.concatenate([getattr(part, name) for part in parts])[order] for name in fields))
+        return Predictions(*(np.concatenate([getattr(part, field.name) for part in parts])[order] for field in fields(Predictions)))
 
-    def subset(self, rows: Array) -> Answers:
-        return Answers(self.indices[rows], self.targets[rows], self.top[rows], self.probability[rows], self.nll[rows])
+    def subset(self, rows: Array) -> Predictions:
+        return Predictions(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class PerClass:
-    """Precision, recall and F1 of every class. A figure whose denominator is 0 is 0."""
+    """Precision, recall and F1 of every class. A metric with a denominator of 0 is 0."""
 
     precision: Array
     recall: Array
     f1: Array
     support: Array  # images of the class
-    predicted: Array  # images taken for it
+    predicted: Array  # images predicted as the class
 
 
 def per_class(targets: Array, predicted: Array, classes: int, weights: Array | None = None) -> PerClass:
-    """`weights` says how often each image counts, 1 unless given."""
+    """Compute the metrics of every class. `weights` are sample weights, default: 1."""
     hits = np.bincount(targets, weights=(targets == predicted) * (1 if weights is None else weights), minlength=classes)
     support = np.bincount(targets, weights=weights, minlength=classes)
-    taken = np.bincount(predicted, weights=weights, minlength=classes)
+    predicted_count = np.bincount(predicted, weights=weights, minlength=classes)
     return PerClass(
-        precision=_ratio(hits, taken),
+        precision=_ratio(hits, predicted_count),
         recall=_ratio(hits, support),
-        f1=_ratio(2 * hits, support + taken),
+        f1=_ratio(2 * hits, support + predicted_count),
         support=support,
-        predicted=taken,
+        predicted=predicted_count,
     )
 
 
-def top_k_accuracy(answers: Answers, k: int) -> float:
-    return float((answers.top[:, :k] == answers.targets[:, None]).any(1).mean())
+def top_k_accuracy(predictions: Predictions, k: int) -> float:
+    return float((predictions.top_classes[:, :k] == predictions.targets[:, None]).any(1).mean())
 
 
-def balanced_accuracy(found: PerClass) -> float:
-    """The mean recall over the classes that occur."""
-    return float(found.recall[found.support > 0].mean())
+def balanced_accuracy(scores: PerClass) -> float:
+    """Average the recall over the classes that occur."""
+    return float(scores.recall[scores.support > 0].mean())
 
 
-def macro_f1(found: PerClass) -> float:
-    """The mean F1 over the classes that occur or were predicted."""
-    there = (found.support > 0) | (found.predicted > 0)
-    return float(found.f1[there].mean())
+def macro_f1(scores: PerClass) -> float:
+    """Average the F1 over the classes that occur or were predicted."""
+    present = (scores.support > 0) | (scores.predicted > 0)
+    return float(scores.f1[present].mean())
 
 
 def confusion_matrix(targets: Array, predicted: Array, classes: int) -> Array:
-    """Counts [true class, predicted class]."""
+    """Count images by [true class, predicted class]."""
     pairs = targets.astype(np.int64) * classes + predicted
     return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """Images of class `true` taken for `predicted`, the surest mistakes first."""
+    """Images of class `true` predicted as `predicted`."""
 
     true: int
     predicted: int
     count: int
-    share: float  # of the images of the true class
-    examples: tuple[int, ...]  # rows of the answers
+    fraction: float  # of the images of the true class
+    examples: tuple[int, ...]  # rows of the predictions, highest confidence first
 
 
-def worst_confusions(answers: Answers, classes: int, *, most: int = 10, examples: int = 6) -> list[Confusion]:
-    """The pairs of classes that are mistaken most often. Needs no matrix, so any number of classes will do."""
-    wrong = np.flatnonzero(~answers.correct)
-    pairs = answers.targets[wrong].astype(np.int64) * classes + answers.predicted[wrong]
+def worst_confusions(predictions: Predictions, classes: int, *, limit: int = 10, examples: int = 6) -> list[Confusion]:
+    """Find the pairs of classes that are confused most often. Builds no matrix, so any number of classes works."""
+    wrong = np.flatnonzero(~predictions.correct)
+    pairs = predictions.targets[wrong].astype(np.int64) * classes + predictions.predicted[wrong]
     unique, counts = np.unique(pairs, return_counts=True)
-    support = np.bincount(answers.targets, minlength=classes)
-    found = []
-    for place in np.lexsort((unique, -counts))[:most]:
-        true, predicted = divmod(int(unique[place]), classes)
-        rows = wrong[pairs == unique[place]]
-        surest = rows[np.argsort(-answers.probability[rows, 0], kind="stable")][:examples]
-        count = int(counts[place])
-        found.append(Confusion(true, predicted, count, count / int(support[true]), tuple(surest.tolist())))
-    return found
+    support = np.bincount(predictions.targets, minlength=classes)
+    confusions = []
+    for pair in np.lexsort((unique, -counts))[:limit]:
+        true, predicted = divmod(int(unique[pair]), classes)
+        rows = wrong[pairs == unique[pair]]
+        most_confident = rows[np.argsort(-predictions.confidence[rows], kind="stable")][:examples]
+        count = int(counts[pair])
+        confusions.append(Confusion(true, predicted, count, count / int(support[true]), tuple(most_confident.tolist())))
+    return confusions
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Whether a confidence of 80 % is right in 80 % of cases, in bins of equal width."""
+    """Confidence against accuracy, in bins of equal width."""
 
-    error: float  # expected calibration error: the mean gap, weighted by images
-    largest: float  # the largest gap of a bin that has images
+    ece: float  # expected calibration error: the mean gap, weighted by images
+    mce: float  # maximum calibration error: the largest gap of a bin that has images
     edges: Array  # [bins + 1]
     confidence: Array  # mean of each bin, NaN where it is empty
     accuracy: Array
@@ -149,45 +155,46 @@ class Calibration:
 
 
 def calibration(confidence: Array, correct: Array, *, bins: int = 15, weights: Array | None = None) -> Calibration:
-    """Bins are open on the left and closed on the right, as in Guo et al. (2017)."""
+    """Bin predictions by confidence. Bins are open on the left and closed on the right, as in Guo et al. (2017)."""
     edges = np.linspace(0, 1, bins + 1)
-    place = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1)
-    unit = np.ones(len(place)) if weights is None else weights
-    count = np.bincount(place, weights=unit, minlength=bins)
+    bin_index = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(np.int64) - 1, 0, bins - 1)
+    weights = np.ones(len(bin_index)) if weights is None else weights
+    count = np.bincount(bin_index, weights=weights, minlength=bins)
     with np.errstate(invalid="ignore"):
-        mean_confidence = np.bincount(place, weights=confidence * unit, minlength=bins) / count
-        accuracy = np.bincount(place, weights=correct * unit, minlength=bins) / count
+        mean_confidence = np.bincount(bin_index, weights=confidence * weights, minlength=bins) / count
+        accuracy = np.bincount(bin_index, weights=correct * weights, minlength=bins) / count
     gaps = np.abs(mean_confidence - accuracy)
     filled = count > 0
-    error = float((gaps[filled] * count[filled]).sum() / max(count.sum(), 1))
-    return Calibration(error, float(gaps[filled].max(initial=0.0)), edges, mean_confidence, accuracy, count)
+    ece = float((gaps[filled] * count[filled]).sum() / max(count.sum(), 1))
+    return Calibration(ece, float(gaps[filled].max(initial=0.0)), edges, mean_confidence, accuracy, count)
 
 
-def figures(answers: Answers, classes: int, *, draws: int = 1000, seed: int = 0) -> tuple[dict[str, float], dict[str, Interval]]:
-    """Every scalar figure, and a 95 % interval for those that have one."""
-    total, targets, predicted = len(answers), answers.targets, answers.predicted
-    counts = per_class(targets, predicted, classes)
-    top_k = min(TOP, answers.top.shape[1])
-    found = {"accuracy": float(answers.correct.mean())}
-    if classes > TOP:
-        found["top5_accuracy"] = top_k_accuracy(answers, top_k)
-    found |= {
-        "balanced_accuracy": balanced_accuracy(counts),
-        "macro_f1": macro_f1(counts),
-        "nll": float(answers.nll.astype(np.float64).mean()),
-        "ece": calibration(answers.probability[:, 0], answers.correct).error,
+def metrics(
+    predictions: Predictions, classes: int, *, resamples: int = 1000, seed: int = 0
+) -> tuple[dict[str, float], dict[str, Interval]]:
+    """Compute every scalar metric and its 95 % confidence interval."""
+    total, targets, predicted = len(predictions), predictions.targets, predictions.predicted
+    scores = per_class(targets, predicted, classes)
+    values = {"accuracy": float(predictions.correct.mean())}
+    if classes > TOP_K:
+        values["top5_accuracy"] = top_k_accuracy(predictions, TOP_K)
+    values |= {
+        "balanced_accuracy": balanced_accuracy(scores),
+        "macro_f1": macro_f1(scores),
+        "nll": float(predictions.nll.astype(np.float64).mean()),
+        "ece": calibration(predictions.confidence, predictions.correct).ece,
     }
-    shares = [name for name in found if name in ("accuracy", "top5_accuracy")]
-    intervals: dict[str, Interval] = {name: wilson(round(found[name] * total), total) for name in shares}
-    drawn: dict[str, Callable[[Array], float]] = {
+    proportions = [name for name in values if name in ("accuracy", "top5_accuracy")]
+    intervals: dict[str, Interval] = {name: wilson(round(values[name] * total), total) for name in proportions}
+    statistics: dict[str, Callable[[Array], float]] = {
         "balanced_accuracy": lambda w: balanced_accuracy(per_class(targets, predicted, classes, w)),
         "macro_f1": lambda w: macro_f1(per_class(targets, predicted, classes, w)),
-        "nll": lambda w: float((answers.nll * w).sum() / total),
-        "ece": lambda w: calibration(answers.probability[:, 0], answers.correct, weights=w).error,
+        "nll": lambda w: float((predictions.nll * w).sum() / total),
+        "ece": lambda w: calibration(predictions.confidence, predictions.correct, weights=w).ece,
     }
-    for name, statistic in drawn.items():
-        intervals[name] = bootstrap(statistic, total, draws=draws, seed=seed)
-    return found, intervals
+    for name, statistic in statistics.items():
+        intervals[name] = bootstrap(statistic, total, resamples=resamples, seed=seed)
+    return values, intervals
 
 
 def _ratio(numerator: Array, denominator: Array) -> Array:

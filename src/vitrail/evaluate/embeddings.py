@@ -1,4 +1,4 @@
-"""Features of images as a file, with the names they belong to and how they were made; and what is near what in it."""
+"""Store image features in a file, with image names and settings, and search nearest neighbours in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints import Bundle
-from vitrail.data.types import BadImage, Split
+from vitrail.data.types import BadImage, Split, counted
 from vitrail.errors import VitrailError, nearest
-from vitrail.evaluate.features import FeatureSpec, extract
-from vitrail.evaluate.measuring import bundle_preprocess
-from vitrail.evaluate.predicting import find_images
-from vitrail.evaluate.running import Running, on_own_device
+from vitrail.evaluate.context import EvalContext, default_context
+from vitrail.evaluate.evaluator import bundle_preprocess
+from vitrail.evaluate.features import FeatureSpec, extract_features
+from vitrail.evaluate.predictor import find_images
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 
@@ -30,7 +30,7 @@ _CELL, _GAP, _CAPTION = 128, 8, 30
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Features [n, …] float32, the name of each image, and where the features come from."""
+    """Features [n, …] float32, image names, and the checkpoint and settings they were computed with."""
 
     features: Array
     names: tuple[str, ...]
@@ -38,9 +38,9 @@ class Embeddings:
     bad: tuple[BadImage, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """As `.npz` (arrays `features`, `names`, `about`) or `.parquet` (columns `name`, `features`), by the path's ending."""
+        """Write `.npz` (arrays `features`, `names`, `about`) or `.parquet` (columns `name`, `features`), by file extension."""
         file = Path(path)
-        check_ending(file)
+        check_extension(file)
         with atomic_file(file) as temporary:
             if file.suffix == ".npz":
                 names = np.array(self.names, dtype=np.str_)
@@ -49,63 +49,70 @@ class Embeddings:
                 _write_parquet(self, temporary)
 
     def nearest(self, queries: Sequence[int], count: int, metric: Metric = "cosine") -> tuple[Array, Array]:
-        """For each query row the `count` nearest other rows, nearest first, and their similarity or distance."""
+        """Find the `count` nearest other rows of each query row. Returns the rows and their similarity or distance."""
         if self.features.ndim != 2:
             raise VitrailError(
-                f"Neighbours need one vector an image; these features are {list(self.features.shape[1:])} each. Embed with mean."
+                f"Neighbours need one vector per image; these features have the shape {list(self.features.shape[1:])}. "
+                "Embed again with --feature mean."
             )
         rows = self.features.astype(np.float32)
         if metric == "cosine":
             rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-        asked = rows[np.asarray(queries)]
-        values = asked @ rows.T
+        query_rows = rows[np.asarray(queries)]
+        scores = query_rows @ rows.T
         if metric == "euclidean":
             squares = (rows**2).sum(1)
-            values = -np.sqrt(np.maximum(squares[np.asarray(queries)][:, None] + squares - 2 * values, 0))
-        values[np.arange(len(asked)), np.asarray(queries)] = -np.inf
-        order = np.argsort(-values, axis=1, kind="stable")[:, : min(count, len(rows) - 1)]
-        found = np.take_along_axis(values, order, 1)
-        return order, found if metric == "cosine" else -found
+            scores = -np.sqrt(np.maximum(squares[np.asarray(queries)][:, None] + squares - 2 * scores, 0))
+        scores[np.arange(len(query_rows)), np.asarray(queries)] = -np.inf  # an image is not its own neighbour
+        order = np.argsort(-scores, axis=1, kind="stable")[:, : min(count, len(rows) - 1)]
+        nearest_scores = np.take_along_axis(scores, order, 1)
+        return order, nearest_scores if metric == "cosine" else -nearest_scores
 
     def find(self, name: str) -> int:
-        """The row of an image, by its name or the end of it."""
+        """Return the row of an image, by its name or the end of its path."""
         if name in self.names:
             return self.names.index(name)
-        ending = [row for row, one in enumerate(self.names) if one.endswith(f"/{name}") or Path(one).name == name]
-        if len(ending) == 1:
-            return ending[0]
-        if ending:
+        matches = [row for row, one in enumerate(self.names) if one.endswith(f"/{name}") or Path(one).name == name]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
             raise VitrailError(
-                f"{name!r} could be {len(ending)} images, such as {self.names[ending[0]]} and {self.names[ending[1]]}."
+                f"{name!r} matches {len(matches)} images, such as {self.names[matches[0]]} and {self.names[matches[1]]}. "
+                "Give more of the path."
             )
-        raise VitrailError(f"There is no image {name!r} among the {len(self.names)} of this file.{nearest(name, self.names)}")
+        raise VitrailError(
+            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}).{nearest(name, self.names)}"
+        )
 
 
 def embed(
     bundle: Bundle,
     images: Split | Sequence[str | os.PathLike[str]],
     spec: FeatureSpec | None = None,
-    running: Running | None = None,
+    context: EvalContext | None = None,
 ) -> Embeddings:
-    """Features of files, folders and lists, as `vitrail predict` takes them, or of a split. Bad images are left out and named."""
-    spec, running = spec or FeatureSpec(), running or on_own_device(bundle.model, bad_images="skip")
+    """Compute the features of a split, or of files, folders and lists as in `find_images`.
+
+    Images that cannot be read are skipped and listed in `bad`.
+    """
+    spec, context = spec or FeatureSpec(), context or default_context(bundle.model, bad_images="skip")
     split = images if isinstance(images, Split) else find_images(images)
     preprocess = bundle_preprocess(bundle)
-    found = extract(bundle.model, split, preprocess, spec, running)
+    extracted = extract_features(bundle.model, split, preprocess, spec, context)
     about = {
         "checkpoint": bundle.report.source,
         "model": bundle.model.config.name,
         "features": spec.to_dict(),
         "preprocess": preprocess.to_dict(),
     }
-    names = tuple(split.image_name(int(index)) for index in found.indices)
-    return Embeddings(found.features, names, about, tuple(found.bad))
+    names = tuple(split.image_name(int(index)) for index in extracted.indices)
+    return Embeddings(extracted.features, names, about, tuple(extracted.bad))
 
 
 def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
-    """What `Embeddings.save` wrote."""
+    """Read a file written by `Embeddings.save`."""
     file = Path(path)
-    check_ending(file)
+    check_extension(file)
     try:
         if file.suffix == ".parquet":
             return _read_parquet(file)
@@ -115,12 +122,13 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
     except OSError as error:
         raise VitrailError(f"Cannot read the embeddings {file}: {error.strerror or error}. Check the path.") from error
     except (ValueError, KeyError) as error:
-        raise VitrailError(f"{file} does not hold embeddings as `vitrail embed` writes them ({error}).") from error
+        raise VitrailError(f"{file} is not an embeddings file of `vitrail embed` ({error}).") from error
 
 
-def check_ending(file: Path) -> None:
+def check_extension(file: Path) -> None:
+    """Refuse a file name that is neither .npz nor .parquet, or .parquet without pyarrow."""
     if file.suffix not in (".npz", ".parquet"):
-        raise VitrailError(f"Embeddings are files that end in .npz or .parquet; {file.name!r} does not.")
+        raise VitrailError(f"An embeddings file must end in .npz or .parquet; {file.name!r} does not.")
     if file.suffix == ".parquet":
         _pyarrow()
 
@@ -130,9 +138,7 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise VitrailError(
-            "Parquet files need pyarrow, which comes with the extra hub: pip install 'vitrail[hub]'. Or use .npz."
-        ) from error
+        raise VitrailError("Parquet files need pyarrow: pip install 'vitrail[hub]'. Or use .npz.") from error
     return pyarrow
 
 
@@ -158,36 +164,36 @@ def _read_parquet(file: Path) -> Embeddings:
     return Embeddings(values.reshape(-1, *shape), tuple(table["name"].to_pylist()), about)
 
 
-def contact_sheet(path: Path, embeddings: Embeddings, queries: Sequence[int], found: Array, values: Array) -> list[str]:
-    """A PNG with a row for each query: the image itself, then its neighbours. Returns the files that could not be shown."""
-    width = _GAP + (1 + found.shape[1]) * (_CELL + _GAP) + _GAP
+def contact_sheet(path: Path, embeddings: Embeddings, queries: Sequence[int], neighbours: Array, values: Array) -> list[str]:
+    """Write a PNG with a row per query: the image, then its neighbours. Returns the files that could not be read."""
+    width = _GAP + (1 + neighbours.shape[1]) * (_CELL + _GAP) + _GAP
     sheet = Image.new("RGB", (width, _GAP + len(queries) * (_CELL + _CAPTION + _GAP)), (250, 250, 247))
     draw, font, missing = ImageDraw.Draw(sheet), ImageFont.load_default(11), []
     for line, query in enumerate(queries):
-        cells = [(query, "query"), *((int(row), f"{value:.3f}") for row, value in zip(found[line], values[line], strict=True))]
+        cells = [(query, "query"), *((int(row), f"{value:.3f}") for row, value in zip(neighbours[line], values[line], strict=True))]
         top = _GAP + line * (_CELL + _CAPTION + _GAP)
-        for column, (row, words) in enumerate(cells):
+        for column, (row, label) in enumerate(cells):
             left = _GAP + column * (_CELL + _GAP) + (_GAP if column else 0)
-            picture = _picture(embeddings.names[row])
-            if picture is None:
+            image = _thumbnail(embeddings.names[row])
+            if image is None:
                 missing.append(embeddings.names[row])
                 draw.rectangle((left, top, left + _CELL - 1, top + _CELL - 1), outline=(190, 40, 40))
             else:
-                sheet.paste(picture, (left + (_CELL - picture.size[0]) // 2, top + (_CELL - picture.size[1]) // 2))
-            draw.text((left, top + _CELL + 2), f"{words}\n{short_name(embeddings.names[row], 20)}", (60, 60, 66), font, spacing=1)
+                sheet.paste(image, (left + (_CELL - image.size[0]) // 2, top + (_CELL - image.size[1]) // 2))
+            draw.text((left, top + _CELL + 2), f"{label}\n{short_name(embeddings.names[row], 20)}", (60, 60, 66), font, spacing=1)
     with atomic_file(path) as temporary:
         sheet.save(temporary, "PNG")
     return missing
 
 
-def _picture(name: str) -> Image.Image | None:
+def _thumbnail(name: str) -> Image.Image | None:
     try:
         return thumbnail(Path(name).read_bytes(), _CELL, name)
     except OSError:
         return None
 
 
-def short_name(name: str, most: int | None = None) -> str:
-    """The end of a path, which tells more than its beginning."""
+def short_name(name: str, max_length: int | None = None) -> str:
+    """Shorten a path to its last two parts, and to `max_length` characters."""
     tail = "/".join(Path(name).parts[-2:])
-    return tail if most is None or len(tail) <= most else f"…{tail[1 - most :]}"
+    return tail if max_length is None or len(tail) <= max_length else f"…{tail[1 - max_length :]}"

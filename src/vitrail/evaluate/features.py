@@ -1,4 +1,4 @@
-"""Features of frozen models: which ones is always said, and saved with whatever is computed from them."""
+"""Extract features from frozen models. The feature's definition is saved with every result."""
 
 from __future__ import annotations
 
@@ -12,116 +12,117 @@ from torch import Tensor
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
-from vitrail.evaluate.running import Running, all_bad
+from vitrail.evaluate.context import EvalContext, gather_bad_images
 from vitrail.models import BiTConfig, Model
 from vitrail.models.inference import InferenceModel
 
 Array = npt.NDArray[Any]
-What = Literal["pre_logits", "pooled", "class", "mean", "patches"]
+Feature = Literal["pre_logits", "pooled", "class", "mean", "patches"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Which numbers stand for an image.
+    """Which feature of the model represents an image.
 
-    The paper's few-shot classifier uses `pre_logits`, what the head sees. Whether features come before or after the final
-    norm, from the class token or a mean over patches, from the last layer or one below, can decide a probe's result.
+    The paper's few-shot classifier uses `pre_logits`, the input of the head. A probe's accuracy can depend on the layer, on
+    class token or mean over patches, and on whether the final norm is applied.
     """
 
-    what: What = "pre_logits"
-    """pre_logits (what the head sees), pooled (before a pre-logits layer), class (the class token), mean (over patches) or
-    patches (all of them, in their grid)."""
+    feature: Feature = "pre_logits"
+    """pre_logits (the input of the head), pooled (before a pre-logits layer), class (the class token), mean (over patches) or
+    patches (all patches, as a grid)."""
     layer: int | None = None
-    """The encoder block after which class, mean or patches are taken, counted from 0, or from the end with −1; None: the last."""
+    """Take class, mean or patches after this encoder block, counted from 0; −1 is the last. None: the last."""
     norm: bool = True
-    """Whether class, mean and patches go through the model's final norm, before or after pooling as the model itself does."""
+    """Apply the model's final norm to class, mean and patches, before or after pooling as in the model itself."""
 
     def __post_init__(self) -> None:
-        if self.what not in get_args(What):
-            raise VitrailError(f"Features are called {', '.join(get_args(What))}; {self.what!r} is none of them.")
-        if self.layer is not None and self.what in ("pre_logits", "pooled"):
-            raise VitrailError(
-                f"{self.what} is what the model makes of its last layer; for layer {self.layer} take class, mean or patches."
-            )
-        if not self.norm and self.what in ("pre_logits", "pooled"):
-            raise VitrailError(f"{self.what} comes after the final norm; features without it are class, mean or patches.")
+        if self.feature not in get_args(Feature):
+            raise VitrailError(f"Unknown feature {self.feature!r}. Use one of {', '.join(get_args(Feature))}.")
+        if self.layer is not None and self.feature in ("pre_logits", "pooled"):
+            raise VitrailError(f"{self.feature} exists only for the last layer; for layer {self.layer} use class, mean or patches.")
+        if not self.norm and self.feature in ("pre_logits", "pooled"):
+            raise VitrailError(f"{self.feature} comes after the final norm; without the norm use class, mean or patches.")
 
     def check(self, model: Model | InferenceModel) -> None:
         """Refuse features this model does not have."""
         name = model.config.name
         if isinstance(model.config, BiTConfig):
-            if self.what == "class":
-                raise VitrailError(f"{name} is a ResNet without a class token; take mean or pooled.")
+            if self.feature == "class":
+                raise VitrailError(f"{name} is a ResNet without a class token; use mean or pooled.")
             if self.layer is not None and self.norm:
-                raise VitrailError(f"The final norm of {name} fits its last stage only; pass --no-norm with --layer.")
-        elif self.what == "class" and not model.config.class_token:
-            raise VitrailError(f"{name} has no class token; take mean or pooled.")
+                raise VitrailError(f"The final norm of {name} applies to its last stage only; pass --no-norm with --layer.")
+        elif self.feature == "class" and not model.config.class_token:
+            raise VitrailError(f"{name} has no class token; use mean or pooled.")
 
-    def of(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
-        """The features of a batch: [images, channels], or for patches [images, rows, columns, channels]."""
-        if self.what in ("pre_logits", "pooled"):
-            found: Tensor = getattr(model.features(images), self.what)
-            return found
-        return (self._of_stage if isinstance(model.config, BiTConfig) else self._of_layer)(model, images)
+    def compute(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
+        """Compute the features of a batch: [images, channels], or for patches [images, rows, columns, channels]."""
+        if self.feature in ("pre_logits", "pooled"):
+            features: Tensor = getattr(model.features(images), self.feature)
+            return features
+        return (self._resnet_stage if isinstance(model.config, BiTConfig) else self._vit_layer)(model, images)
 
-    def _of_layer(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
+    def _vit_layer(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
         config, layer = model.config, -1 if self.layer is None else self.layer
         tokens = next(iter(model.features(images, layers=[layer]).layers.values()))
-        first = self.norm and config.final_norm == "before-pool"
-        tokens = model.norm(tokens) if first else tokens
-        if self.what == "class":
-            found = tokens[:, 0]
+        norm_first = self.norm and config.final_norm == "before-pool"
+        tokens = model.norm(tokens) if norm_first else tokens
+        if self.feature == "class":
+            features = tokens[:, 0]
         else:
             patches = tokens[:, config.prefix :]
-            found = patches.mean(1) if self.what == "mean" else patches.unflatten(1, config.grid)
-        return model.norm(found) if self.norm and not first else found
+            features = patches.mean(1) if self.feature == "mean" else patches.unflatten(1, config.grid)
+        return model.norm(features) if self.norm and not norm_first else features
 
-    def _of_stage(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
+    def _resnet_stage(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
         if self.norm:
             patches = model.features(images).patches
         else:
             patches = next(iter(model.features(images, layers=[-1 if self.layer is None else self.layer]).layers.values()))
-        return patches.mean(dim=(1, 2)) if self.what == "mean" else patches
+        return patches.mean(dim=(1, 2)) if self.feature == "mean" else patches
 
     def to_dict(self) -> dict[str, Any]:
-        return {"what": self.what, "layer": self.layer, "norm": self.norm}
+        return {"feature": self.feature, "layer": self.layer, "norm": self.norm}
 
     def describe(self) -> str:
-        if self.what in ("pre_logits", "pooled"):
-            return f"{self.what} of the last layer"
+        if self.feature in ("pre_logits", "pooled"):
+            return f"{self.feature} of the last layer"
         layer = "the last layer" if self.layer is None else f"layer {self.layer}"
-        return f"{self.what} of {layer}, {'with' if self.norm else 'without'} the final norm"
+        return f"{self.feature} of {layer}, {'with' if self.norm else 'without'} the final norm"
 
 
 @dataclass(frozen=True)
-class Extracted:
-    """Features of a split's images, in its order; images that could not be read are missing from all arrays."""
+class ExtractedFeatures:
+    """Features of a split's images, in its order. Images that could not be read are not in the arrays."""
 
     features: Array  # float32 [n, …]
     indices: Array  # int64 [n], positions in the split
     bad: list[BadImage]
 
 
-def extract(model: Model, split: Split, preprocess: Preprocess, spec: FeatureSpec, running: Running) -> Extracted:
-    """Features of every image of a split, of all ranks together."""
+def extract_features(
+    model: Model, split: Split, preprocess: Preprocess, spec: FeatureSpec, context: EvalContext
+) -> ExtractedFeatures:
+    """Compute the features of every image of a split, gathered from all ranks."""
     spec.check(model)
     if len(split) == 0:
-        raise VitrailError(f"The split {split.name!r} has no images to compute features of.")
-    model = running.ready(model)
-    passed = running.over(split, preprocess, model, lambda images: spec.of(model, images))
-    found, places, row = np.empty(0, np.float32), np.empty(len(split), np.int64), 0
-    for features, batch in passed:
-        values = features.float().cpu().numpy()
+        raise VitrailError(f"The split {split.name!r} has no images.")
+    model = context.prepare(model)
+    results = context.run(split, preprocess, model, lambda images: spec.compute(model, images))
+    features, indices, row = np.empty(0, np.float32), np.empty(len(split), np.int64), 0
+    for output, batch in results:
+        values = output.float().cpu().numpy()
         if row == 0:
-            found = np.empty((len(split), *values.shape[1:]), np.float32)
-        found[row : row + len(values)], places[row : row + len(values)] = values, batch.indices.numpy()
+            features = np.empty((len(split), *values.shape[1:]), np.float32)
+        features[row : row + len(values)], indices[row : row + len(values)] = values, batch.indices.numpy()
         row += len(values)
-    parts = running.world.gather((found[:row], places[:row]))
+    parts = context.world.gather((features[:row], indices[:row]))
     parts = [part for part in parts if len(part[1])]
     if not parts:
-        raise VitrailError(f"Not one image of {split.name!r} could be read. `vitrail data check` says what is wrong with them.")
-    if len(parts) == 1:  # the usual case, without a copy of what may fill half the memory
-        return Extracted(parts[0][0], parts[0][1], all_bad(running, passed.bad))
+        raise VitrailError(f"No image of {split.name!r} could be read. Run `vitrail data check` to see why.")
+    bad = gather_bad_images(context, results.bad)
+    if len(parts) == 1:  # the usual case, without copying what may fill half of the memory
+        return ExtractedFeatures(parts[0][0], parts[0][1], bad)
     indices = np.concatenate([part[1] for part in parts])
     order = np.argsort(indices, kind="stable")
-    return Extracted(np.concatenate([part[0] for part in parts])[order], indices[order], all_bad(running, passed.bad))
+    return ExtractedFeatures(np.concatenate([part[0] for part in parts])[order], indices[order], bad)

@@ -1,6 +1,6 @@
-"""Few-shot linear evaluation: k images a class, frozen features, a classifier in closed form (§4.1, fig. 4).
+"""Few-shot linear evaluation: k images per class, frozen features, ridge regression in closed form (§4.1, fig. 4).
 
-It takes seconds where fine-tuning takes hours, so the paper uses it to watch models while they are trained.
+It takes seconds instead of the hours of fine-tuning, so the paper uses it to monitor models during training.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vitrail.data import open_source
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
-from vitrail.evaluate.features import FeatureSpec, extract
-from vitrail.evaluate.measuring import bundle_preprocess
+from vitrail.evaluate.context import EvalContext, default_context
+from vitrail.evaluate.evaluator import bundle_preprocess
+from vitrail.evaluate.features import FeatureSpec, extract_features
 from vitrail.evaluate.ridge import BIAS, L2, fit_ridge
-from vitrail.evaluate.running import Running, on_own_device
-from vitrail.evaluate.shots import Choice, ShortClass, choose_shots
+from vitrail.evaluate.support_set import SmallClasses, SupportSet, draw_support_sets
 from vitrail.models import Model
 
 Array = npt.NDArray[Any]
@@ -30,39 +30,39 @@ SHOTS, SEEDS = (1, 5, 10, 25), 3
 
 @dataclass(frozen=True, kw_only=True)
 class FewShotSpec:
-    """The protocol; its defaults are the reference's."""
+    """The few-shot protocol. The defaults are those of the reference code."""
 
     shots: tuple[int, ...] = SHOTS
-    """Images a class."""
+    """Images per class."""
     seeds: int = SEEDS
-    """How many draws of the images; each is one experiment."""
+    """Number of random support sets; each is one trial."""
     l2: float = L2
-    """Strength of the regularisation."""
+    """L2 regularisation strength."""
     bias: float = BIAS
-    """The constant feature; large, so that it is hardly regularised."""
-    short_class: ShortClass = "fail"
-    """What to do about a class with fewer images than shots: fail, or drop it for that number of shots."""
+    """Value of the constant feature; large, so that the bias is hardly regularised."""
+    small_classes: SmallClasses = "error"
+    """What to do with a class that has fewer images than shots: stop with an error, or drop it for that number of shots."""
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
-            raise VitrailError(f"seeds is {self.seeds}; at least one draw is needed.")
+            raise VitrailError(f"seeds is {self.seeds}; use 1 or more.")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One number of shots with one draw."""
+    """The result for one number of shots and one seed."""
 
     shots: int
     seed: int
     accuracy: float
     test_images: int
     dropped: tuple[str, ...]  # classes with too few images
-    files: tuple[str, ...]  # the images learnt from
+    files: tuple[str, ...]  # the support set
 
 
 @dataclass(frozen=True)
-class FewShot:
-    """The scores, and everything needed to obtain them again."""
+class FewShotResult:
+    """The accuracies, and everything needed to reproduce them."""
 
     trials: tuple[Trial, ...]
     protocol: FewShotSpec
@@ -76,15 +76,15 @@ class FewShot:
     def mean(self, shots: int) -> float:
         return float(self.accuracies(shots).mean())
 
-    def deviation(self, shots: int) -> float:
-        """The standard deviation over draws; NaN where there is one draw only."""
-        found = self.accuracies(shots)
-        return float(found.std(ddof=1)) if len(found) > 1 else float("nan")
+    def std(self, shots: int) -> float:
+        """Return the standard deviation over seeds; NaN with one seed."""
+        accuracies = self.accuracies(shots)
+        return float(accuracies.std(ddof=1)) if len(accuracies) > 1 else float("nan")
 
     def to_dict(self) -> dict[str, Any]:
         several = self.protocol.seeds > 1  # JSON has no NaN
         scores = {
-            str(k): {"mean": self.mean(k), "sd": self.deviation(k) if several else None, "seeds": self.accuracies(k).tolist()}
+            str(k): {"mean": self.mean(k), "std": self.std(k) if several else None, "seeds": self.accuracies(k).tolist()}
             for k in self.protocol.shots
         }
         return {
@@ -105,90 +105,94 @@ def few_shot(
     test: str | None = None,
     protocol: FewShotSpec | None = None,
     features: FeatureSpec | None = None,
-    running: Running | None = None,
-) -> FewShot:
-    """Few-shot accuracy of a checkpoint on any classes: its own head is not used. `test` is val, or else test."""
-    running = running or on_own_device(bundle.model)
-    support, held = support_and_test(data, train, test, running)
-    evaluator = FewShotEvaluator(support, held, bundle_preprocess(bundle), protocol=protocol, features=features)
-    return evaluator.run(bundle.model, running)
+    context: EvalContext | None = None,
+) -> FewShotResult:
+    """Compute the few-shot accuracy of a checkpoint on any set of classes.
+
+    The checkpoint's own head is not used. `test` defaults to val, or test if there is no val.
+    """
+    context = context or default_context(bundle.model)
+    train_split, test_split = open_train_and_test(data, train, test, context)
+    evaluator = FewShotEvaluator(train_split, test_split, bundle_preprocess(bundle), protocol=protocol, features=features)
+    return evaluator.run(bundle.model, context)
 
 
-def support_and_test(data: str, train: str, test: str | None, running: Running) -> tuple[Split, Split]:
-    """The two splits of a source; they must be different ones with classes."""
-    source = open_source(data, bad_images=running.bad_images)
+def open_train_and_test(data: str, train: str, test: str | None, context: EvalContext) -> tuple[Split, Split]:
+    """Open two different classification splits of a source."""
+    source = open_source(data, bad_images=context.bad_images)
     if test is None:
         test = next((name for name in ("val", "test") if name in source.splits), None)
     if test is None:
-        raise VitrailError(f"{data} has only the split {', '.join(source.splits)}; images to test on are needed too.")
+        raise VitrailError(f"{data} has only the split {', '.join(source.splits)}; a test split is needed too.")
     if test == train:
-        raise VitrailError(f"Both splits are {test!r}; testing on the images that were learnt from says nothing.")
-    support, held = source.split(train), source.split(test)
-    for split in (support, held):
+        raise VitrailError(f"Both splits are {test!r}; test on images that were not used for training.")
+    train_split, test_split = source.split(train), source.split(test)
+    for split in (train_split, test_split):
         if split.task != "classify":
-            raise VitrailError(f"{data} has {split.task} targets; few-shot and probes need one class an image.")
+            raise VitrailError(f"{data} has {split.task} targets; few-shot and probes need one class per image.")
         if len(split) == 0:
             raise VitrailError(f"The split {split.name!r} of {data} has no images.")
-    return support, held
+    return train_split, test_split
 
 
 class FewShotEvaluator:
-    """Few-shot accuracy again and again, as a model is trained: `evaluator(model)` gives {"5shot": 0.61, …}.
+    """Compute few-shot accuracy repeatedly during training: `evaluator(model)` returns {"5shot": 0.61, …}.
 
-    The images are chosen once, so scores of different steps differ by the model alone. The model stays on its device and in
-    its mode; with several ranks, `running` has to hold their world.
+    The support sets are drawn once, so the scores of different steps differ by the model only. The model keeps its device
+    and mode. With several ranks, `context` must hold their `World`.
     """
 
     def __init__(
         self,
-        support: Split,
+        train: Split,
         test: Split,
         preprocess: Preprocess,
         *,
         protocol: FewShotSpec | None = None,
         features: FeatureSpec | None = None,
-        running: Running | None = None,
+        context: EvalContext | None = None,
     ) -> None:
         self.protocol, self.features = protocol or FewShotSpec(), features or FeatureSpec()
-        self.preprocess, self.running = preprocess, running
-        if self.features.what == "patches":
-            raise VitrailError("Few-shot needs one vector an image; take mean instead of patches.")
+        self.preprocess, self.context = preprocess, context
+        if self.features.feature == "patches":
+            raise VitrailError("Few-shot needs one vector per image; use mean instead of patches.")
         spec = self.protocol
-        draws = range(spec.seeds)
-        self.choices = choose_shots(support.targets, support.classes, shots=spec.shots, seeds=draws, short_class=spec.short_class)
-        self.support, self.test = support, test
-        # Only the images that are drawn at all are computed: for ImageNet a few thousand instead of a million.
-        self.drawn = np.unique(np.concatenate([choice.indices for choice in self.choices]))
+        self.support_sets = draw_support_sets(
+            train.targets, train.classes, shots=spec.shots, seeds=range(spec.seeds), small_classes=spec.small_classes
+        )
+        self.train, self.test = train, test
+        # Only images of some support set are computed: for ImageNet a few thousand instead of a million.
+        self.drawn = np.unique(np.concatenate([support.indices for support in self.support_sets]))
 
     def __call__(self, model: Model) -> dict[str, float]:
-        found = self.run(model, self.running or on_own_device(model))
-        return {f"{shots}shot": found.mean(shots) for shots in self.protocol.shots}
+        result = self.run(model, self.context or default_context(model))
+        return {f"{shots}shot": result.mean(shots) for shots in self.protocol.shots}
 
-    def run(self, model: Model, running: Running) -> FewShot:
-        exactly = dataclasses.replace(running, bad_images="error")  # without one of its images a draw would not have k
-        known = extract(model, self.support.subset(self.drawn), self.preprocess, self.features, exactly)
-        held = extract(model, self.test, self.preprocess, self.features, running)
-        targets = self.test.targets[held.indices]
-        trials = tuple(self._trial(choice, known.features, held.features, targets) for choice in self.choices)
-        return FewShot(trials, self.protocol, self.features, self.preprocess, tuple(held.bad))
+    def run(self, model: Model, context: EvalContext) -> FewShotResult:
+        strict = dataclasses.replace(context, bad_images="error")  # a support set must have exactly k images per class
+        train = extract_features(model, self.train.subset(self.drawn), self.preprocess, self.features, strict)
+        test = extract_features(model, self.test, self.preprocess, self.features, context)
+        targets = self.test.targets[test.indices]
+        trials = tuple(self._trial(support, train.features, test.features, targets) for support in self.support_sets)
+        return FewShotResult(trials, self.protocol, self.features, self.preprocess, tuple(test.bad))
 
-    def _trial(self, choice: Choice, known: Array, held: Array, targets: Array) -> Trial:
-        names = self.support.classes
-        rows = np.searchsorted(self.drawn, choice.indices)
-        # Classes that take part are numbered anew, so that dropped ones cannot be predicted.
-        number = np.full(len(names), -1, np.int64)
-        number[choice.classes] = np.arange(len(choice.classes))
-        asked = np.flatnonzero(number[targets] >= 0)
-        if not len(asked):
-            raise VitrailError("Not one test image belongs to a class that was learnt.")
-        learnt = number[self.support.targets[choice.indices]]
-        fitted = fit_ridge(known[rows], learnt, len(choice.classes), l2=self.protocol.l2, bias=self.protocol.bias)
-        right = fitted.predict(held[asked]).numpy() == number[targets[asked]]
+    def _trial(self, support: SupportSet, train_features: Array, test_features: Array, targets: Array) -> Trial:
+        names = self.train.classes
+        rows = np.searchsorted(self.drawn, support.indices)
+        # The remaining classes are renumbered, so that dropped ones cannot be predicted.
+        new_label = np.full(len(names), -1, np.int64)
+        new_label[support.classes] = np.arange(len(support.classes))
+        tested = np.flatnonzero(new_label[targets] >= 0)
+        if not len(tested):
+            raise VitrailError("No test image belongs to a class of the support set.")
+        labels = new_label[self.train.targets[support.indices]]
+        classifier = fit_ridge(train_features[rows], labels, len(support.classes), l2=self.protocol.l2, bias=self.protocol.bias)
+        correct = classifier.predict(test_features[tested]).numpy() == new_label[targets[tested]]
         return Trial(
-            shots=choice.shots,
-            seed=choice.seed,
-            accuracy=float(right.mean()),
-            test_images=len(asked),
-            dropped=tuple(names[k] for k in choice.dropped),
-            files=tuple(self.support.image_name(int(index)) for index in choice.indices),
+            shots=support.shots,
+            seed=support.seed,
+            accuracy=float(correct.mean()),
+            test_images=len(tested),
+            dropped=tuple(names[k] for k in support.dropped),
+            files=tuple(self.train.image_name(int(index)) for index in support.indices),
         )

@@ -1,4 +1,4 @@
-"""Reassessed labels ("ImageNet ReaL", Beyer et al. 2020): every image has a set of right answers, which may be empty."""
+"""Read reassessed labels ("ImageNet ReaL", Beyer et al. 2020): every image has a set of correct labels, which may be empty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.data.types import Split
+from vitrail.data.types import Split, counted
 from vitrail.errors import VitrailError
 
 _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -19,10 +19,10 @@ _WORDNET = re.compile(r"n\d{8}")
 
 
 def read_real(path: str | Path, split: Split, classes: Sequence[str]) -> list[frozenset[int]]:
-    """For each image of a split the outputs that are right, from one of two kinds of JSON file.
+    """Read the correct outputs of each image of a split from a JSON file.
 
-    The published `real.json` is a list: entry i belongs to ILSVRC2012_val_(i+1), and its numbers count ImageNet's classes in
-    the order of their WordNet numbers. A file of your own is an object: image name → class names or output numbers.
+    The published `real.json` is a list: entry i belongs to ILSVRC2012_val_(i+1), and its numbers are ImageNet classes sorted
+    by WordNet ID. Your own file is an object: image name → class names or output indices.
     """
     file = Path(path)
     try:
@@ -30,57 +30,55 @@ def read_real(path: str | Path, split: Split, classes: Sequence[str]) -> list[fr
     except OSError as error:
         raise VitrailError(f"Cannot read the labels {file}: {error.strerror}. Check the path.") from error
     except ValueError as error:
-        raise VitrailError(f"{file} is not valid JSON ({error}). The published file is called real.json.") from error
+        raise VitrailError(f"{file} is not valid JSON ({error}). The published file is real.json.") from error
     if isinstance(content, list):
         return _published(file, content, split, classes)
     if isinstance(content, dict):
         return _by_name(file, content, split, classes)
-    raise VitrailError(f"{file} holds a {type(content).__name__}; a list as in real.json, or image names with labels, is expected.")
+    raise VitrailError(f"{file} contains a {type(content).__name__}; expected a list as in real.json, or an object of image names.")
 
 
 def real_hits(predicted: npt.NDArray[Any], labels: Sequence[frozenset[int]]) -> tuple[int, int, int]:
-    """(right, images that have labels, images without)."""
-    known = [(int(one), right) for one, right in zip(predicted, labels, strict=True) if right]
-    return sum(one in right for one, right in known), len(known), len(labels) - len(known)
+    """Return (correct predictions, images with labels, images without labels)."""
+    labelled = [(int(one), correct) for one, correct in zip(predicted, labels, strict=True) if correct]
+    return sum(one in correct for one, correct in labelled), len(labelled), len(labels) - len(labelled)
 
 
 def _published(file: Path, content: list[Any], split: Split, classes: Sequence[str]) -> list[frozenset[int]]:
     outputs = _output_of_class(classes)
-    found = []
+    labels = []
     for index in range(len(split)):
         name = split.image_name(index)
         match = _VALIDATION.search(name)
         if match is None or not 1 <= int(match[1]) <= len(content):
             raise VitrailError(
-                f"{file} lists {len(content):,} images of ImageNet's validation set by number, but {name!r} is not called "
-                "ILSVRC2012_val_ and such a number. Evaluate that set, or give an object of image names with labels."
+                f"{file} lists {counted(len(content), 'image')} of ImageNet's validation set by number, but the name {name!r} has "
+                "no ILSVRC2012_val_ with such a number. Use that set, or a JSON object that maps image names to labels."
             )
-        found.append(frozenset(int(outputs[_number(file, name, one, len(outputs))]) for one in content[int(match[1]) - 1]))
-    return found
+        labels.append(frozenset(int(outputs[_check_index(file, name, one, len(outputs))]) for one in content[int(match[1]) - 1]))
+    return labels
 
 
 def _output_of_class(classes: Sequence[str]) -> npt.NDArray[np.int64]:
-    """The output for each of ImageNet's classes: by WordNet number where that is the class's name, else in the same order."""
+    """Map ImageNet classes to outputs: by WordNet ID if the class names are WordNet IDs, else in the same order."""
     if all(_WORDNET.fullmatch(name) for name in classes):
         return np.argsort(np.array(classes), kind="stable").astype(np.int64)
     return np.arange(len(classes), dtype=np.int64)
 
 
 def _by_name(file: Path, content: dict[str, Any], split: Split, classes: Sequence[str]) -> list[frozenset[int]]:
-    index = {name: place for place, name in enumerate(classes)}
-    found = []
+    output = {name: index for index, name in enumerate(classes)}
+    labels = []
     for row in range(len(split)):
         name = split.image_name(row)
-        labels = content.get(name, content.get(Path(name).name))
-        if labels is None:
-            raise VitrailError(f"{file} has no entry for {name!r} or its bare file name; use [] for an image without labels.")
-        found.append(frozenset(index[one] if one in index else _number(file, name, one, len(classes)) for one in labels))
-    return found
+        entry = content.get(name, content.get(Path(name).name))
+        if entry is None:
+            raise VitrailError(f"{file} has no entry for {name!r} or its file name; use [] for an image without labels.")
+        labels.append(frozenset(output[one] if one in output else _check_index(file, name, one, len(classes)) for one in entry))
+    return labels
 
 
-def _number(file: Path, name: str, label: Any, classes: int) -> int:
+def _check_index(file: Path, name: str, label: Any, classes: int) -> int:
     if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < classes:
         return label
-    raise VitrailError(
-        f"{file} gives {name!r} the label {label!r}, which is neither the name of a class nor a number from 0 to {classes - 1}."
-    )
+    raise VitrailError(f"{file} has the label {label!r} for {name!r}; expected a class name or an integer from 0 to {classes - 1}.")

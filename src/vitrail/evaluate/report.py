@@ -1,4 +1,4 @@
-"""A report of an evaluation: a folder with tables for programs, and one page for people that needs nothing beside it."""
+"""Write an evaluation report: a folder with CSV and JSON files, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.types import Split
+from vitrail.data.types import Split, counted
 from vitrail.errors import VitrailError
-from vitrail.evaluate import drawings, labels, numbers
+from vitrail.evaluate import multilabel, plots, regression
 from vitrail.evaluate.classification import calibration, confusion_matrix, per_class, worst_confusions
-from vitrail.evaluate.measuring import Measured
-from vitrail.evaluate.report_page import NAMES, figure_text, page, picture, section, strip, table
+from vitrail.evaluate.evaluator import EvalResult
+from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, page, plot, section, strip, table
 from vitrail.evaluate.thumbnails import data_uri, split_thumbnail
 from vitrail.files import atomic_folder
 
-_MATRIX_MOST = 2000  # classes beyond which a square table is of no use to anyone
-_DRAWN_MOST = 300
+_MAX_CLASSES_CSV = 2000  # a larger confusion matrix is not readable
+_MAX_CLASSES_PLOT = 300
 _THUMBNAIL = 96
 
 
-def check_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds something, unless it is a report and may be replaced."""
+def check_output_folder(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that is not empty, unless it is a report and may be replaced."""
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise VitrailError(f"{folder} is a file; a report is a folder. Choose another name for --report.")
-    inside = sorted(item.name for item in folder.iterdir())
-    if inside and not (overwrite and "report.html" in inside):
-        kind = "a report" if "report.html" in inside else f"other files ({', '.join(inside[:3])})"
-        advice = "pass --overwrite to replace it, or choose another name" if kind == "a report" else "choose another name"
-        raise VitrailError(f"{folder} exists and holds {kind}; {advice}.")
+        raise VitrailError(f"{folder} is a file, but a report is a folder. Choose another name for --report.")
+    files = sorted(item.name for item in folder.iterdir())
+    if files and not (overwrite and "report.html" in files):
+        content = "a report" if "report.html" in files else f"other files ({', '.join(files[:3])})"
+        advice = "Pass --overwrite to replace it, or choose another name" if content == "a report" else "Choose another name"
+        raise VitrailError(f"{folder} already contains {content}. {advice}.")
 
 
-def write_report(folder: Path, results: Sequence[Measured], split: Split, about: dict[str, str]) -> None:
-    """Write the folder, wholly or not at all. The first of `results` is shown in full, others (sizes) are compared with it."""
+def write_report(folder: Path, results: Sequence[EvalResult], split: Split, about: dict[str, str]) -> None:
+    """Write the folder atomically. The first result is shown in full; others (at other input sizes) are compared with it."""
     main = results[0]
-    parts = {"classify": _classified, "multilabel": _multilabel, "regress": _regressed}[main.task](main, split)
-    drawn, tables, sections = parts
+    build = {"classify": _classification, "multilabel": _multilabel, "regress": _regression}[main.task]
+    images, tables, sections = build(main, split)
     if len(results) > 1:
-        drawn["sizes.png"], comparison = _sizes(results)
+        images["sizes.png"], comparison = _sizes(results)
         sections.insert(0, comparison)
     summary = {**about, "results": [one.summary() for one in results]}
     with atomic_folder(folder) as temporary:
         (temporary / "metrics.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for name, rows in tables.items():
             (temporary / name).write_text(_csv(rows), encoding="utf-8")
-        for name, content in drawn.items():
+        for name, content in images.items():
             (temporary / name).write_bytes(content)
         (temporary / "report.html").write_text(page(main, split, about, sections), encoding="utf-8")
 
@@ -58,19 +58,19 @@ def write_report(folder: Path, results: Sequence[Measured], split: Split, about:
 Parts = tuple[dict[str, bytes], dict[str, Iterable[Sequence[Any]]], list[str]]
 
 
-def _classified(result: Measured, split: Split) -> Parts:
-    answers, classes = result.answers, result.classes
-    assert answers is not None
+def _classification(result: EvalResult, split: Split) -> Parts:
+    predictions, classes = result.predictions, result.classes
+    assert predictions is not None
     count = len(classes)
-    each = per_class(answers.targets, answers.predicted, count)
-    found = calibration(answers.probability[:, 0], answers.correct)
-    drawn = {"reliability.png": drawings.reliability(found)}
+    scores = per_class(predictions.targets, predictions.predicted, count)
+    calibrated = calibration(predictions.confidence, predictions.correct)
+    images = {"reliability.png": plots.reliability(calibrated)}
     rows = [
         [
             classes[k],
-            int(each.support[k]),
-            int(each.predicted[k]),
-            *(float(one[k]) for one in (each.precision, each.recall, each.f1)),
+            int(scores.support[k]),
+            int(scores.predicted[k]),
+            *(float(one[k]) for one in (scores.precision, scores.recall, scores.f1)),
         ]
         for k in range(count)
     ]
@@ -80,101 +80,99 @@ def _classified(result: Measured, split: Split) -> Parts:
         "predictions.csv": _predictions(result, split),
     }
     sections = []
-    if count <= _MATRIX_MOST:
-        matrix = confusion_matrix(answers.targets, answers.predicted, count)
+    if count <= _MAX_CLASSES_CSV:
+        matrix = confusion_matrix(predictions.targets, predictions.predicted, count)
         tables["confusion.csv"] = [["true \\ predicted", *classes], *([classes[k], *matrix[k].tolist()] for k in range(count))]
-        if count <= _DRAWN_MOST:
-            drawn["confusion.png"] = drawings.confusion(matrix, classes)
-            sections.append(section("Confusion matrix", picture(drawn["confusion.png"], "confusion matrix"), "confusion.csv"))
+        if count <= _MAX_CLASSES_PLOT:
+            images["confusion.png"] = plots.confusion(matrix, classes)
+            sections.append(section("Confusion matrix", plot(images["confusion.png"], "confusion matrix"), "confusion.csv"))
+    diagram = plot(images["reliability.png"], "reliability diagram")
     sections += [
-        section("Worst confusions", _confusions(result, split)),
+        section("Most frequent confusions", _confusions(result, split)),
         section("Classes", table(headings, rows, sortable=True), "per-class.csv"),
-        section(
-            "Calibration", picture(drawn["reliability.png"], "reliability diagram") + _calibration_words(found.error, found.largest)
-        ),
+        section("Calibration", diagram + _calibration_text(calibrated.ece, calibrated.mce)),
     ]
-    return drawn, tables, sections
+    return images, tables, sections
 
 
-def _predictions(result: Measured, split: Split) -> Iterable[Sequence[Any]]:
-    answers, classes = result.answers, result.classes
-    assert answers is not None
+def _predictions(result: EvalResult, split: Split) -> Iterable[Sequence[Any]]:
+    predictions, classes = result.predictions, result.classes
+    assert predictions is not None
     yield ["image", "true", "predicted", "probability", "correct"]
-    for row in range(len(answers)):
-        true, predicted = int(answers.targets[row]), int(answers.predicted[row])
-        name, probability = split.image_name(int(answers.indices[row])), f"{answers.probability[row, 0]:.6f}"
+    for row in range(len(predictions)):
+        true, predicted = int(predictions.targets[row]), int(predictions.predicted[row])
+        name, probability = split.image_name(int(predictions.indices[row])), f"{predictions.confidence[row]:.6f}"
         yield [name, classes[true], classes[predicted], probability, int(true == predicted)]
 
 
-def _confusions(result: Measured, split: Split) -> str:
-    answers, classes = result.answers, result.classes
-    assert answers is not None
-    worst = worst_confusions(answers, len(classes))
+def _confusions(result: EvalResult, split: Split) -> str:
+    predictions, classes = result.predictions, result.classes
+    assert predictions is not None
+    worst = worst_confusions(predictions, len(classes))
     if not worst:
-        return "<p>Not one image was mistaken.</p>"
-    shown = []
+        return "<p>All predictions are correct.</p>"
+    strips = []
     for one in worst:
         examples = []
         for row in one.examples:
-            index = int(answers.indices[row])
+            index = int(predictions.indices[row])
             image = split_thumbnail(split, index, _THUMBNAIL)
-            caption = f"{split.image_name(index)} ({answers.probability[row, 0]:.0%})"
+            caption = f"{split.image_name(index)} ({predictions.confidence[row]:.0%})"
             examples.append((data_uri(image) if image is not None else "", caption))
-        words = (
-            f"<b>{escape(classes[one.true])}</b> taken for <b>{escape(classes[one.predicted])}</b>: "
-            f"{one.count} images, {one.share:.1%} of the class"
+        title = (
+            f"<b>{escape(classes[one.true])}</b> predicted as <b>{escape(classes[one.predicted])}</b>: "
+            f"{counted(one.count, 'image')}, {one.fraction:.1%} of the class"
         )
-        shown.append(strip(words, examples))
-    return "".join(shown) + "<p class='faint'>For each pair the mistakes the model was surest of, with its confidence.</p>"
+        strips.append(strip(title, examples))
+    note = "<p class='faint'>Examples are the errors with the highest confidence. Hover over an image for name and confidence.</p>"
+    return "".join(strips) + note
 
 
-def _calibration_words(error: float, largest: float) -> str:
+def _calibration_text(ece: float, mce: float) -> str:
     return (
-        f"<p>On average the model's confidence is {error:.1%} away from its accuracy; in the worst of the 15 bins, {largest:.1%}. "
-        "Bars below the dashed line mean that it is too sure of itself.</p>"
+        f"<p>Expected calibration error: the mean gap between confidence and accuracy is {ece:.1%}. "
+        f"The largest gap of the 15 bins is {mce:.1%}. Bars below the dashed line mean that the model is overconfident.</p>"
     )
 
 
-def _multilabel(result: Measured, split: Split) -> Parts:
+def _multilabel(result: EvalResult, split: Split) -> Parts:
     assert result.outputs is not None and result.truth is not None
-    found = labels.per_label(result.outputs, result.truth, result.thresholds)
+    scores = multilabel.per_label(result.outputs, result.truth, result.thresholds)
     headings = ["label", "images", "average precision", "precision", "recall", "f1", "threshold", "best threshold"]
-    columns = (found.average_precision, found.precision, found.recall, found.f1, found.threshold, found.best_threshold)
-    rows = [[name, int(found.support[k]), *(float(one[k]) for one in columns)] for k, name in enumerate(result.classes)]
-    words = (
-        "<p class='faint'>The best threshold is the one with the highest F1 on these very images: a hint, not a measurement.</p>"
-    )
+    columns = (scores.average_precision, scores.precision, scores.recall, scores.f1, scores.threshold, scores.best_threshold)
+    rows = [[name, int(scores.support[k]), *(float(one[k]) for one in columns)] for k, name in enumerate(result.classes)]
+    note = "<p class='faint'>The best threshold gives the highest F1 on these same images, so that F1 is optimistic.</p>"
     return (
         {},
         {"per-label.csv": [headings, *rows]},
-        [section("Labels", table(headings, rows, sortable=True) + words, "per-label.csv")],
+        [section("Labels", table(headings, rows, sortable=True) + note, "per-label.csv")],
     )
 
 
-def _regressed(result: Measured, split: Split) -> Parts:
+def _regression(result: EvalResult, split: Split) -> Parts:
     assert result.outputs is not None and result.truth is not None
-    found = numbers.per_target(result.outputs, result.truth)
-    headings = ["target", "mean absolute error", "root mean squared error", "R²", "mean of the truth"]
-    columns = (found.mae, found.rmse, found.r2, found.mean)
+    scores = regression.per_target(result.outputs, result.truth)
+    headings = ["target", "mean absolute error", "root mean squared error", "R²", "mean true value"]
+    columns = (scores.mae, scores.rmse, scores.r2, scores.mean)
     rows = [[name, *(float(one[k]) for one in columns)] for k, name in enumerate(result.classes)]
-    drawn = {
-        f"scatter-{k}.png": drawings.scatter(result.outputs[:, k], result.truth[:, k], name)
+    images = {
+        f"scatter-{k}.png": plots.scatter(result.outputs[:, k], result.truth[:, k], name)
         for k, name in enumerate(result.classes[:12])
     }
-    pictures = "".join(picture(content, "predicted against true") for content in drawn.values())
-    shown = [section("Targets", table(headings, rows), "per-target.csv"), section("Predicted against true", pictures)]
-    return drawn, {"per-target.csv": [headings, *rows]}, shown
+    scatters = "".join(plot(content, "predicted against true values") for content in images.values())
+    sections = [section("Targets", table(headings, rows), "per-target.csv"), section("Predicted against true values", scatters)]
+    return images, {"per-target.csv": [headings, *rows]}, sections
 
 
-def _sizes(results: Sequence[Measured]) -> tuple[bytes, str]:
-    headline = next(iter(results[0].figures))
-    names = [f"{one.size[0]}×{one.size[1]}" for one in results]
-    chosen = [(one.figures[headline], one.intervals[headline]) for one in results]
-    drawn = drawings.sizes(names, [value for value, _ in chosen], [both for _, both in chosen], NAMES.get(headline, headline))
-    shared = [name for name in results[0].figures if name in NAMES]
-    rows = [[NAMES[name], *(figure_text(name, one.figures[name]) for one in results)] for name in shared]
-    body = table(["figure", *names], rows) + picture(drawn, "figures at several sizes")
-    return drawn, section("Input sizes", body)
+def _sizes(results: Sequence[EvalResult]) -> tuple[bytes, str]:
+    headline = next(iter(results[0].metrics))
+    sizes = [f"{one.size[0]}×{one.size[1]}" for one in results]
+    values, intervals = [one.metrics[headline] for one in results], [one.intervals[headline] for one in results]
+    image = plots.sizes(sizes, values, intervals, METRIC_NAMES.get(headline, headline))
+    shared = [name for name in results[0].metrics if name in METRIC_NAMES]
+    rows = [[METRIC_NAMES[name], *(format_metric(name, one.metrics[name]) for one in results)] for name in shared]
+    body = table(["metric", *sizes], rows) + plot(image, f"{METRIC_NAMES.get(headline, headline)} at several input sizes")
+    return image, section("Input sizes", body)
 
 
 def _csv(rows: Iterable[Sequence[Any]]) -> str:

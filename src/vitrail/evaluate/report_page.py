@@ -1,4 +1,4 @@
-"""The HTML of a report. Everything is inside the one file: styles, pictures, and a few lines of script that sort tables."""
+"""Build the HTML of a report as one self-contained file: styles, images, and a few lines of script that sort tables."""
 
 from __future__ import annotations
 
@@ -7,77 +7,82 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from vitrail.data.types import Split
-from vitrail.evaluate.measuring import Measured
+from vitrail.data.types import Split, counted
+from vitrail.evaluate.evaluator import EvalResult
 from vitrail.evaluate.thumbnails import data_uri
 
-NAMES = {
+METRIC_NAMES = {
     "accuracy": "accuracy",
     "top5_accuracy": "top-5 accuracy",
     "balanced_accuracy": "balanced accuracy",
-    "macro_f1": "mean F1 over classes",
+    "macro_f1": "macro F1",
     "real_accuracy": "ReaL accuracy",
     "nll": "negative log-likelihood",
     "ece": "expected calibration error",
     "map": "mean average precision",
-    "f1_micro": "F1 over all decisions",
-    "f1_macro": "mean F1 over labels",
-    "exact_match": "images with every label right",
+    "f1_micro": "micro F1",
+    "f1_macro": "macro F1",
+    "exact_match": "exact match",
     "mae": "mean absolute error",
     "rmse": "root mean squared error",
     "r2": "R²",
 }
-SHARES = {"accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "real_accuracy", "ece"}
-SHARES |= {"map", "f1_micro", "f1_macro", "exact_match"}
+IN_PERCENT = {"accuracy", "top5_accuracy", "balanced_accuracy", "macro_f1", "real_accuracy", "ece"}
+IN_PERCENT |= {"map", "f1_micro", "f1_macro", "exact_match"}
 
 
-def figure_text(name: str, value: float) -> str:
-    """A figure as people read it: shares in per cent, all else with four digits."""
+def format_metric(name: str, value: float) -> str:
+    """Format a metric for people: in per cent, or with four digits where per cent makes no sense."""
     if math.isnan(value):
         return "–"
-    return f"{value:.2%}" if name in SHARES else f"{value:.4g}"
+    return f"{value:.2%}" if name in IN_PERCENT else f"{value:.4g}"
 
 
-def page(result: Measured, split: Split, about: dict[str, str], sections: Sequence[str]) -> str:
-    headline = next(iter(result.figures))
+def page(result: EvalResult, split: Split, about: dict[str, str], sections: Sequence[str]) -> str:
+    """Build the whole page. The first metric of the result is the headline."""
+    headline = next(iter(result.metrics))
     title = f"{about['checkpoint']} on {about['data']}"
     low, high = result.intervals[headline]
-    facts = {
+    info = {
         **about,
         "split": f"{split.name}: evaluated {result.images}/{result.total} unique images",
         "preprocessing": result.preprocess.describe(),
-        "fingerprint": result.preprocess.fingerprint(),
+        "preprocessing fingerprint": result.preprocess.fingerprint(),
     }
     rows = [
-        [NAMES[name], figure_text(name, value), " – ".join(figure_text(name, one) for one in result.intervals.get(name, ()))]
-        for name, value in result.figures.items()
+        [METRIC_NAMES[name], format_metric(name, value), _interval_text(name, result.intervals.get(name, ()))]
+        for name, value in result.metrics.items()
     ]
     return _PAGE.format(
         title=escape(title),
         style=_STYLE,
         script=_SCRIPT,
-        headline=escape(figure_text(headline, result.figures[headline])),
-        headline_name=escape(NAMES[headline]),
-        headline_range=escape(f"95 % interval {figure_text(headline, low)} to {figure_text(headline, high)}"),
-        facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()),
+        headline=escape(format_metric(headline, result.metrics[headline])),
+        headline_name=escape(METRIC_NAMES[headline]),
+        headline_range=escape(f"95 % confidence interval: {_interval_text(headline, (low, high))}"),
+        info="".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in info.items()),
         notes=_notes(result),
-        figures=table(["figure", "value", "95 % interval"], rows),
+        metrics=table(["metric", "value", "95 % interval"], rows),
         sections="".join(sections),
     )
 
 
-def _notes(result: Measured) -> str:
+def _interval_text(name: str, interval: Sequence[float]) -> str:
+    return " – ".join(format_metric(name, end) for end in interval)
+
+
+def _notes(result: EvalResult) -> str:
     notes = [escape(note) for note in result.notes]
     if result.bad:
         listed = "".join(f"<li>{escape(one.name)}: {escape(one.fault)}</li>" for one in result.bad[:100])
         more = f"<li>and {len(result.bad) - 100} more</li>" if len(result.bad) > 100 else ""
-        notes.append(f"{len(result.bad)} images could not be read and are left out:<ul>{listed}{more}</ul>")
+        notes.append(f"{counted(len(result.bad), 'image')} could not be read and skipped:<ul>{listed}{more}</ul>")
     return f"<ul class='notes'>{''.join(f'<li>{note}</li>' for note in notes)}</ul>" if notes else ""
 
 
 def section(title: str, body: str, file: str | None = None) -> str:
-    beside = f"<p class='faint'>Also in {escape(file)} beside this page.</p>" if file else ""
-    return f"<section><h2>{escape(title)}</h2>{body}{beside}</section>"
+    link = f"<p class='faint'>Also in {escape(file)}, in the same folder.</p>" if file else ""
+    return f"<section><h2>{escape(title)}</h2>{body}{link}</section>"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> str:
@@ -89,28 +94,28 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: b
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        shown = "–" if math.isnan(value) else f"{value:.3f}"
-        return f"<td data-value='{-1 if math.isnan(value) else value}'>{shown}</td>"
+        text = "–" if math.isnan(value) else f"{value:.3f}"
+        return f"<td data-value='{-1 if math.isnan(value) else value}'>{text}</td>"
     if isinstance(value, int):
         return f"<td data-value='{value}'>{value:,}</td>"
     return f"<td>{escape(str(value))}</td>"
 
 
-def picture(png: bytes, words: str) -> str:
-    """A drawing at two thirds of its pixels: crisp on fine screens, and with letters of the page's size."""
+def plot(png: bytes, alt: str) -> str:
+    """Embed a plot at two thirds of its pixels: sharp on high-resolution screens, with text of the page's size."""
     width = round(int.from_bytes(png[16:20], "big") / 1.5)
-    return f"<img class='drawing' width='{width}' src='{data_uri(png)}' alt='{escape(words)}'>"
+    return f"<img class='plot' width='{width}' src='{data_uri(png)}' alt='{escape(alt)}'>"
 
 
-def strip(words: str, examples: Sequence[tuple[str, str]]) -> str:
-    """A row of small pictures under a line of HTML; a picture without content is one that cannot be read."""
-    shown = "".join(
+def strip(title: str, examples: Sequence[tuple[str, str]]) -> str:
+    """Show a row of thumbnails (data URI, caption) under an HTML title. An empty URI means that the image cannot be read."""
+    thumbnails = "".join(
         f"<img src='{uri}' title='{escape(caption, quote=True)}' alt='{escape(caption, quote=True)}'>"
         if uri
         else "<i>unreadable</i>"
         for uri, caption in examples
     )
-    return f"<div class='strip'><p>{words}</p>{shown}</div>"
+    return f"<div class='strip'><p>{title}</p>{thumbnails}</div>"
 
 
 _STYLE = """
@@ -127,18 +132,18 @@ th, td { padding: .28rem .9rem .28rem 0; text-align: right; border-bottom: 1px s
 th:first-child, td:first-child { text-align: left; } th { color: var(--faint); font-weight: 500; }
 .sortable th { cursor: pointer; } .sortable th:hover { color: var(--ink); }
 .sortable th[data-order]::after { content: " ↓"; } .sortable th[data-order="up"]::after { content: " ↑"; }
-.drawing { display: block; max-width: 100%; height: auto; margin-top: .8rem; } .notes { color: var(--faint); padding-left: 1.1rem; }
+.plot { display: block; max-width: 100%; height: auto; margin-top: .8rem; } .notes { color: var(--faint); padding-left: 1.1rem; }
 .strip { margin: 0 0 1rem; } .strip p { margin: 0 0 .3rem; }
 .strip img { width: 96px; height: 96px; object-fit: contain; margin-right: 4px; }
 .strip i { display: inline-block; width: 96px; color: var(--faint); }
 """
 _SCRIPT = """
 document.querySelectorAll('table.sortable th').forEach(head => head.addEventListener('click', () => {
-  const table = head.closest('table'), place = [...head.parentNode.children].indexOf(head), up = head.dataset.order === 'down';
+  const table = head.closest('table'), column = [...head.parentNode.children].indexOf(head), up = head.dataset.order === 'down';
   table.querySelectorAll('th').forEach(other => delete other.dataset.order);
   head.dataset.order = up ? 'up' : 'down';
   const content = cell => 'value' in cell.dataset ? Number(cell.dataset.value) : cell.textContent;
-  const value = row => content(row.children[place]);
+  const value = row => content(row.children[column]);
   const rows = [...table.tBodies[0].rows].sort((a, b) => { const x = value(a), y = value(b); return x < y ? -1 : x > y ? 1 : 0; });
   (up ? rows : rows.reverse()).forEach(row => table.tBodies[0].append(row));
 }));
@@ -149,9 +154,9 @@ _PAGE = """<!doctype html>
 <h1>{title}</h1>
 <div class="top">
 <div class="headline"><b>{headline}</b>{headline_name}<br><span class="faint">{headline_range}</span></div>
-<dl>{facts}</dl></div>
+<dl>{info}</dl></div>
 {notes}
-<section><h2>Figures</h2>{figures}</section>
+<section><h2>Metrics</h2>{metrics}</section>
 {sections}
 <script>{script}</script></body></html>
 """

@@ -1,4 +1,4 @@
-"""Running a suite: fine-tune on every task that is there, measure, average by group as the paper does."""
+"""Run a suite: fine-tune and test on every task whose data is available, and average by group as in the paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from vitrail.errors import VitrailError
 from vitrail.evaluate.intervals import wilson
-from vitrail.evaluate.suite_sources import Missing, TaskData, open_task
+from vitrail.evaluate.suite_sources import MissingData, TaskData, open_task
 from vitrail.evaluate.suites import GROUPS, SuiteTask
 from vitrail.files import write_text
 from vitrail.recipes import recipe_named
@@ -25,22 +25,22 @@ from vitrail.train.prepare import Prepared, make_model, make_task
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteSettings:
-    """What may differ from the paper's protocol. Whatever is None stays as the recipe has it."""
+    """Changes to the paper's protocol. None keeps the recipe's value."""
 
     steps: int | None = None
-    """Optimiser steps; the paper's VTAB protocol has 2,500."""
+    """Optimiser steps; 2,500 in the paper's VTAB protocol."""
     warmup: int | None = None
     lr: float | None = None
     batch: int | None = None
     size: int | None = None
-    """Side of the input in pixels; the paper's is 384."""
+    """Input size in pixels; 384 in the paper."""
     seed: int = 0
     device: str = "auto"
     workers: int | None = None
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskScore:
     task: str
     title: str
     group: str | None
@@ -54,21 +54,21 @@ class Score:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    scores: tuple[Score, ...]
+    scores: tuple[TaskScore, ...]
     missing: dict[str, str]
-    """Tasks that were not there, each with what to do about it."""
+    """Tasks without data, each with a message on how to get it."""
     total: int
 
     def means(self) -> dict[str, tuple[float, int]]:
-        """Mean accuracy and number of tasks by group, and over all of them; only what was run is in it."""
-        found: dict[str, tuple[float, int]] = {}
+        """Return mean accuracy and number of tasks per group and over all tasks, of the tasks that were run."""
+        means: dict[str, tuple[float, int]] = {}
         for group in GROUPS:
             values = [one.accuracy for one in self.scores if one.group == group]
             if values:
-                found[group] = sum(values) / len(values), len(values)
+                means[group] = sum(values) / len(values), len(values)
         if self.scores:
-            found["all"] = sum(one.accuracy for one in self.scores) / len(self.scores), len(self.scores)
-        return found
+            means["all"] = sum(one.accuracy for one in self.scores) / len(self.scores), len(self.scores)
+        return means
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -79,24 +79,22 @@ class SuiteResult:
         }
 
 
-def find_tasks(tasks: Sequence[SuiteTask], root: Path, given: Mapping[str, str]) -> tuple[dict[str, TaskData], dict[str, str]]:
-    """The data of those tasks that are there, and for the others a sentence on how to get them."""
-    unknown = sorted(set(given) - {task.name for task in tasks})
+def find_tasks(tasks: Sequence[SuiteTask], root: Path, sources: Mapping[str, str]) -> tuple[dict[str, TaskData], dict[str, str]]:
+    """Open the data of all tasks. Returns what is available, and for each other task a message on how to get it."""
+    unknown = sorted(set(sources) - {task.name for task in tasks})
     if unknown:
-        raise VitrailError(
-            f"--source names {unknown[0]!r}, which is not among the tasks: {', '.join(task.name for task in tasks)}."
-        )
-    there, missing = dict[str, TaskData](), dict[str, str]()
+        raise VitrailError(f"--source: {unknown[0]!r} is not a task. The tasks are {', '.join(task.name for task in tasks)}.")
+    available, missing = dict[str, TaskData](), dict[str, str]()
     for task in tasks:
         try:
-            there[task.name] = open_task(task, root, given)
-        except Missing as error:
+            available[task.name] = open_task(task, root, sources)
+        except MissingData as error:
             missing[task.name] = str(error)
-    return there, missing
+    return available, missing
 
 
 def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin: str) -> Recipe:
-    """The paper's fine-tuning, with the task's own crop and flip rules."""
+    """Build the paper's fine-tuning recipe with the task's crop and flip rules."""
     recipe = recipe_named(task.recipe)
     augment = dataclasses.replace(recipe.augment, crop=recipe.augment.crop if task.crop else "none", flip=0.5 if task.flip else 0.0)
     schedule = recipe.schedule if settings.warmup is None else dataclasses.replace(recipe.schedule, warmup=settings.warmup)
@@ -119,26 +117,28 @@ def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin
 
 def run_task(
     task: SuiteTask, data: TaskData, checkpoint: str, out: Path, settings: SuiteSettings, callbacks: Sequence[Callback] = ()
-) -> Score:
-    """Fine-tune on the task's training images and measure on its test images. A task that is finished is not run again."""
+) -> TaskScore:
+    """Fine-tune on the task's training images and evaluate on its test images. A finished task is not run again."""
     recipe = recipe_for(task, checkpoint, settings, data.origin)
     notes: list[str] = []
-    goal = make_task(recipe, data.train)
-    model, preprocess = make_model(recipe, goal.outputs, data.train.classes, notes)
-    prepared = Prepared(model, goal, preprocess, data.train, data.test, data.train.classes, data.origin, notes)
+    objective = make_task(recipe, data.train)
+    model, preprocess = make_model(recipe, objective.outputs, data.train.classes, notes)
+    prepared = Prepared(model, objective, preprocess, data.train, data.test, data.train.classes, data.origin, notes)
     result = train(recipe, out / task.name, callbacks=callbacks, prepared=prepared)
     if result.ended_by is not None:
-        raise VitrailError(f"{task.title} was interrupted at step {result.steps}; the same command goes on from there.")
+        raise VitrailError(f"{task.title} was interrupted at step {result.steps}. Run the same command again to resume.")
     images = int(result.metrics["images"])
-    right = round(result.metrics["accuracy"] * images)
+    hits = round(result.metrics["accuracy"] * images)
     if images != len(data.test):
-        raise VitrailError(f"{task.title}: {images} of {len(data.test)} test images were measured, so the score would not count.")
-    return Score(
+        raise VitrailError(
+            f"{task.title}: only {images} of {len(data.test)} test images were evaluated, so the score is not valid."
+        )
+    return TaskScore(
         task.name,
         task.title,
         task.group,
-        right / images,
-        wilson(right, images),
+        hits / images,
+        wilson(hits, images),
         len(data.train),
         images,
         data.official,
@@ -147,10 +147,10 @@ def run_task(
 
 
 def write_results(out: Path, result: SuiteResult, about: dict[str, Any]) -> None:
-    """scores.csv for people and plots, results.json for programs."""
+    """Write scores.csv and results.json."""
     buffer = io.StringIO()
     rows = csv.writer(buffer, lineterminator="\n")
-    names = [field.name for field in dataclasses.fields(Score) if field.name != "interval"]
+    names = [field.name for field in dataclasses.fields(TaskScore) if field.name != "interval"]
     rows.writerow(names)
     rows.writerows([[getattr(one, name) for name in names] for one in result.scores])
     write_text(out / "scores.csv", buffer.getvalue())

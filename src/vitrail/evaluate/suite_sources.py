@@ -1,4 +1,4 @@
-"""Finding the images of a suite's task, and dividing them as the task says."""
+"""Find the images of a suite's task and split them as VTAB does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vitrail.data import open_source
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.types import Split
+from vitrail.data.types import Split, counted
 from vitrail.errors import VitrailError
 from vitrail.evaluate.suite_layouts import open_layout
 from vitrail.evaluate.suites import SuiteTask
@@ -25,71 +25,75 @@ TRAIN, VALIDATION = 800, 200
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a task is learnt from and measured on."""
+    """The training and test images of a task."""
 
     train: Split
     test: Split
     origin: str
-    """Where it was found."""
+    """Where the images were found."""
     official: bool
-    """Whether these are VTAB's own 1,000 training images, which only its file lists say."""
+    """Whether the training images are VTAB's official 1,000, which are known only from its file lists."""
 
 
-class Missing(VitrailError):
-    """A task whose images are not there."""
+class MissingData(VitrailError):
+    """The images of a task were not found."""
 
 
-def open_task(task: SuiteTask, root: Path, given: Mapping[str, str] | None = None) -> TaskData:
-    """The data of a task: from the source named for it, else from ROOT/NAME, else from torchvision's files in ROOT.
+def open_task(task: SuiteTask, root: Path, sources: Mapping[str, str] | None = None) -> TaskData:
+    """Open the data of a task: from its entry in `sources`, else from ROOT/NAME, else from torchvision's files in ROOT.
 
     Nothing is downloaded unless a source says so (torchvision:NAME?download=1, hf:NAME).
     """
-    origin, splits, lists = _found(task, root, given or {})
-    if lists:
+    origin, splits, official = _find(task, root, sources or {})
+    if official:
         return TaskData(splits["train"], splits["test"], origin, official=True)
     _check_classes(task, splits, origin)
     if task.group is None:
-        return TaskData(*_plain(task, splits, origin), origin, official=False)
-    train, validation, test = divided(task, splits, origin)
-    few = [_first(train, TRAIN, task, "training"), _first(validation, VALIDATION, task, "validation")]
-    return TaskData(joined(few), test, origin, official=False)
+        return TaskData(*_train_and_test(task, splits, origin), origin, official=False)
+    train, validation, test = split_task(task, splits, origin)
+    thousand = [_first(train, TRAIN, task, "training"), _first(validation, VALIDATION, task, "validation")]
+    return TaskData(concat_splits(thousand), test, origin, official=False)
 
 
-def _found(task: SuiteTask, root: Path, given: Mapping[str, str]) -> tuple[str, dict[str, Split], bool]:
-    if task.name in given:
-        return given[task.name], dict(open_source(given[task.name]).splits), False
+def _find(task: SuiteTask, root: Path, sources: Mapping[str, str]) -> tuple[str, dict[str, Split], bool]:
+    """Return (origin, splits, whether these are VTAB's official lists)."""
+    if task.name in sources:
+        return sources[task.name], dict(open_source(sources[task.name]).splits), False
     folder = root / task.name
     if (folder / "train800val200.txt").is_file():
-        return f"{folder} (VTAB's lists)", _listed(task, folder), True
-    made = open_layout(task, folder) if folder.is_dir() else None
-    if made is not None:
-        return str(folder), made, False
-    if task.torchvision is not None:  # before a plain folder: torchvision's own may have the same name
+        return f"{folder} (VTAB's lists)", _read_lists(task, folder), True
+    splits = open_layout(task, folder) if folder.is_dir() else None
+    if splits is not None:
+        return str(folder), splits, False
+    if task.torchvision is not None:  # before a plain folder: torchvision's folder may have the same name
         reference = f"torchvision:{task.torchvision}?root={root}"
         with contextlib.suppress(VitrailError):
             return reference, dict(open_source(reference).splits), False
     if folder.is_dir():
-        return str(folder), dict(open_source(f"folder:{folder}?val=0" if _single(folder) else str(folder)).splits), False
-    raise Missing(how_to_get(task, root))
+        return str(folder), dict(open_source(f"folder:{folder}?val=0" if _has_no_splits(folder) else str(folder)).splits), False
+    raise MissingData(missing_message(task, root))
 
 
-def _single(folder: Path) -> bool:
-    """Whether a folder holds classes and not splits, so that it is to be divided here."""
+def _has_no_splits(folder: Path) -> bool:
+    """Tell whether the subfolders are classes, not splits."""
     names = {item.name for item in folder.iterdir() if item.is_dir()}
     return bool(names) and not names & {"train", "val", "valid", "validation", "test"}
 
 
-def how_to_get(task: SuiteTask, root: Path) -> str:
-    """A sentence that says where the task's images were looked for and how to bring them there."""
-    ways = [f"put it in {root / task.name}" + (f" ({task.obtain})" if task.obtain and not task.obtain.startswith("hf:") else "")]
+def missing_message(task: SuiteTask, root: Path) -> str:
+    """Say where the task's images were searched and how to get them."""
+    ways = [
+        f"put it in {root / task.name}"
+        + (f" ({task.download_hint})" if task.download_hint and not task.download_hint.startswith("hf:") else "")
+    ]
     if task.torchvision and task.torchvision != "ImageNet":
         ways.append(f"--source {task.name}=torchvision:{task.torchvision}?root={root}&download=1")
-    ways.append(f"--source {task.name}={task.obtain if task.obtain.startswith('hf:') else 'hf:OWNER/NAME'}")
-    return f"{task.title} is not there: {', or '.join(ways)}."
+    ways.append(f"--source {task.name}={task.download_hint if task.download_hint.startswith('hf:') else 'hf:OWNER/NAME'}")
+    return f"{task.title} was not found: {', or '.join(ways)}."
 
 
-def _listed(task: SuiteTask, folder: Path) -> dict[str, Split]:
-    """The usual distribution of VTAB-1k: lists of `path label` for the 1,000 training images and the test."""
+def _read_lists(task: SuiteTask, folder: Path) -> dict[str, Split]:
+    """Read the usual distribution of VTAB-1k: lists of `path label` lines for the 1,000 training images and the test."""
     classes = tuple(map(str, range(task.classes)))
     splits: dict[str, Split] = {}
     for name, file in (("train", "train800val200.txt"), ("test", "test.txt")):
@@ -100,45 +104,49 @@ def _listed(task: SuiteTask, folder: Path) -> dict[str, Split]:
             raise VitrailError(f"{folder / file} is not a list of `path label` lines ({error}).") from error
         if len(targets) == 0 or targets.min() < 0 or targets.max() >= task.classes:
             raise VitrailError(
-                f"{folder / file} has labels outside 0 to {task.classes - 1}, the {task.classes} classes of {task.title}."
+                f"{folder / file} has labels outside 0 to {task.classes - 1}; {task.title} has {task.classes} classes."
             )
         splits[name] = FileSplit(name, "classify", folder, [row[0] for row in rows], targets, classes)
     return splits
 
 
-def divided(task: SuiteTask, splits: dict[str, Split], origin: str) -> tuple[Split, Split, Split]:
-    """(train, validation, test) as VTAB divides the set; each in a shuffled order that depends on the images' names alone."""
-    divide = task.divide
-    # A copy that already has all three parts is taken at its word, whatever the original form of the set.
-    if divide == "own" or (divide in ("train", "whole") and {"train", "val", "test"} <= set(splits)):
-        return _shuffled(_need(splits, "train", origin)), _shuffled(_need(splits, "val", origin)), _need(splits, "test", origin)
-    train = _shuffled(_need(splits, "train", origin))
-    if divide == "half-test":
-        test = _shuffled(_need(splits, "test", origin))
+def split_task(task: SuiteTask, splits: dict[str, Split], origin: str) -> tuple[Split, Split, Split]:
+    """Split a dataset into (train, validation, test) as VTAB does, shuffled by a hash of the image names."""
+    rule = task.split_rule
+    # A copy that already has all three splits is used as it is.
+    if rule == "own" or (rule in ("train", "whole") and {"train", "val", "test"} <= set(splits)):
+        return (
+            _shuffled(_require(splits, "train", origin)),
+            _shuffled(_require(splits, "val", origin)),
+            _require(splits, "test", origin),
+        )
+    train = _shuffled(_require(splits, "train", origin))
+    if rule == "half-test":
+        test = _shuffled(_require(splits, "test", origin))
         half = len(test) // 2
         return train, test.subset(np.arange(half)), test.subset(np.arange(half, len(test)))
-    if divide == "whole" and set(splits) != {"train"}:
-        train = _shuffled(joined(list(splits.values())))
-    first = len(train) * task.shares[0] // 100
-    if divide == "whole":
-        second = first + len(train) * task.shares[1] // 100
+    if rule == "whole" and set(splits) != {"train"}:
+        train = _shuffled(concat_splits(list(splits.values())))
+    first = len(train) * task.percentages[0] // 100
+    if rule == "whole":
+        second = first + len(train) * task.percentages[1] // 100
         parts = (np.arange(first), np.arange(first, second), np.arange(second, len(train)))
         return train.subset(parts[0]), train.subset(parts[1]), train.subset(parts[2])
-    test = _need(splits, "val" if divide == "test-is-val" else "test", origin)
+    test = _require(splits, "val" if rule == "test-is-val" else "test", origin)
     return train.subset(np.arange(first)), train.subset(np.arange(first, len(train))), test
 
 
-def _plain(task: SuiteTask, splits: dict[str, Split], origin: str) -> tuple[Split, Split]:
-    """Train and test of a set used whole; ImageNet's validation split is its test, Flowers' is learnt from too."""
-    train = _need(splits, "train", origin)
+def _train_and_test(task: SuiteTask, splits: dict[str, Split], origin: str) -> tuple[Split, Split]:
+    """Return (train, test) of a full dataset. Without a test split, val is the test (ImageNet); else val joins train (Flowers)."""
+    train = _require(splits, "train", origin)
     if "test" not in splits:
-        return train, _need(splits, "val", origin)
-    return (joined([train, splits["val"]]) if "val" in splits else train), splits["test"]
+        return train, _require(splits, "val", origin)
+    return (concat_splits([train, splits["val"]]) if "val" in splits else train), splits["test"]
 
 
-def _need(splits: dict[str, Split], name: str, origin: str) -> Split:
+def _require(splits: dict[str, Split], name: str, origin: str) -> Split:
     if name not in splits:
-        raise VitrailError(f"{origin} has no {name} split, which this task needs; it has {', '.join(splits)}.")
+        raise VitrailError(f"{origin} has no {name} split, which this task needs. It has {', '.join(splits)}.")
     return splits[name]
 
 
@@ -151,37 +159,37 @@ def _check_classes(task: SuiteTask, splits: dict[str, Split], origin: str) -> No
 
 def _first(split: Split, count: int, task: SuiteTask, what: str) -> Split:
     if len(split) < count:
-        raise VitrailError(f"{task.title} has {len(split)} {what} images; {count} are needed. The copy is incomplete.")
+        raise VitrailError(f"{task.title} has {counted(len(split), f'{what} image')}; {count} are needed. The copy is incomplete.")
     return split.subset(np.arange(count))
 
 
 def _shuffled(split: Split) -> Split:
-    """Sorted by a hash of the names: the same on every machine, and no class comes before another."""
+    """Sort by a hash of the image names: the same order on every machine, with mixed classes."""
     keys = [
         hashlib.blake2b(split.image_name(k).encode("utf-8", "surrogateescape"), digest_size=8).digest() for k in range(len(split))
     ]
     return split.subset(np.array(sorted(range(len(split)), key=keys.__getitem__), np.int64))
 
 
-def joined(parts: list[Split]) -> Split:
-    """Splits with the same classes, one after the other."""
-    return parts[0] if len(parts) == 1 else _Joined(parts)
+def concat_splits(parts: list[Split]) -> Split:
+    """Concatenate splits with the same classes."""
+    return parts[0] if len(parts) == 1 else _ConcatSplit(parts)
 
 
-class _Joined(Split):
+class _ConcatSplit(Split):
     def __init__(self, parts: list[Split]) -> None:
         self.parts, self.name, self.task, self.classes = parts, parts[0].name, parts[0].task, parts[0].classes
         self.targets = np.concatenate([part.targets for part in parts])
         self.ends = np.cumsum([len(part) for part in parts])
 
-    def _place(self, index: int) -> tuple[Split, int]:
+    def _locate(self, index: int) -> tuple[Split, int]:
         number = int(np.searchsorted(self.ends, index, side="right"))
         return self.parts[number], index - (int(self.ends[number - 1]) if number else 0)
 
     def image_name(self, index: int) -> str:
-        part, place = self._place(index)
-        return f"{part.name}/{part.image_name(place)}"
+        part, local_index = self._locate(index)
+        return f"{part.name}/{part.image_name(local_index)}"
 
     def payload(self, index: int) -> Any:
-        part, place = self._place(index)
-        return part.payload(place)
+        part, local_index = self._locate(index)
+        return part.payload(local_index)

@@ -1,4 +1,4 @@
-"""Small pictures of a split's images, for reports and contact sheets."""
+"""Make thumbnails of images, for reports and contact sheets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitrail.data.types import BadImage, Payload, Split
 
 
 def thumbnail(payload: Payload, side: int, name: str = "image") -> Image.Image | None:
-    """The whole image, fitted into a square of `side`; None where it cannot be read."""
+    """Fit the whole image into a square of `side` pixels; None if it cannot be read."""
     channels = payload.shape[2] if isinstance(payload, np.ndarray) and payload.ndim == 3 else 3
     try:
         pixels = decode(payload, channels=channels, cover=(side, side), name=name)
@@ -22,7 +22,7 @@ def thumbnail(payload: Payload, side: int, name: str = "image") -> Image.Image |
     image = Image.fromarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]).convert("RGB")
     scale = side / max(image.size)
     size = (max(1, round(image.size[0] * scale)), max(1, round(image.size[1] * scale)))
-    tiny = max(image.size) * 2 < side  # pixels of tiny images are shown as they are
+    tiny = max(image.size) * 2 < side  # show the pixels of tiny images unblurred
     return image.resize(size, Image.Resampling.NEAREST if tiny else Image.Resampling.BICUBIC)
 
 
@@ -34,7 +34,7 @@ def split_thumbnail(split: Split, index: int, side: int) -> Image.Image | None:
 
 
 def data_uri(image: Image.Image | bytes) -> str:
-    """An image inside a page: JPEG for a thumbnail, PNG for a drawing that is already encoded."""
+    """Encode an image for an HTML page: a thumbnail as JPEG; bytes are an encoded PNG."""
     if isinstance(image, bytes):
         return f"data:image/png;base64,{base64.b64encode(image).decode()}"
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Looking inside: the paper's figures for any model, as arrays first and as drawings second.
+"""Looking inside: the paper's figures for any model, as arrays first and as plots second.
 
     maps = vitrail.inspect.rollout(model, images)            # [image, row, column]
     pixels = vitrail.inspect.attention_distance(model, images)  # [layer, head]
@@ -9,8 +9,8 @@ Everything computes in eval mode, one layer and a few images at a time, and give
 from __future__ import annotations
 
 from vitrail.inspect.distance import attention_distance, attention_distances, head_attention, uniform_distance
+from vitrail.inspect.inputs import UntrainedWarning, untrained
 from vitrail.inspect.rollout import gradient_rollout, rollout, token_similarity
-from vitrail.inspect.subject import UntrainedWarning, untrained
 from vitrail.inspect.weights import Filters, filters, position_similarity
 
 __all__ = [

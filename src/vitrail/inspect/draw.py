@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vitrail.errors import VitrailError
+from vitrail.inspect.inputs import Array
 from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, fitted, mosaic, styled, tight
-from vitrail.inspect.subject import Array
 from vitrail.inspect.weights import Filters
 
 _TILES = 16  # at most so many small maps along an axis of the position figure

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from vitrail.inspect.inputs import Array
 from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, fitted, mosaic, styled, tight
-from vitrail.inspect.subject import Array
 
 _HEAD_TILE = 0.6  # inches at most for one head's map
 

@@ -7,9 +7,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.inspect.report import Section, Shown
+    from vitrail.inspect.report import Panel, Section
 
-FOREIGN = "not in the paper"
+NOT_IN_PAPER = "not in the paper"
 
 
 def page(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
@@ -32,11 +32,11 @@ def _section(section: Section) -> str:
     return f'<section id="{escape(section.folder)}"><h2>{escape(section.title)}</h2><dl>{facts}</dl>{callout}{figures}</section>'
 
 
-def _figure(section: Section, shown: Shown) -> str:
+def _figure(section: Section, shown: Panel) -> str:
     forms = ["png", "svg", "npz", *(["csv"] if shown.table is not None else [])]
     stem = f"{section.folder}/{shown.name}".removeprefix("./")
     files = " ".join(f'<a href="{escape(stem)}.{form}">{form.upper()}</a>' for form in forms)
-    kind = "badge" if shown.badge == FOREIGN else "badge paper"
+    kind = "badge" if shown.badge == NOT_IN_PAPER else "badge paper"
     badge = f'<span class="{kind}">{escape(shown.badge)}</span>' if shown.badge else ""
     return (
         f'<figure id="{_anchor(section, shown)}"><h3>{escape(shown.heading)} {badge}</h3>'
@@ -45,7 +45,7 @@ def _figure(section: Section, shown: Shown) -> str:
     )
 
 
-def _anchor(section: Section, shown: Shown) -> str:
+def _anchor(section: Section, shown: Panel) -> str:
     return escape(f"{section.folder}-{shown.name}".removeprefix(".-"))
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
-from vitrail.inspect.page import FOREIGN
-from vitrail.inspect.report import Section, Shown
+from vitrail.inspect.images import PreprocessedImages
+from vitrail.inspect.inputs import Array
+from vitrail.inspect.page import NOT_IN_PAPER
+from vitrail.inspect.report import Panel, Section
 from vitrail.inspect.style import WIDTH, bare, fitted, styled, tight
-from vitrail.inspect.subject import Array
-from vitrail.inspect.views import Views
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.features import evaluating
 from vitrail.models.masked import MaskedPatches, Pretraining, at
@@ -106,7 +106,7 @@ def own_source(reference: str) -> str | None:
         return None
 
 
-def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bundle, seen: Views, seed: int) -> Section:
+def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bundle, seen: PreprocessedImages, seed: int) -> Section:
     """The section of one run."""
     if bundle.preprocess is None:
         raise VitrailError(f"No preprocessing is recorded in {reference}, so its pixels cannot be told. Is it a run's folder?")
@@ -128,8 +128,8 @@ def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bund
     rows = [("image", "loss"), *zip(names, found.losses.tolist(), strict=True)]
     facts = {"checkpoint": reference, "model": bundle.model.config.name, "task": task.kind}
     arrays = {name.replace(" ", "_"): values for name, values in found.pictures.items()} | {"places": found.places}
-    badge = FOREIGN if mae else "App. B.1.2"
-    shown = Shown("reconstruction", "Reconstruction", caption, draw_reconstruction(found.pictures), arrays, rows, badge)
+    badge = NOT_IN_PAPER if mae else "App. B.1.2"
+    shown = Panel("reconstruction", "Reconstruction", caption, draw_reconstruction(found.pictures), arrays, rows, badge)
     return Section(title, folder, facts, [shown])
 
 

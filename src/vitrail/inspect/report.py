@@ -21,11 +21,11 @@ from vitrail.files import atomic_folder
 from vitrail.inspect.distance import attention_distances, head_attention, uniform_distance
 from vitrail.inspect.draw import draw_distance, draw_distance_comparison, draw_filters, draw_positions, draw_raw_filters
 from vitrail.inspect.draw_maps import Column, draw_columns, draw_heads, draw_rollout
-from vitrail.inspect.page import FOREIGN, page
+from vitrail.inspect.images import PreprocessedImages
+from vitrail.inspect.inputs import Array, UntrainedWarning, check_patch, in_batches, untrained
+from vitrail.inspect.page import NOT_IN_PAPER, page
 from vitrail.inspect.rollout import gradient_rollout, highest_outputs, rollout, token_similarity
 from vitrail.inspect.style import rendered
-from vitrail.inspect.subject import Array, UntrainedWarning, check_patch, in_batches, untrained
-from vitrail.inspect.views import Views
 from vitrail.inspect.weights import filters, position_similarity
 from vitrail.models import ViT
 from vitrail.models.features import chosen_layers
@@ -35,7 +35,7 @@ INDEX = "index.html"
 
 
 @dataclass(frozen=True)
-class Shown:
+class Panel:
     """One figure with its raw numbers."""
 
     name: str
@@ -55,13 +55,13 @@ class Section:
     title: str
     folder: str
     facts: dict[str, str]
-    figures: list[Shown] = field(default_factory=list)
+    figures: list[Panel] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Why a figure is missing, or means nothing yet."""
 
 
 @dataclass(frozen=True)
-class Wishes:
+class InspectOptions:
     """What to look at."""
 
     layers: tuple[int, ...] | None = None
@@ -70,7 +70,7 @@ class Wishes:
 
 
 def examine(
-    title: str, folder: str, bundle: Bundle, seen: Views | None, wishes: Wishes, progress: Callable[[str], None]
+    title: str, folder: str, bundle: Bundle, seen: PreprocessedImages | None, options: InspectOptions, progress: Callable[[str], None]
 ) -> Section:
     """Every figure that fits the model; a note for each that does not."""
     config = bundle.model.config
@@ -103,16 +103,16 @@ def examine(
             )
         else:
             facts["images"] = f"{len(seen.names)}: {', '.join(seen.names[:3])}{' …' if len(seen.names) > 3 else ''}"
-            _attention(bundle, bundle.model, seen, wishes, section, progress)
+            _attention(bundle, bundle.model, seen, options, section, progress)
     return section
 
 
-def _filters(bundle: Bundle) -> list[Shown]:
+def _filters(bundle: Bundle) -> list[Panel]:
     found = filters(bundle.model)
     hybrid = isinstance(bundle.model, ViT) and bundle.model.resnet is None
     what = "the patch embedding" if hybrid else "the ResNet's first convolution, standardised as it is applied"
     rows = [("component", "share_of_variance"), *enumerate(found.explained.tolist())]
-    principal = Shown(
+    principal = Panel(
         "filters",
         "Filters",
         f"The first {len(found.components)} principal components of the filters of {what}, strongest first, with the share of "
@@ -122,7 +122,7 @@ def _filters(bundle: Bundle) -> list[Shown]:
         rows,
         "Fig. 7, left",
     )
-    raw = Shown(
+    raw = Panel(
         "filters-raw",
         "Raw filters",
         f"The {len(found.raw)} filters of {what} themselves, in the model's order, each from its most negative to its most "
@@ -147,18 +147,18 @@ def _positions(model: ViT, section: Section) -> None:
         caption += " This model adds positions before every layer; layer 0 is drawn."
     drawn = draw_positions(similarity)
     section.figures.append(
-        Shown("positions", "Position similarity", caption, drawn, {"similarity": similarity}, badge="Fig. 7, centre")
+        Panel("positions", "Position similarity", caption, drawn, {"similarity": similarity}, badge="Fig. 7, centre")
     )
 
 
-def _attention(bundle: Bundle, model: ViT, seen: Views, wishes: Wishes, section: Section, progress: Callable[[str], None]) -> None:
-    chosen = chosen_layers(wishes.layers, len(model.blocks))
+def _attention(bundle: Bundle, model: ViT, seen: PreprocessedImages, options: InspectOptions, section: Section, progress: Callable[[str], None]) -> None:
+    chosen = chosen_layers(options.layers, len(model.blocks))
     shown = seen.images[: len(seen.pictures)]
     labels = _answers(bundle, model, shown)
     progress("attention distance")
-    section.figures.append(_distance(model, seen, chosen, wishes.batch))
+    section.figures.append(_distance(model, seen, chosen, options.batch))
     progress("rollout")
-    maps = rollout(model, shown, batch=wishes.batch)
+    maps = rollout(model, shown, batch=options.batch)
     caption = (
         "Head mean, half of it replaced by the identity for the residual connection, rows that sum to one, multiplied through "
         f"all layers from {_start(model)}. Bright is what reaches the output; drawn smoothly over one patch and stretched "
@@ -166,11 +166,11 @@ def _attention(bundle: Bundle, model: ViT, seen: Views, wishes: Wishes, section:
     )
     drawn = draw_rollout(seen.pictures, maps, labels=labels)
     raw = {"rollout": maps, "names": np.array(seen.names[: len(shown)])}
-    section.figures.append(Shown("rollout", "Attention rollout", caption, drawn, raw, badge="Fig. 6, Fig. 14"))
+    section.figures.append(Panel("rollout", "Attention rollout", caption, drawn, raw, badge="Fig. 6, Fig. 14"))
     progress("heads")
-    section.figures.append(_heads(model, seen, wishes, chosen))
+    section.figures.append(_heads(model, seen, options, chosen))
     progress("other maps")
-    section.figures.append(_beside(bundle, model, seen, maps, wishes.batch, section, labels))
+    section.figures.append(_beside(bundle, model, seen, maps, options.batch, section, labels))
 
 
 def _start(model: ViT) -> str:
@@ -185,7 +185,7 @@ def _answers(bundle: Bundle, model: ViT, images: torch.Tensor) -> list[str]:
     return [bundle.label(int(index))[:28] for part in in_batches(model, images) for index in highest_outputs(model, part)]
 
 
-def _distance(model: ViT, seen: Views, chosen: tuple[int, ...], batch: int | None) -> Shown:
+def _distance(model: ViT, seen: PreprocessedImages, chosen: tuple[int, ...], batch: int | None) -> Panel:
     both, uniform = attention_distances(model, seen.images, layers=chosen, batch=batch), uniform_distance(model.config)
     count = len(seen.images)
     other = both["all"] if model.config.prefix else None
@@ -203,26 +203,26 @@ def _distance(model: ViT, seen: Views, chosen: tuple[int, ...], batch: int | Non
         ]
     drawn = draw_distance(both["patches"], layers=chosen, uniform=uniform, images=count, other=other)
     raw = {"among_patches": both["patches"], "prefix_as_zero": both["all"], "layers": np.array(chosen)}
-    return Shown(
+    return Panel(
         "distance", "Attention distance", caption, drawn, {**raw, "uniform": np.array(uniform)}, rows, "Fig. 7, right; Fig. 11"
     )
 
 
-def _heads(model: ViT, seen: Views, wishes: Wishes, chosen: tuple[int, ...]) -> Shown:
+def _heads(model: ViT, seen: PreprocessedImages, options: InspectOptions, chosen: tuple[int, ...]) -> Panel:
     rows, columns = model.config.grid
-    patch = wishes.patch or (rows // 2, columns // 2)
+    patch = options.patch or (rows // 2, columns // 2)
     check_patch(model, patch)
     patch = (patch[0] % rows, patch[1] % columns)
-    found = head_attention(model, seen.images[:1], patch, layers=chosen, batch=wishes.batch)[0]
+    found = head_attention(model, seen.images[:1], patch, layers=chosen, batch=options.batch)[0]
     caption = (
         f"Where each head of each layer looks from the framed patch (row {patch[0]}, column {patch[1]}) of {seen.names[0]}. Each "
         "map is drawn from 0 to its own maximum; the file holds the shares."
     )
     raw = {"attention": found, "layers": np.array(chosen), "patch": np.array(patch)}
-    return Shown("heads", "Heads", caption, draw_heads(seen.pictures[0], found, patch, layers=chosen), raw)
+    return Panel("heads", "Heads", caption, draw_heads(seen.pictures[0], found, patch, layers=chosen), raw)
 
 
-def _beside(bundle: Bundle, model: ViT, seen: Views, maps: Array, batch: int | None, section: Section, labels: list[str]) -> Shown:
+def _beside(bundle: Bundle, model: ViT, seen: PreprocessedImages, maps: Array, batch: int | None, section: Section, labels: list[str]) -> Panel:
     pictures = seen.pictures[:_SIDE_BY_SIDE]
     images = seen.images[: len(pictures)]
     columns = [Column("rollout (the paper's)", maps, pictures)]
@@ -239,10 +239,10 @@ def _beside(bundle: Bundle, model: ViT, seen: Views, maps: Array, batch: int | N
         "For comparison. Gradient-weighted rollout keeps the attention that raises the highest output (Chefer et al. 2021). Token "
         f"similarity is the cosine of each patch's final token with {to}, over the range written beneath."
     )
-    return Shown("beside", "Other maps", caption, draw_columns(pictures, columns, labels=labels), raw, badge=FOREIGN)
+    return Panel("beside", "Other maps", caption, draw_columns(pictures, columns, labels=labels), raw, badge=NOT_IN_PAPER)
 
 
-def compare(sections: Sequence[Section], bundles: Sequence[Bundle], seen: Sequence[Views | None]) -> Section | None:
+def compare(sections: Sequence[Section], bundles: Sequence[Bundle], seen: Sequence[PreprocessedImages | None]) -> Section | None:
     """Several checkpoints in one figure: how far heads look, depth by depth, and rollouts side by side."""
     rows = [(s, b, v) for s, b, v in zip(sections, bundles, seen, strict=True) if v is not None and isinstance(b.model, ViT)]
     if len(rows) < 2:
@@ -258,16 +258,16 @@ def compare(sections: Sequence[Section], bundles: Sequence[Bundle], seen: Sequen
         table += [(name, int(layers[name][r]), h, float(values[r, h])) for r, h in np.ndindex(*values.shape)]
     drawn = draw_distance_comparison(distances, layers=layers, uniform=uniform, images=count)
     caption = "Among patches, in pixels of each checkpoint's own input."
-    section.figures.append(Shown("distance", "Attention distance, depth by depth", caption, drawn, distances, table))
+    section.figures.append(Panel("distance", "Attention distance, depth by depth", caption, drawn, distances, table))
     pictures = rows[0][2].pictures[:_SIDE_BY_SIDE]
     columns = [Column(one.title, raw[one.title]["rollout"]["rollout"], view.pictures) for one, _, view in rows]
     maps = {column.heading: column.maps for column in columns}
     caption = "The same images through each checkpoint, as each one's preprocessing cuts them."
-    section.figures.append(Shown("rollout", "Attention rollout, side by side", caption, draw_columns(pictures, columns), maps))
+    section.figures.append(Panel("rollout", "Attention rollout, side by side", caption, draw_columns(pictures, columns), maps))
     return section
 
 
-def check_free(folder: Path, overwrite: bool) -> None:
+def check_output_folder(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that holds something, unless it is an inspection and may be replaced."""
     if not folder.exists():
         return

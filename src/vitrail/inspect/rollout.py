@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
-from vitrail.inspect.subject import Array, Images, check_patch, checked_vit, finite, in_batches
+from vitrail.inspect.inputs import Array, Images, check_patch, checked_vit, finite, in_batches
 from vitrail.models import ViT
 from vitrail.models.features import evaluating
 

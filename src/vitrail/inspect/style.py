@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image, ImageFilter
 
-from vitrail.inspect.subject import Array
+from vitrail.inspect.inputs import Array
 
 P = ParamSpec("P")
 

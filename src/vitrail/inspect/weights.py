@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
-from vitrail.inspect.subject import Array, checked_model, checked_vit, finite
+from vitrail.inspect.inputs import Array, checked_model, checked_vit, finite
 from vitrail.models import Model, ViT
 
 

@@ -59,7 +59,7 @@ def make_pretext(
     if model.config.pooling == "class":
         notes.append(
             "the loss is on patches, so the class token's last output learns nothing by itself: for probes and few-shot take "
-            "the mean of the patches (--what mean), or pre-train with --model.pooling mean"
+            "the mean of the patches (--feature mean), or pre-train with --model.pooling mean"
         )
     return wrapper, task
 

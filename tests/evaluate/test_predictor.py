@@ -14,14 +14,14 @@ from scipy.spatial.distance import cdist
 
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
-from vitrail.evaluate import FeatureSpec, Running, embed, load_embeddings, predict
+from vitrail.evaluate import EvalContext, FeatureSpec, embed, load_embeddings, predict
 from vitrail.evaluate.embeddings import Embeddings, contact_sheet
-from vitrail.evaluate.predicting import find_images
+from vitrail.evaluate.predictor import find_images
 
 
 @pytest.fixture
 def mixed(photos: Path, tmp_path: Path) -> Path:
-    """Good images and bad ones, in an order that is known."""
+    """Good and bad images in a known order."""
     for number, file in enumerate(sorted((photos / "val").rglob("*.jpg"))[:10]):
         shutil.copy(file, tmp_path / f"{number:02d}.jpg")
     (tmp_path / "00.jpg").write_bytes(b"")
@@ -33,19 +33,23 @@ def mixed(photos: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("batch", "workers"), [(1, 0), (3, 0), (4, 2), (64, 0)])
-def test_every_image_answers_in_order_or_says_why_not(bundle: Bundle, mixed: Path, batch: int, workers: int) -> None:
-    found = list(predict(bundle, [mixed], top=2, running=Running(batch=batch, workers=workers, bad_images="skip")))
+def test_every_image_gets_predictions_or_an_error_in_order(bundle: Bundle, mixed: Path, batch: int, workers: int) -> None:
+    found = list(predict(bundle, [mixed], top=2, context=EvalContext(batch=batch, workers=workers, bad_images="skip")))
     assert [Path(one.name).name for one in found] == [f"{n:02d}.jpg" for n in range(10)]
-    assert [n for n, one in enumerate(found) if one.fault] == [0, 5, 6, 9]
-    assert "empty" in str(found[0].fault) and "text file" in str(found[5].fault) and "truncated" in str(found[6].fault)
+    assert [n for n, one in enumerate(found) if one.error] == [0, 5, 6, 9]
+    assert "empty" in str(found[0].error) and "text file" in str(found[5].error) and "truncated" in str(found[6].error)
     for one in (found[3], found[8]):
         [alone] = bundle.predict(one.name, top=2)
-        assert [answer.label for answer in one.answers] == [answer.label for answer in alone]
-        assert [answer.score for answer in one.answers] == pytest.approx([answer.score for answer in alone], abs=1e-5)
+        assert [prediction.label for prediction in one.predictions] == [prediction.label for prediction in alone]
+        assert [prediction.score for prediction in one.predictions] == pytest.approx(
+            [prediction.score for prediction in alone], abs=1e-5
+        )
 
 
 def test_results_stream(bundle: Bundle, mixed: Path) -> None:
-    stream = predict(bundle, [mixed / "01.jpg"] * 5 + [mixed / "05.jpg"], running=Running(batch=2, workers=0, bad_images="error"))
+    stream = predict(
+        bundle, [mixed / "01.jpg"] * 5 + [mixed / "05.jpg"], context=EvalContext(batch=2, workers=0, bad_images="error")
+    )
     assert [Path(next(stream).name).name for _ in range(4)] == ["01.jpg"] * 4
     with pytest.raises(VitrailError, match=r"05\.jpg"):
         list(stream)
@@ -74,31 +78,31 @@ def test_a_missing_file_of_a_list_is_reported_by_its_name(bundle: Bundle, mixed:
     monkeypatch.chdir(mixed)
     Path("list.txt").write_text("01.jpg\ngone.jpg\n")
     _, gone = predict(bundle, ["list.txt"])
-    assert gone.name == "gone.jpg" and gone.fault == "no such file"
+    assert gone.name == "gone.jpg" and gone.error == "no such file"
 
 
-def test_a_backbone_cannot_predict_but_embed(backbone: Path, photos: Path) -> None:
+def test_a_backbone_can_embed_but_not_predict(backbone: Path, photos: Path) -> None:
     with pytest.raises(VitrailError, match="backbone only"):
         predict(load(backbone), [photos])
     assert embed(load(backbone), [photos / "val"]).features.shape == (36, 48)
 
 
-@pytest.mark.parametrize("ending", [".npz", ".parquet"])
-@pytest.mark.parametrize("what", ["class", "patches"])
-def test_embeddings_survive_their_file(bundle: Bundle, mixed: Path, tmp_path: Path, ending: str, what: Any) -> None:
-    found = embed(bundle, [mixed], FeatureSpec(what=what, layer=0))
-    found.save(tmp_path / f"e{ending}")
-    again = load_embeddings(tmp_path / f"e{ending}")
+@pytest.mark.parametrize("extension", [".npz", ".parquet"])
+@pytest.mark.parametrize("feature", ["class", "patches"])
+def test_embeddings_round_trip(bundle: Bundle, mixed: Path, tmp_path: Path, extension: str, feature: Any) -> None:
+    found = embed(bundle, [mixed], FeatureSpec(feature=feature, layer=0))
+    found.save(tmp_path / f"e{extension}")
+    again = load_embeddings(tmp_path / f"e{extension}")
     assert (again.features == found.features).all() and again.names == found.names and again.about == found.about
-    assert again.about["features"] == {"what": what, "layer": 0, "norm": True} and len(found.bad) == 4
-    assert found.features.shape == ((6, 48) if what == "class" else (6, 4, 4, 48))
+    assert again.about["features"] == {"feature": feature, "layer": 0, "norm": True} and len(found.bad) == 4
+    assert found.features.shape == ((6, 48) if feature == "class" else (6, 4, 4, 48))
 
 
-def test_embedding_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(VitrailError, match="Cannot read the embeddings"):
         load_embeddings(tmp_path / "none.npz")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
-    with pytest.raises(VitrailError, match="does not hold embeddings"):
+    with pytest.raises(VitrailError, match="is not an embeddings file"):
         load_embeddings(tmp_path / "other.npz")
     with pytest.raises(VitrailError, match=r"\.npz or \.parquet"):
         load_embeddings(tmp_path / "x.csv")
@@ -115,7 +119,7 @@ def test_embedding_files_that_are_none(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_neighbours_are_scipys(metric: Any) -> None:
+def test_neighbours_equal_scipy(metric: Any) -> None:
     rows = np.random.default_rng(0).normal(size=(60, 7)).astype(np.float32)
     order, values = Embeddings(rows, tuple(map(str, range(60)))).nearest([3, 59], 5, metric)
     distance = cdist(rows.astype(np.float64), rows, metric)
@@ -126,16 +130,16 @@ def test_neighbours_are_scipys(metric: Any) -> None:
         assert np.allclose(values[line], 1 - shown if metric == "cosine" else shown, atol=1e-5)
 
 
-def test_the_contact_sheet_shows_pictures_and_frames(bundle: Bundle, mixed: Path, tmp_path: Path) -> None:
+def test_the_contact_sheet_shows_images_and_red_frames(bundle: Bundle, mixed: Path, tmp_path: Path) -> None:
     found = embed(bundle, [mixed])
     Path(found.names[1]).unlink()
     order, values = found.nearest([0, 1], 3)
     missing = contact_sheet(tmp_path / "sheet.png", found, [0, 1], order, values)
     sheet = Image.open(tmp_path / "sheet.png")
     assert sheet.size == (8 + 4 * 136 + 8, 8 + 2 * 166) and found.names[1] in missing
-    assert sheet.crop((8, 8, 136, 136)).getcolors(1) is None  # a picture, not one colour
+    assert sheet.crop((8, 8, 136, 136)).getcolors(1) is None  # an image, not a single colour
     assert found.find(Path(found.names[2]).name) == 2
     with pytest.raises(VitrailError, match="There is no image 'cat'"):
         found.find("cat")
-    with pytest.raises(VitrailError, match="one vector an image"):
-        embed(bundle, [mixed], FeatureSpec(what="patches")).nearest([0], 2)
+    with pytest.raises(VitrailError, match="one vector per image"):
+        embed(bundle, [mixed], FeatureSpec(feature="patches")).nearest([0], 2)

@@ -1,4 +1,4 @@
-"""Probes against scikit-learn's, and the choice of their one free value."""
+"""Probes against scikit-learn, and the choice of l2 and k."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
 from vitrail.evaluate import FeatureSpec, ProbeSpec, probe
-from vitrail.evaluate.probing import choose, fit_logistic, knn
+from vitrail.evaluate.probes import choose, fit_logistic, knn
 
 
 def problem(images: int = 300, features: int = 12, classes: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,17 +25,17 @@ def problem(images: int = 300, features: int = 12, classes: int = 4, seed: int =
 
 
 @pytest.mark.parametrize("l2", [1.0, 1e-2, 1e-4])
-def test_the_minimum_is_scikit_learns(l2: float) -> None:
+def test_logistic_regression_equals_scikit_learn(l2: float) -> None:
     x, y = problem()
     fitted = fit_logistic(x, y, 4, l2)
     theirs = LogisticRegression(C=1 / (len(x) * l2), tol=1e-8, max_iter=5000).fit(x.double().numpy(), y.numpy())
     ours = (x @ fitted[:-1] + fitted[-1]).softmax(1).numpy()
     assert np.abs(ours - theirs.predict_proba(x.double().numpy())).max() < 2e-3
-    again = fit_logistic(x, y, 4, l2, start=fitted)  # where it ended is where it stays
+    again = fit_logistic(x, y, 4, l2, start=fitted)  # a converged solution stays where it is
     assert (again - fitted).abs().max() < 1e-2
 
 
-def test_neighbours_vote_as_scikit_learns_do() -> None:
+def test_knn_equals_scikit_learn() -> None:
     x, y = problem()
     test, _ = problem(seed=1)
     weights = lambda distance: np.exp(-distance / 0.07)  # noqa: E731
@@ -44,13 +44,13 @@ def test_neighbours_vote_as_scikit_learns_do() -> None:
     assert torch.equal(knn(x, y, x, 4, 1, 0.07), y)
 
 
-def test_the_choice_is_the_best_on_the_held_out_rows() -> None:
+def test_the_best_held_out_candidate_is_chosen() -> None:
     x, y = problem(120, 60)
     out = np.arange(0, 120, 4)
     chosen, found = choose(x, y, 4, ProbeSpec(l2=(10.0, 1e-1, 1e-7), standardise=False), out)
     assert set(found) == {10.0, 1e-1, 1e-7} and found[chosen] == max(found.values())
-    inside = np.setdiff1d(np.arange(120), out)
-    fitted = fit_logistic(x[inside], y[inside], 4, 1e-1)
+    kept = np.setdiff1d(np.arange(120), out)
+    fitted = fit_logistic(x[kept], y[kept], 4, 1e-1)
     expected = ((x[out] @ fitted[:-1] + fitted[-1]).argmax(1) == y[out]).double().mean()
     assert found[1e-1] == pytest.approx(float(expected), abs=0.04)
     assert choose(x, y, 4, ProbeSpec(l2=(0.5,)), out) == (0.5, {})
@@ -60,22 +60,22 @@ def test_a_probe_from_images_to_score(bundle: Bundle, backbone: Path, photos: Pa
     found = probe(bundle, f"folder:{photos}", spec=ProbeSpec(l2=(1.0, 1e-2)))
     saved = json.loads(json.dumps(found.to_dict()))
     assert found.accuracy > 0.5 and found.images == 36 and found.train_images == 48
-    assert saved["features"] == {"what": "pre_logits", "layer": None, "norm": True} and saved["probe"]["standardise"] is True
+    assert saved["features"] == {"feature": "pre_logits", "layer": None, "norm": True} and saved["probe"]["standardise"] is True
     assert set(saved["validation"]) == {"1", "0.01"} and saved["chosen"] in (1.0, 0.01)
     low = probe(
-        load(backbone), f"folder:{photos}", spec=ProbeSpec(method="knn"), features=FeatureSpec(what="mean", layer=0, norm=False)
+        load(backbone), f"folder:{photos}", spec=ProbeSpec(method="knn"), features=FeatureSpec(feature="mean", layer=0, norm=False)
     )
     assert low.features.layer == 0 and low.chosen in low.spec.neighbours
 
 
-def test_impossible_probes_are_sentences(bundle: Bundle, photos: Path) -> None:
+def test_impossible_probes_give_clear_messages(bundle: Bundle, photos: Path) -> None:
     with pytest.raises(VitrailError, match="values above 0"):
         ProbeSpec(l2=(0.0,))
-    with pytest.raises(VitrailError, match="share above 0"):
+    with pytest.raises(VitrailError, match="fraction between 0 and 1"):
         ProbeSpec(holdout=0.0)
-    with pytest.raises(VitrailError, match="one vector an image"):
-        probe(bundle, f"folder:{photos}", features=FeatureSpec(what="patches"))
+    with pytest.raises(VitrailError, match="one vector per image"):
+        probe(bundle, f"folder:{photos}", features=FeatureSpec(feature="patches"))
     with torch.no_grad():
         bundle.model.norm.bias[3] = float("inf")
-    with pytest.raises(VitrailError, match="48 of 48 images have features with NaN or infinity"):
+    with pytest.raises(VitrailError, match="features of 48 of 48 images contain NaN or infinity"):
         probe(bundle, f"folder:{photos}")

@@ -1,4 +1,4 @@
-"""Evaluating a checkpoint: exact whatever the batch, the workers or the ranks, and clear where it cannot be done."""
+"""Evaluating a checkpoint: exact for any batch size, workers and ranks; clear messages where it cannot be done."""
 
 from __future__ import annotations
 
@@ -24,70 +24,72 @@ from tests.evaluate.conftest import CLASSES, tiny_model, write_images
 from vitrail.checkpoints import Bundle, load, save
 from vitrail.data import open_source, preset
 from vitrail.errors import VitrailError
-from vitrail.evaluate import Measured, Running, measure
+from vitrail.evaluate import EvalContext, EvalResult, evaluate
 from vitrail.evaluate.real_labels import read_real, real_hits
-from vitrail.evaluate.report import check_free, write_report
+from vitrail.evaluate.report import check_output_folder, write_report
 from vitrail.train.parallel import World
 
 
-def test_figures_are_those_of_a_plain_loop(bundle: Bundle, photos: Path) -> None:
-    result = measure(bundle, f"folder:{photos}")
+def test_metrics_equal_a_plain_loop(bundle: Bundle, photos: Path) -> None:
+    result = evaluate(bundle, f"folder:{photos}")
     split = open_source(f"folder:{photos}").split("val")
     assert bundle.preprocess is not None
     images = torch.stack([bundle.preprocess(split.payload(i)) for i in range(len(split))])
     with torch.no_grad():
         logits = bundle.model(images)
-    assert result.answers is not None and result.images == result.total == len(split) == 36
-    assert result.figures["accuracy"] == pytest.approx(sk.accuracy_score(split.targets, logits.argmax(1)))
-    assert result.figures["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(split.targets, logits.argmax(1)))
-    assert result.figures["nll"] == pytest.approx(sk.log_loss(split.targets, logits.double().softmax(1)), rel=1e-4)
-    assert 0.5 < result.figures["accuracy"] < 1  # the model knows something, and there is something to confuse
+    assert result.predictions is not None and result.images == result.total == len(split) == 36
+    assert result.metrics["accuracy"] == pytest.approx(sk.accuracy_score(split.targets, logits.argmax(1)))
+    assert result.metrics["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(split.targets, logits.argmax(1)))
+    assert result.metrics["nll"] == pytest.approx(sk.log_loss(split.targets, logits.double().softmax(1)), rel=1e-4)
+    assert 0.5 < result.metrics["accuracy"] < 1  # better than chance, but with some errors
 
 
 @pytest.mark.parametrize(("batch", "workers"), [(1, 0), (5, 0), (7, 2), (64, 1)])
-def test_batch_and_workers_change_nothing(bundle: Bundle, photos: Path, batch: int, workers: int) -> None:
-    plain = measure(bundle, f"folder:{photos}", running=Running(batch=36, workers=0))
-    other = measure(bundle, f"folder:{photos}", running=Running(batch=batch, workers=workers))
-    assert plain.answers is not None and other.answers is not None
-    assert (plain.answers.indices == other.answers.indices).all() and (plain.answers.top == other.answers.top).all()
+def test_batch_size_and_workers_do_not_change_results(bundle: Bundle, photos: Path, batch: int, workers: int) -> None:
+    plain = evaluate(bundle, f"folder:{photos}", context=EvalContext(batch=36, workers=0))
+    other = evaluate(bundle, f"folder:{photos}", context=EvalContext(batch=batch, workers=workers))
+    assert plain.predictions is not None and other.predictions is not None
+    assert (plain.predictions.indices == other.predictions.indices).all() and (
+        plain.predictions.top_classes == other.predictions.top_classes
+    ).all()
     assert other.images == other.total == 36
-    assert plain.figures == pytest.approx(other.figures, abs=1e-6)
+    assert plain.metrics == pytest.approx(other.metrics, abs=1e-6)
 
 
 class Threads(World):
-    """A rank that is a thread: gathering is meeting at a barrier."""
+    """A rank that is a thread: gather waits at a barrier."""
 
-    def __init__(self, rank: int, ranks: int, meeting: threading.Barrier, table: dict[int, Any]) -> None:
+    def __init__(self, rank: int, ranks: int, barrier: threading.Barrier, table: dict[int, Any]) -> None:
         super().__init__(torch.device("cpu"), rank, ranks, ranks)
-        object.__setattr__(self, "_meeting", (meeting, table))
+        object.__setattr__(self, "_barrier", (barrier, table))
 
     def gather(self, value: Any) -> list[Any]:
-        meeting, table = self._meeting  # type: ignore[attr-defined]
+        barrier, table = self._barrier  # type: ignore[attr-defined]
         table[self.rank] = value
-        meeting.wait(60)
+        barrier.wait(60)
         found = [table[rank] for rank in range(self.ranks)]
-        meeting.wait(60)
+        barrier.wait(60)
         return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_ranks_change_nothing(bundle: Bundle, photos: Path, ranks: int) -> None:
-    alone = measure(bundle, f"folder:{photos}")
-    meeting, table = threading.Barrier(ranks), dict[int, Any]()
+def test_ranks_do_not_change_results(bundle: Bundle, photos: Path, ranks: int) -> None:
+    alone = evaluate(bundle, f"folder:{photos}")
+    barrier, table = threading.Barrier(ranks), dict[int, Any]()
 
-    def one(rank: int) -> Measured:
-        running = Running(world=Threads(rank, ranks, meeting, table), batch=4, workers=0)
-        return measure(copy.deepcopy(bundle), f"folder:{photos}", running=running)
+    def one(rank: int) -> EvalResult:
+        context = EvalContext(world=Threads(rank, ranks, barrier, table), batch=4, workers=0)
+        return evaluate(copy.deepcopy(bundle), f"folder:{photos}", context=context)
 
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(one, range(ranks)))
     for result in results:
-        assert result.images == result.total == 36 and result.figures == pytest.approx(alone.figures, abs=1e-6)
-        assert result.answers is not None and (result.answers.indices == np.arange(36)).all()
+        assert result.images == result.total == 36 and result.metrics == pytest.approx(alone.metrics, abs=1e-6)
+        assert result.predictions is not None and (result.predictions.indices == np.arange(36)).all()
 
 
 @pytest.mark.slow
-def test_real_processes_too(bundle: Bundle, checkpoint: Path, photos: Path) -> None:
+def test_two_processes_give_the_same_metrics(bundle: Bundle, checkpoint: Path, photos: Path) -> None:
     words = ["vitrail", "eval", str(checkpoint), "--data", f"folder:{photos}", "--device", "cpu", "--workers", "0", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *words],
@@ -95,64 +97,64 @@ def test_real_processes_too(bundle: Bundle, checkpoint: Path, photos: Path) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["results"][0]
-    assert found["images"] == found["of"] == 36
-    assert found["figures"] == pytest.approx(measure(bundle, f"folder:{photos}").figures, abs=1e-6)
+    assert found["images"] == found["total_images"] == 36
+    assert found["metrics"] == pytest.approx(evaluate(bundle, f"folder:{photos}").metrics, abs=1e-6)
 
 
-def test_several_sizes_leave_the_model_as_it_was(bundle: Bundle, photos: Path) -> None:
+def test_several_sizes_leave_the_model_unchanged(bundle: Bundle, photos: Path) -> None:
     before = {name: value.clone() for name, value in bundle.model.state_dict().items()}
-    large = measure(bundle, f"folder:{photos}", size=48)
-    same = measure(bundle, f"folder:{photos}", size=32)
+    large = evaluate(bundle, f"folder:{photos}", size=48)
+    same = evaluate(bundle, f"folder:{photos}", size=32)
     assert large.size == (48, 48) and large.preprocess.size == (48, 48)
-    assert same.figures == measure(bundle, f"folder:{photos}").figures
+    assert same.metrics == evaluate(bundle, f"folder:{photos}").metrics
     assert all(torch.equal(value, before[name]) for name, value in bundle.model.state_dict().items())
     with pytest.raises(VitrailError, match="not a multiple of patch 8"):
-        measure(bundle, f"folder:{photos}", size=33)
+        evaluate(bundle, f"folder:{photos}", size=33)
 
 
-def test_a_bad_image_stops_or_is_left_out(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
+def test_a_bad_image_is_an_error_or_is_skipped(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     write_images(tmp_path, {"val": 3})
     (tmp_path / "val" / "red" / "broken.jpg").write_bytes(b"not an image")
     with pytest.raises(VitrailError, match=r"broken\.jpg"):
-        measure(bundle, f"folder:{tmp_path}")
-    result = measure(bundle, f"folder:{tmp_path}", running=Running(bad_images="skip", batch=4))
+        evaluate(bundle, f"folder:{tmp_path}")
+    result = evaluate(bundle, f"folder:{tmp_path}", context=EvalContext(bad_images="skip", batch=4))
     assert (result.images, result.total) == (12, 13) and [Path(one.name).name for one in result.bad] == ["broken.jpg"]
 
 
-def test_a_class_missing_from_the_data_keeps_its_number(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
+def test_a_class_missing_from_the_data_keeps_its_index(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     write_images(tmp_path, {"val": 4})
     for file in (tmp_path / "val" / "blue").iterdir():
         file.unlink()
     (tmp_path / "val" / "blue").rmdir()
-    result = measure(bundle, f"folder:{tmp_path}")
-    assert result.answers is not None and set(result.answers.targets) == {1, 2, 3} and result.classes == CLASSES
+    result = evaluate(bundle, f"folder:{tmp_path}")
+    assert result.predictions is not None and set(result.predictions.targets) == {1, 2, 3} and result.classes == CLASSES
 
 
-def test_data_that_does_not_fit_is_a_sentence(bundle: Bundle, backbone: Path, photos: Path, tmp_path: Path) -> None:
+def test_mismatched_data_gives_a_clear_message(bundle: Bundle, backbone: Path, photos: Path, tmp_path: Path) -> None:
     with pytest.raises(VitrailError, match="backbone only"):
-        measure(load(backbone), f"folder:{photos}")
+        evaluate(load(backbone), f"folder:{photos}")
     write_images(tmp_path / "more", {"val": 2})
     Image.new("RGB", (40, 40)).save(tmp_path / "more" / "val" / "red" / "x.png")
     (tmp_path / "more" / "val" / "violet").mkdir()
     Image.new("RGB", (40, 40)).save(tmp_path / "more" / "val" / "violet" / "x.png")
     with pytest.raises(VitrailError, match="'violet' unknown to the model"):
-        measure(bundle, f"folder:{tmp_path / 'more'}")
+        evaluate(bundle, f"folder:{tmp_path / 'more'}")
     with pytest.raises(VitrailError, match="no labels to compare with"):
-        measure(bundle, f"folder:{photos}?labels=none")
+        evaluate(bundle, f"folder:{photos}?labels=none")
     nameless = dataclasses.replace(bundle, classes=None)
-    with pytest.raises(VitrailError, match=r"4 outputs without names, the data set 5 classes"):
-        measure(nameless, f"folder:{tmp_path / 'more'}")
-    assert "in their order" in measure(nameless, f"folder:{photos}").notes[0]
+    with pytest.raises(VitrailError, match=r"4 outputs without names, the dataset has 5 classes"):
+        evaluate(nameless, f"folder:{tmp_path / 'more'}")
+    assert "matched by order" in evaluate(nameless, f"folder:{photos}").notes[0]
     without = dataclasses.replace(bundle, preprocess=None)
-    with pytest.raises(VitrailError, match="No preprocessing recorded"):
-        measure(without, f"folder:{photos}")
+    with pytest.raises(VitrailError, match="No preprocessing stored"):
+        evaluate(without, f"folder:{photos}")
     with torch.no_grad():
         bundle.model.norm.weight[0] = float("nan")
-    with pytest.raises(VitrailError, match="holds NaN"):
-        measure(bundle, f"folder:{photos}")
+    with pytest.raises(VitrailError, match="contains NaN"):
+        evaluate(bundle, f"folder:{photos}")
 
 
-def test_several_labels_and_numbers(photos: Path, tmp_path: Path) -> None:
+def test_multilabel_and_regression(photos: Path, tmp_path: Path) -> None:
     files = sorted((photos / "val").rglob("*.jpg"))
     rows = [f"{file},{'red|warm' if 'red' in file.name else 'warm' if 'yellow' in file.name else 'cold'}" for file in files]
     (tmp_path / "labels.csv").write_text("image,labels\n" + "\n".join(rows) + "\n")
@@ -168,11 +170,11 @@ def test_several_labels_and_numbers(photos: Path, tmp_path: Path) -> None:
         task="multilabel",
         provenance=thresholds,
     )
-    result = measure(load(tmp_path / "labels"), source.split("val"))
+    result = evaluate(load(tmp_path / "labels"), source.split("val"))
     assert result.outputs is not None and result.truth is not None and "saved with the checkpoint" in result.notes[0]
-    assert result.figures["map"] == pytest.approx(sk.average_precision_score(result.truth, result.outputs, average="macro"))
+    assert result.metrics["map"] == pytest.approx(sk.average_precision_score(result.truth, result.outputs, average="macro"))
     decided = result.outputs >= np.array([0.4, 0.5, 0.6])
-    assert result.figures["f1_micro"] == pytest.approx(sk.f1_score(result.truth, decided, average="micro"))
+    assert result.metrics["f1_micro"] == pytest.approx(sk.f1_score(result.truth, decided, average="micro"))
 
     rows = [f"{file},{len(file.name)}.5,{number}" for number, file in enumerate(files)]
     (tmp_path / "numbers.csv").write_text("image,length,number\n" + "\n".join(rows) + "\n")
@@ -180,8 +182,8 @@ def test_several_labels_and_numbers(photos: Path, tmp_path: Path) -> None:
     model = tiny_model(outputs=2)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr, arg-type]
     save(tmp_path / "numbers", model, preprocess=preset("google-vit", size=32), classes=source.classes, task="regress")
-    result = measure(load(tmp_path / "numbers"), source.split("val"))
-    assert result.figures["mae"] == pytest.approx(sk.mean_absolute_error(result.truth, result.outputs), rel=1e-5)
+    result = evaluate(load(tmp_path / "numbers"), source.split("val"))
+    assert result.metrics["mae"] == pytest.approx(sk.mean_absolute_error(result.truth, result.outputs), rel=1e-5)
     write_report(tmp_path / "report", [result], source.split("val"), {"checkpoint": "numbers", "data": "numbers.csv"})
     assert "mean absolute error" in (tmp_path / "report" / "report.html").read_text()
     assert (tmp_path / "report" / "per-target.csv").read_text().count("\n") == 3
@@ -197,17 +199,17 @@ def test_reassessed_labels(bundle: Bundle, photos: Path, tmp_path: Path) -> None
     (tmp_path / "own.json").write_text(json.dumps(right))
     sets = read_real(tmp_path / "own.json", split, CLASSES)
     assert sets[names.index(next(n for n in names if "red" in n))] == {2, 3}
-    result = measure(bundle, split, real=lambda one: read_real(tmp_path / "own.json", one, CLASSES))
-    assert result.answers is not None
-    kept = [(p, s) for p, s in zip(result.answers.predicted, sets, strict=True) if s]
-    assert len(kept) == 27 and result.figures["real_accuracy"] == pytest.approx(np.mean([p in s for p, s in kept]))
-    assert "27 images have labels, 9 have none" in result.notes[0]
+    result = evaluate(bundle, split, real=lambda one: read_real(tmp_path / "own.json", one, CLASSES))
+    assert result.predictions is not None
+    kept = [(p, s) for p, s in zip(result.predictions.predicted, sets, strict=True) if s]
+    assert len(kept) == 27 and result.metrics["real_accuracy"] == pytest.approx(np.mean([p in s for p, s in kept]))
+    assert "images with labels: 27; without labels, skipped: 9" in result.notes[0]
     (tmp_path / "own.json").write_text(json.dumps({**right, names[0]: ["violet"]}))
     with pytest.raises(VitrailError, match="'violet'"):
         read_real(tmp_path / "own.json", split, CLASSES)
 
 
-def test_the_published_file_counts_images_by_number_and_classes_by_wordnet(tmp_path: Path) -> None:
+def test_the_published_file_uses_image_numbers_and_sorted_wordnet_ids(tmp_path: Path) -> None:
     wordnet = ["n03", "n01", "n02"]
     wordnet = [f"{name}000000" for name in wordnet]
     for number, name in enumerate((*wordnet, wordnet[0]), start=1):
@@ -215,7 +217,7 @@ def test_the_published_file_counts_images_by_number_and_classes_by_wordnet(tmp_p
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(folder / f"ILSVRC2012_val_{number:08d}.JPEG")
     split = open_source(f"folder:{tmp_path / 'data'}", classes=tuple(wordnet)).split("val")
-    (tmp_path / "real.json").write_text(json.dumps([[2], [0, 1], [], [0]]))  # image 1: class 2 of the sorted, which is n03
+    (tmp_path / "real.json").write_text(json.dumps([[2], [0, 1], [], [0]]))  # image 1: class 2 of the sorted IDs, which is n03
     sets = dict(
         zip(
             (int(re.findall(r"\d{8}", split.image_name(i))[-1]) for i in range(4)),
@@ -226,13 +228,13 @@ def test_the_published_file_counts_images_by_number_and_classes_by_wordnet(tmp_p
     assert sets == {1: {0}, 2: {1, 2}, 3: frozenset(), 4: {1}}
     assert real_hits(np.array([0, 0]), [frozenset({0, 1}), frozenset()]) == (1, 1, 1)
     (tmp_path / "real.json").write_text("[[0]]")
-    with pytest.raises(VitrailError, match="lists 1 images of ImageNet's validation set"):
+    with pytest.raises(VitrailError, match="lists 1 image of ImageNet's validation set"):
         read_real(tmp_path / "real.json", split, wordnet)
 
 
-def test_a_report_is_one_page_that_needs_nothing_else(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
+def test_the_report_page_is_self_contained(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     split = open_source(f"folder:{photos}").split("val")
-    results = [measure(bundle, split), measure(bundle, split, size=48)]
+    results = [evaluate(bundle, split), evaluate(bundle, split, size=48)]
     write_report(tmp_path / "report", results, split, {"checkpoint": "<b>colours</b>", "data": "photos"})
     page = (tmp_path / "report" / "report.html").read_text()
     assert not re.search(r"(?:src|href)='(?!data:)", page) and "http" not in page.replace("http-equiv", "")
@@ -243,40 +245,40 @@ def test_a_report_is_one_page_that_needs_nothing_else(bundle: Bundle, photos: Pa
     assert Image.open(tmp_path / "report" / "confusion.png").size[0] > 300
     assert len((tmp_path / "report" / "predictions.csv").read_text().splitlines()) == 37
     saved = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert saved["results"][0]["figures"]["accuracy"] == results[0].figures["accuracy"]
+    assert saved["results"][0]["metrics"]["accuracy"] == results[0].metrics["accuracy"]
 
 
-def test_a_report_replaces_only_a_report(tmp_path: Path) -> None:
-    check_free(tmp_path / "new", overwrite=False)
+def test_only_a_report_is_overwritten(tmp_path: Path) -> None:
+    check_output_folder(tmp_path / "new", overwrite=False)
     (tmp_path / "report.html").write_text("old")
-    with pytest.raises(VitrailError, match=r"holds a report; pass --overwrite"):
-        check_free(tmp_path, overwrite=False)
-    check_free(tmp_path, overwrite=True)
+    with pytest.raises(VitrailError, match=r"contains a report. Pass --overwrite"):
+        check_output_folder(tmp_path, overwrite=False)
+    check_output_folder(tmp_path, overwrite=True)
     (tmp_path / "report.html").rename(tmp_path / "thesis.tex")
     with pytest.raises(VitrailError, match=r"other files \(thesis\.tex\)"):
-        check_free(tmp_path, overwrite=True)
+        check_output_folder(tmp_path, overwrite=True)
 
 
-def test_half_precision_weights_are_fed_what_they_take(checkpoint: Path, photos: Path) -> None:
-    low = measure(load(checkpoint, dtype=torch.bfloat16), f"folder:{photos}")
-    assert low.images == 36 and low.figures["accuracy"] == pytest.approx(
-        measure(load(checkpoint), f"folder:{photos}").figures["accuracy"], abs=0.15
+def test_half_precision_weights_get_half_precision_images(checkpoint: Path, photos: Path) -> None:
+    low = evaluate(load(checkpoint, dtype=torch.bfloat16), f"folder:{photos}")
+    assert low.images == 36 and low.metrics["accuracy"] == pytest.approx(
+        evaluate(load(checkpoint), f"folder:{photos}").metrics["accuracy"], abs=0.15
     )
 
 
-def test_threads_are_given_back(bundle: Bundle, photos: Path) -> None:
+def test_torch_threads_are_restored(bundle: Bundle, photos: Path) -> None:
     before = torch.get_num_threads()
-    measure(bundle, f"folder:{photos}", running=Running(batch=4))
+    evaluate(bundle, f"folder:{photos}", context=EvalContext(batch=4))
     assert torch.get_num_threads() == before
 
 
-def test_what_processes_read_for_a_gpu_is_what_lanes_read(bundle: Bundle, photos: Path) -> None:
+def test_sequential_and_threaded_passes_agree(bundle: Bundle, photos: Path) -> None:
     split = open_source(f"folder:{photos}").split("val")
     assert bundle.preprocess is not None
-    running = Running(batch=5, workers=2)
-    lanes = list(running.over(split, bundle.preprocess, bundle.model, bundle.model.__call__))
-    other = list(running.over(split, bundle.preprocess, bundle.model, bundle.model.__call__)._one_by_one())
-    assert len(lanes) == len(other) == 8
-    for (ours, batch), (theirs, same) in zip(lanes, other, strict=True):
+    context = EvalContext(batch=5, workers=2)
+    threaded = list(context.run(split, bundle.preprocess, bundle.model, bundle.model.__call__))
+    sequential = list(context.run(split, bundle.preprocess, bundle.model, bundle.model.__call__)._sequential())
+    assert len(threaded) == len(sequential) == 8
+    for (ours, batch), (theirs, same) in zip(threaded, sequential, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5) and torch.equal(batch.images, same.images)
         assert torch.equal(batch.indices, same.indices) and torch.equal(batch.targets, same.targets)

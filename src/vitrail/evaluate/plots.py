@@ -1,4 +1,4 @@
-"""Drawings of an evaluation, each as the bytes of a PNG."""
+"""Draw the plots of an evaluation report, each as the bytes of a PNG."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ Array = npt.NDArray[Any]
 _INK, _FAINT, _BLUE, _RED = "#24292f", "#d0d4d9", "#2f5d8a", "#c4493d"
 
 
-def reliability(found: Calibration) -> bytes:
-    """Accuracy against confidence, with the number of images in each bin below."""
+def reliability(calibration: Calibration) -> bytes:
+    """Plot accuracy against confidence, and the fraction of images in each bin below."""
     figure = _figure(5.2, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    centres, width = (found.edges[:-1] + found.edges[1:]) / 2, 1 / len(found.count)
-    filled = found.count > 0
-    upper.plot([0, 1], [0, 1], color=_INK, linewidth=1, linestyle=(0, (4, 3)), label="perfectly calibrated")
-    upper.bar(centres[filled], found.accuracy[filled], width=width * 0.92, color=_BLUE, label="accuracy")
-    low = np.minimum(found.accuracy, found.confidence)[filled]
-    gap = np.abs(found.accuracy - found.confidence)[filled]
+    edges, count = calibration.edges, calibration.count
+    centres, width = (edges[:-1] + edges[1:]) / 2, 1 / len(count)
+    filled = count > 0
+    upper.plot([0, 1], [0, 1], color=_INK, linewidth=1, linestyle=(0, (4, 3)), label="perfect calibration")
+    upper.bar(centres[filled], calibration.accuracy[filled], width=width * 0.92, color=_BLUE, label="accuracy")
+    low = np.minimum(calibration.accuracy, calibration.confidence)[filled]
+    gap = np.abs(calibration.accuracy - calibration.confidence)[filled]
     upper.bar(centres[filled], gap, bottom=low, width=width * 0.92, color=_RED, alpha=0.35, label="gap to confidence")
-    upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"expected calibration error {found.error:.1%}")
+    upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"expected calibration error: {calibration.ece:.1%}")
     upper.legend(frameon=False, fontsize=8, loc="upper left")
-    lower.bar(centres, found.count / max(found.count.sum(), 1), width=width * 0.92, color=_FAINT)
-    lower.set(xlabel="confidence", ylabel="share of images")
+    lower.bar(centres, count / max(count.sum(), 1), width=width * 0.92, color=_FAINT)
+    lower.set(xlabel="confidence", ylabel="fraction of images")
     return _png(figure, (upper, lower))
 
 
 def confusion(matrix: Array, classes: Sequence[str]) -> bytes:
-    """Each row is a true class, in shares of its images; numbers are written in where there is room for them."""
+    """Plot a confusion matrix, normalised by row (true class), with counts where they fit."""
     count = len(classes)
     side = min(max(4.0, 1.8 + 0.42 * count), 16.0)
     figure = _figure(side + 0.6, side)
     axes = figure.subplots()
-    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
-    picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    figure.colorbar(picture, ax=axes, fraction=0.04, pad=0.02, label="share of the true class")
-    axes.set(xlabel="predicted", ylabel="true")
+    fractions = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="fraction of the true class")
+    axes.set(xlabel="predicted class", ylabel="true class")
     if count <= 60:
         axes.set_xticks(
             range(count), [_short(name) for name in classes], rotation=60, ha="right", rotation_mode="anchor", fontsize=8
@@ -53,7 +54,7 @@ def confusion(matrix: Array, classes: Sequence[str]) -> bytes:
     if count <= 20:
         for row, column in np.ndindex(count, count):
             if matrix[row, column]:
-                dark = shares[row, column] > 0.5
+                dark = fractions[row, column] > 0.5
                 axes.text(
                     column, row, f"{matrix[row, column]:.0f}", ha="center", va="center", fontsize=7, color="white" if dark else _INK
                 )
@@ -61,7 +62,7 @@ def confusion(matrix: Array, classes: Sequence[str]) -> bytes:
 
 
 def sizes(labels: Sequence[str], values: Sequence[float], intervals: Sequence[tuple[float, float]], name: str) -> bytes:
-    """One figure at several input sizes."""
+    """Plot one metric at several input sizes."""
     figure = _figure(5.2, 3.2)
     axes = figure.subplots()
     middle = np.array(values)
@@ -73,7 +74,7 @@ def sizes(labels: Sequence[str], values: Sequence[float], intervals: Sequence[tu
 
 
 def scatter(predicted: Array, truth: Array, name: str) -> bytes:
-    """Predicted against true values of one target."""
+    """Plot predicted against true values of one target."""
     figure = _figure(4.4, 4.2)
     axes = figure.subplots()
     ends = [float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max()))]

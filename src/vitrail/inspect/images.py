@@ -15,11 +15,11 @@ from vitrail.data import open_source
 from vitrail.data.preprocess import Preprocess, read_file
 from vitrail.data.types import BadImage, Payload
 from vitrail.errors import VitrailError
-from vitrail.inspect.subject import Array
+from vitrail.inspect.inputs import Array
 
 
 @dataclass(frozen=True)
-class Originals:
+class RawImages:
     """Images as they lie on the disk, so that every checkpoint can preprocess them its own way."""
 
     names: list[str]
@@ -27,7 +27,7 @@ class Originals:
 
 
 @dataclass(frozen=True)
-class Views:
+class PreprocessedImages:
     """The same images through one checkpoint's preprocessing."""
 
     names: list[str]
@@ -36,11 +36,11 @@ class Views:
     """Of the first images, [height, width, 3] from 0 to 1: just what the model saw, cut and resized."""
 
 
-def from_files(paths: Sequence[Path]) -> Originals:
-    return Originals([path.name for path in paths], [read_file(path) for path in paths])
+def from_files(paths: Sequence[Path]) -> RawImages:
+    return RawImages([path.name for path in paths], [read_file(path) for path in paths])
 
 
-def from_source(reference: str, split: str | None, count: int, seed: int) -> Originals:
+def from_source(reference: str, split: str | None, count: int, seed: int) -> RawImages:
     """Images of a data source drawn at random, the same for the same seed, in the source's order."""
     source = open_source(reference)
     if split is None:
@@ -50,10 +50,10 @@ def from_source(reference: str, split: str | None, count: int, seed: int) -> Ori
         raise VitrailError(f"The split {split!r} of {reference} has no images, so there is nothing to look at.")
     order = np.random.default_rng(seed).permutation(len(chosen))[:count]
     picked = [int(index) for index in order]
-    return Originals([chosen.image_name(index) for index in picked], [chosen.payload(index) for index in picked])
+    return RawImages([chosen.image_name(index) for index in picked], [chosen.payload(index) for index in picked])
 
 
-def views(bundle: Bundle, originals: Originals, shown: int) -> Views:
+def views(bundle: Bundle, originals: RawImages, shown: int) -> PreprocessedImages:
     """The images as this checkpoint takes them, the first `shown` of them also as pictures."""
     preprocess = bundle.preprocess
     if preprocess is None:
@@ -66,7 +66,7 @@ def views(bundle: Bundle, originals: Originals, shown: int) -> Views:
         images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])
     except BadImage as bad:
         raise VitrailError(f"{bad.name}: {bad.fault}. Replace it, or look at other images.") from bad
-    return Views(originals.names, images, [picture(image, preprocess) for image in images[:shown]])
+    return PreprocessedImages(originals.names, images, [picture(image, preprocess) for image in images[:shown]])
 
 
 def picture(image: Tensor, preprocess: Preprocess) -> Array:

@@ -1,0 +1,193 @@
+"""Run a model over a split: every image exactly once over all ranks, for any batch size and number of workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch, HostBatch
+from vitrail.data.eval_read import eval_slices
+from vitrail.data.loader import EvalLoader
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sampler import Slice
+from vitrail.data.types import BadImage, Split
+from vitrail.data.waiting import most_workers
+from vitrail.errors import VitrailError
+from vitrail.models import Model
+from vitrail.models.features import evaluating
+from vitrail.models.inference import InferenceModel, choose, for_inference
+from vitrail.train.parallel import World
+from vitrail.train.step import autocast
+
+Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
+BadImages = Literal["error", "skip"]
+T = TypeVar("T")
+
+
+def no_progress(images: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalContext:
+    """Where and how a model runs over images. Only `precision` affects the results, by rounding."""
+
+    world: World = field(default_factory=lambda: World(torch.device("cpu")))
+    batch: int | None = None
+    """Images per batch; None: 8 on a CPU, whose caches are small, 128 elsewhere."""
+    workers: int | None = None
+    """Processes that read images for a GPU; on a CPU, threads that read and compute. None: one per CPU core."""
+    precision: Precision = "fp32"
+    bad_images: BadImages = "error"
+    progress: Callable[[int], None] = no_progress
+    """Called with the number of images finished since the last call."""
+
+    def prepare(self, model: Model) -> Model | InferenceModel:
+        """Move the model to the device, as an inference copy where one is faster; otherwise returns the model itself."""
+        device = self.world.device
+        if self._uses_inference_copy:
+            return for_inference(model, self.precision, device)  # type: ignore[arg-type]
+        if self.precision == "int8":
+            raise VitrailError(f"--precision int8 needs a CPU; on {device.type} use fp32, bf16 or fp16.")
+        return model.to(device)
+
+    def precision_note(self, model: Model) -> str | None:
+        """Describe the precision in use and the reason, if it is not float32 or not the requested one."""
+        if not self._uses_inference_copy:
+            return None
+        chosen = choose(model.config, self.precision, self.world.device)  # type: ignore[arg-type]
+        if chosen.precision == "fp32" and self.precision in ("fp32", "auto"):
+            return None
+        exact = "" if chosen.precision == "fp32" else "; --precision fp32 computes exactly"
+        return f"computed in {chosen.precision}: {chosen.why}{exact}"
+
+    @property
+    def _uses_inference_copy(self) -> bool:
+        """Tell whether an inference copy is used: on a CPU (except fp16), and on a GPU with precision "auto".
+
+        Any other precision on a GPU means autocast with a float32 residual stream, as in training.
+        """
+        kind = self.world.device.type
+        return self.precision != "fp16" if kind == "cpu" else kind == "cuda" and self.precision == "auto"
+
+    def run(self, split: Split, preprocess: Preprocess, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Pass[T]:
+        """Iterate over this rank's images and apply `compute`, which is the model or a part of it, to each batch."""
+        return Pass(self, split, preprocess, model, compute)
+
+
+def default_context(model: Model, *, bad_images: BadImages = "error") -> EvalContext:
+    """Build the default context: the model stays on its device."""
+    return EvalContext(world=World(model.norm.weight.device), bad_images=bad_images)
+
+
+class Pass(Iterator[tuple[T, Batch]]):
+    """An iterator over (result, batch) in the order of the split. Afterwards `bad` holds the images that could not be read."""
+
+    def __init__(
+        self,
+        context: EvalContext,
+        split: Split,
+        preprocess: Preprocess,
+        model: Model | InferenceModel,
+        compute: Callable[[Tensor], T],
+    ) -> None:
+        world = context.world
+        self._context, self._model, self._compute = context, model, compute
+        self._on_cpu = world.device.type == "cpu"
+        self._batch = context.batch or (8 if self._on_cpu else 128)
+        self._loader = EvalLoader(
+            split,
+            preprocess=preprocess,
+            batch=self._batch,
+            rank=world.rank,
+            ranks=world.ranks,
+            ranks_here=world.ranks_here,
+            # Reading one batch takes less time than starting a worker.
+            workers=0 if len(split) <= self._batch else context.workers,
+            bad_images=context.bad_images,
+            device=world.device,
+        )
+        self._results = self._threaded() if self._on_cpu else self._sequential()
+
+    @property
+    def bad(self) -> dict[str, BadImage]:
+        return self._loader.bad
+
+    def __next__(self) -> tuple[T, Batch]:
+        return next(self._results)
+
+    def _sequential(self) -> Iterator[tuple[T, Batch]]:
+        """Compute batch by batch, while worker processes read ahead."""
+        for batch in self._loader:
+            # Entered again for every batch, so that a caller who stops early gets the model back in its old mode.
+            with evaluating(self._model):
+                result = self._apply(batch)
+            yield result, batch
+            self._context.progress(len(batch))
+
+    def _threaded(self) -> Iterator[tuple[T, Batch]]:
+        """Let each thread read and compute whole batches; yield the results in order.
+
+        Threads that share one batch synchronise after every operation. Threads with a batch of their own never do, and
+        one can read while the others compute.
+        """
+        loader, world = self._loader, self._context.world
+        slices = eval_slices(len(loader.split), self._batch, world.rank, world.ranks)
+        workers = most_workers(world.ranks_here) if self._context.workers is None else loader.workers
+        workers, torch_threads, remaining = max(1, min(workers, len(slices))), torch.get_num_threads(), iter(slices)
+        per_worker = max(1, torch_threads // workers)  # a single batch still gets all of them
+        with (
+            evaluating(self._model),
+            ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(per_worker,)) as pool,
+        ):
+            pending = deque(pool.submit(self._read_and_apply, part) for part in islice(remaining, 2 * workers))
+            try:
+                while pending:
+                    host, result = pending.popleft().result()
+                    pending.extend(pool.submit(self._read_and_apply, part) for part in islice(remaining, 1))
+                    loader.bad.update({bad.name: bad for bad in host.bad if bad.name not in loader.bad})
+                    if result is not None:
+                        yield result
+                        self._context.progress(len(result[1]))
+            finally:
+                for future in pending:
+                    future.cancel()
+                torch.set_num_threads(torch_threads)  # new threads would inherit the workers' setting
+
+    def _read_and_apply(self, part: Slice) -> tuple[HostBatch, tuple[T, Batch] | None]:
+        host = self._loader.reader[part]
+        if len(host.indices) == 0:
+            return host, None  # every image of the batch was bad
+        images = self._loader.preprocess.normalise(host.images)
+        batch = Batch(images, host.targets, host.indices, 0, part.step, 0, 1, part.total)
+        return host, (self._apply(batch), batch)
+
+    def _apply(self, batch: Batch) -> T:
+        # On a CPU, bf16 is built into the layers of the inference copy.
+        precision = "fp32" if self._on_cpu and self._context.precision != "fp16" else self._context.precision
+        with torch.no_grad(), autocast(precision, self._context.world.device):
+            return self._compute(batch.images.to(self._model.norm.weight.dtype))
+
+
+def gather_bad_images(context: EvalContext, bad: dict[str, BadImage]) -> list[BadImage]:
+    """Collect the bad images of all ranks, sorted by name."""
+    by_name = {one.name: one for part in context.world.gather(list(bad.values())) for one in part}
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def check_finite(outputs: Tensor, batch: Batch, split: Split) -> None:
+    """Refuse NaN and infinity: they would count as wrong predictions and hide the cause."""
+    rows = torch.nonzero(~outputs.isfinite().flatten(1).all(1))[:, 0]
+    if len(rows):
+        name = split.image_name(int(batch.indices[rows[0].cpu()]))
+        raise VitrailError(
+            f"The model's output for {name} contains NaN or infinity. Check the weights (`vitrail info`). "
+            "If they are finite, use --precision bf16 or fp32: fp16 overflows sooner."
+        )

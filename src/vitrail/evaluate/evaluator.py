@@ -1,0 +1,233 @@
+"""Evaluate a checkpoint on a split with all metrics of its task."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.checkpoints import Bundle
+from vitrail.data import open_source
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.types import BadImage, Split
+from vitrail.errors import VitrailError
+from vitrail.evaluate import classification, multilabel, regression
+from vitrail.evaluate.classification import Predictions
+from vitrail.evaluate.context import BadImages, EvalContext, check_finite, default_context, gather_bad_images
+from vitrail.evaluate.intervals import Interval, wilson
+from vitrail.evaluate.real_labels import real_hits
+
+Array = npt.NDArray[Any]
+Match = Literal["name", "order"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """The metrics of a checkpoint on a split."""
+
+    task: str
+    classes: tuple[str, ...]
+    metrics: dict[str, float]
+    intervals: dict[str, Interval]
+    """95 % confidence intervals: Wilson for accuracies, a bootstrap over images for the rest."""
+    images: int
+    """Number of distinct images evaluated."""
+    total: int
+    """Images of the split; the difference is `bad`."""
+    bad: list[BadImage]
+    preprocess: Preprocess
+    predictions: Predictions | None = None
+    """Classification only."""
+    outputs: Array | None = None
+    """Probabilities [n, labels] of a multi-label model, predicted values [n, targets] of a regression model."""
+    truth: Array | None = None
+    thresholds: Array | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.preprocess.size
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "task": self.task,
+            "size": list(self.size),
+            "images": self.images,
+            "total_images": self.total,
+            "bad_images": [one.name for one in self.bad],
+            "metrics": {name: _or_none(value) for name, value in self.metrics.items()},
+            "intervals_95": {name: [_or_none(end) for end in both] for name, both in self.intervals.items()},
+            "preprocess": self.preprocess.to_dict(),
+            "preprocess_fingerprint": self.preprocess.fingerprint(),
+            "notes": self.notes,
+        }
+
+
+def _or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
+
+
+def evaluate(
+    bundle: Bundle,
+    data: str | Split,
+    *,
+    split: str | None = None,
+    size: int | tuple[int, int] | None = None,
+    match: Match = "name",
+    real: Callable[[Split], Sequence[frozenset[int]]] | None = None,
+    context: EvalContext | None = None,
+) -> EvalResult:
+    """Evaluate a checkpoint on a data source, or on a split that is already open.
+
+    `split` defaults to val, or test if there is no val. `size` resizes a copy of the model (position embeddings are
+    resampled). `match="order"` assigns the dataset's classes to the outputs by order instead of by name. `real` returns
+    reassessed labels, see `real_labels.read_real`.
+    """
+    bundle.check_head()
+    context = context or default_context(bundle.model)
+    opened = data if isinstance(data, Split) else open_split(bundle, data, split, match=match, bad_images=context.bad_images)
+    notes = check_fits(bundle, opened)
+    preprocess = bundle_preprocess(bundle)
+    model = bundle.model
+    if size is not None:
+        model = copy.deepcopy(model).resize(size)
+        preprocess = preprocess.with_size(model.config.image_size)
+    note = context.precision_note(model)
+    notes += [note] if note is not None else []
+    model = context.prepare(model)
+    results = context.run(opened, preprocess, model, model.__call__)
+    collected = (_collect_predictions if bundle.task == "classify" else _collect_outputs)(bundle, opened, results, context)
+    common = {
+        "task": bundle.task,
+        "classes": opened.classes,
+        "total": len(opened),
+        "bad": gather_bad_images(context, results.bad),
+        "preprocess": preprocess,
+        "notes": notes,
+    }
+    if isinstance(collected, Predictions):
+        return _classification_result(collected, opened, common, real(opened) if real else None)
+    return _output_result(bundle, collected, common)
+
+
+def open_split(
+    bundle: Bundle,
+    reference: str,
+    split: str | None = None,
+    *,
+    match: Match = "name",
+    bad_images: BadImages = "error",
+    ignore_unknown: bool = False,
+) -> Split:
+    """Open the split to evaluate on, with its classes in the order of the checkpoint's outputs."""
+    classes = bundle.classes if match == "name" and bundle.classes is not None else None
+    source = open_source(reference, classes=classes, bad_images=bad_images, ignore_unknown=ignore_unknown)
+    if split is None:
+        split = next((name for name in ("val", "test") if name in source.splits), next(iter(source.splits)))
+    return source.split(split)
+
+
+def check_fits(bundle: Bundle, split: Split) -> list[str]:
+    """Refuse targets that do not match the checkpoint's outputs. Returns notes on what was assumed."""
+    outputs = bundle.model.config.outputs
+    if len(split) == 0:
+        raise VitrailError(f"The split {split.name!r} has no images, so there is nothing to evaluate.")
+    if split.task == "unlabelled":
+        raise VitrailError(f"The split {split.name!r} has no labels to compare with. `vitrail predict` needs no labels.")
+    if split.task != bundle.task:
+        raise VitrailError(
+            f"{bundle.report.source} is {_MODELS[bundle.task]}, but this dataset has {_TARGETS[split.task]}. "
+            "Evaluate it on a dataset for the same task."
+        )
+    if len(split.classes) != outputs:
+        raise VitrailError(
+            f"{bundle.report.source} has {outputs} outputs{'' if bundle.classes else ' without names'}, the dataset has "
+            f"{len(split.classes)} classes. The numbers must be equal; `vitrail fewshot` and `vitrail probe` work with any classes."
+        )
+    if bundle.classes is None:
+        return ["the checkpoint has no class names: the dataset's classes were matched by order"]
+    if split.classes != bundle.classes:
+        return ["classes were matched by order, not by name"]
+    return []
+
+
+_MODELS = {"classify": "a classifier", "multilabel": "a multi-label classifier", "regress": "a regression model"}
+_TARGETS = {"classify": "one class per image", "multilabel": "multi-label targets", "regress": "regression targets"}
+
+
+def bundle_preprocess(bundle: Bundle) -> Preprocess:
+    if bundle.preprocess is None:
+        raise VitrailError(
+            f"No preprocessing stored in {bundle.report.source}. For Google's ViTs ([-1, 1], square resize) pass "
+            "--preprocess google-vit; for other models pass another preset, such as imagenet."
+        )
+    return bundle.preprocess
+
+
+def _collect_predictions(bundle: Bundle, split: Split, results: Any, context: EvalContext) -> Predictions:
+    parts = []
+    for outputs, batch in results:
+        check_finite(outputs, batch, split)
+        parts.append(Predictions.from_logits(outputs, batch.targets, batch.indices, sigmoid=bundle.sigmoid))
+    all_ranks = [part for rank in context.world.gather(parts) for part in rank]
+    return Predictions.concat(_not_empty(all_ranks))
+
+
+def _collect_outputs(bundle: Bundle, split: Split, results: Any, context: EvalContext) -> tuple[Array, Array, Array]:
+    parts = []
+    for outputs, batch in results:
+        check_finite(outputs, batch, split)
+        outputs = outputs.float()
+        values = outputs.sigmoid() if bundle.task == "multilabel" else outputs
+        parts.append((batch.indices.numpy(), values.cpu().numpy(), batch.targets.cpu().numpy()))
+    all_ranks = _not_empty([part for rank in context.world.gather(parts) for part in rank])
+    indices, values, truth = (np.concatenate([part[k] for part in all_ranks]) for k in range(3))
+    order = np.argsort(indices, kind="stable")
+    return indices[order], values[order], truth[order]
+
+
+def _not_empty(parts: list[Any]) -> list[Any]:
+    if not parts:
+        raise VitrailError("No image of the split could be read. Run `vitrail data check` to see why.")
+    return parts
+
+
+def _classification_result(
+    predictions: Predictions, split: Split, common: dict[str, Any], real: Sequence[frozenset[int]] | None
+) -> EvalResult:
+    metrics, intervals = classification.metrics(predictions, len(split.classes))
+    notes = common["notes"]
+    if real is not None:
+        hits, labelled, unlabelled = real_hits(predictions.predicted, [real[index] for index in predictions.indices])
+        metrics["real_accuracy"], intervals["real_accuracy"] = hits / max(labelled, 1), wilson(hits, labelled)
+        notes = [*notes, f"ReaL: images with labels: {labelled:,}; without labels, skipped: {unlabelled:,}"]
+    common, images = {**common, "notes": notes}, _distinct(predictions.indices)
+    return EvalResult(**common, metrics=metrics, intervals=intervals, images=images, predictions=predictions)
+
+
+def _output_result(bundle: Bundle, collected: tuple[Array, Array, Array], common: dict[str, Any]) -> EvalResult:
+    indices, values, truth = collected
+    thresholds = None
+    if bundle.task == "multilabel":
+        saved = bundle.reading.get("thresholds")
+        thresholds = np.asarray(saved if saved is not None else [0.5] * values.shape[1], np.float64)
+        metrics, intervals = multilabel.metrics(values, truth, thresholds)
+        common["notes"].append(f"thresholds: {'saved with the checkpoint' if saved is not None else '0.5 for every label'}")
+    else:
+        metrics, intervals = regression.metrics(values, truth)
+    common["images"] = _distinct(indices)
+    return EvalResult(**common, metrics=metrics, intervals=intervals, outputs=values, truth=truth, thresholds=thresholds)
+
+
+def _distinct(indices: Array) -> int:
+    count = len(np.unique(indices))
+    if count != len(indices):
+        raise VitrailError(f"Images evaluated twice: {len(indices) - count}. This is a bug in Vitrail; please report it.")
+    return count

@@ -135,7 +135,7 @@ def passed(model: ViT, images: torch.Tensor, labels: torch.Tensor, way: str) -> 
     blocks = model.blocks
     with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=low):
         with torch.no_grad():
-            x = model.assemble(model.embed_patches(images))
+            x = model.add_prefix_and_positions(model.embed_patches(images))
             for count in range(1, len(blocks) + 1):  # a shorter encoder each time: between fused blocks nothing is whole
                 model.blocks = blocks[:count]
                 found[f"tokens after block {count - 1}"] = model.encode(x).float()

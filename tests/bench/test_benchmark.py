@@ -99,14 +99,14 @@ def test_the_loop_mode_reports_non_finite_steps() -> None:
     assert not built.is_finite(built.step())
 
 
-@pytest.mark.parametrize(("mode", "keeps"), [("loop-recompute", "nothing"), ("loop-recompute-matmuls", "products")])
-def test_recompute_modes(mode: str, keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "keep"), [("loop-recompute", "nothing"), ("loop-recompute-matmuls", "matmuls")])
+def test_recompute_modes(mode: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[Any] = []
     real = workload.build_model
     monkeypatch.setattr(workload, "build_model", lambda *given, **named: models.append(real(*given, **named)) or models[-1])  # type: ignore[func-returns-value]
     built = build_workload(case(mode=mode), Inputs(CONFIG, 2, CPU))
     assert built.is_finite(built.step())
-    assert (models[0].recomputing.blocks, models[0].recomputing.keeps) == (12, keeps)
+    assert (models[0].recompute.blocks, models[0].recompute.keep) == (12, keep)
 
 
 def test_fp8_on_a_cpu_gives_a_failed_row_with_the_reason() -> None:

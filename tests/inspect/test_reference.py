@@ -99,11 +99,11 @@ def test_training_mode_changes_nothing_and_is_left_as_it_was() -> None:
 def test_gradients_of_attention_equal_those_of_one_whole_graph(kind: str) -> None:
     model = lively(**KINDS[kind]).eval()
     batch, outputs = images(model, 2), torch.tensor([1, 4])
-    x, kept = model.assemble(model.embed_patches(batch)), []
+    x, kept = model.add_prefix_and_positions(model.embed_patches(batch)), []
     for number, block in enumerate(model.blocks):
         x, weights = block.with_attention(model.positions.before_layer(x, number), model.positions.bias(number))
         kept.append(weights)
-    logits = model._logits(model._finished(x))
+    logits = model.logits(model.norm(x) if model.config.final_norm == "before-pool" else x)
     torch.testing.assert_close(logits, model(batch))
     expected = torch.autograd.grad(logits.gather(1, outputs[:, None]).sum(), kept)
     (_, start, nothing), *layers = model.attention_gradients(batch, outputs)

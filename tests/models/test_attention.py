@@ -44,7 +44,7 @@ def test_rows_sum_to_one_and_reproduce_the_fused_output(
     model = build(position=position, attention=attention, pooling=pooling, registers=registers, image_size=size).eval()
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(rows * 5 + columns))
     with torch.no_grad():
-        x = model.assemble(model.embed_patches(images))
+        x = model.add_prefix_and_positions(model.embed_patches(images))
         shown = list(model.attention(images))
         assert [layer for layer, _ in shown] == list(range(model.config.blocks))
         for layer, weights in shown:
@@ -66,7 +66,7 @@ def test_weights_are_the_softmax_of_the_scores() -> None:
     block = model.blocks[0]
     width, heads = 24, 3
     with torch.no_grad():
-        x = block.norm1(model.assemble(model.embed_patches(images)))[0].double()
+        x = block.norm1(model.add_prefix_and_positions(model.embed_patches(images)))[0].double()
         q, k, _ = (x @ block.attention.qkv.weight.double().T + block.attention.qkv.bias.double()).split(width, dim=1)
     for head in range(heads):
         part = slice(head * 8, head * 8 + 8)

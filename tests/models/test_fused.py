@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.peers import randomise
-from vitrail.models import ViT, create_model
+from vitrail.models import ViT, create_model, vit
 from vitrail.models.autoencoder import MaskedAutoencoder
-from vitrail.models.fused import encoder
+from vitrail.models.fused import dispatch, encoder
 from vitrail.models.masked import MaskedPatches, Pretraining
 
 pytest.importorskip("triton")
@@ -33,13 +33,31 @@ def near(a: Tensor, b: Tensor, tolerance: float = CLOSE) -> bool:
 
 @pytest.fixture
 def fusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fused kernels wherever the block allows them, though this may be a processor and float32."""
-    if DEVICE == "cuda":  # they are tried now, and not in the middle of a test that has replaced a part of them
-        assert encoder.can_fuse(torch.zeros(1, device=DEVICE, dtype=LOW))
-    monkeypatch.setattr(encoder, "low_precision", lambda x: LOW)
-    real = encoder.can_fuse
-    monkeypatch.setattr(encoder, "can_fuse", lambda x: DEVICE == "cpu" or real(x))
+    """Fused kernels wherever the whitelist allows them, though this may be a CPU and float32."""
+    if DEVICE == "cuda":  # self-tests run now, and not in the middle of a test that has replaced a part of them
+        assert dispatch.can_fuse(torch.zeros(1, 4, 64, device=DEVICE, dtype=LOW))
+    else:
+        monkeypatch.setattr(encoder, "matmul_dtype", lambda x: LOW)
+        monkeypatch.setattr(dispatch, "_kernels_run", lambda x, dtype: True)
+        monkeypatch.setattr(dispatch, "_block_runs", lambda block, x, dtype: True)
+        from vitrail.models.fused import self_test
+
+        monkeypatch.setattr(self_test, "attention_works", lambda *given: True)
     yield
+
+
+@pytest.fixture
+def blocks_fused(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The blocks that ran fused, in order."""
+    seen: list[nn.Module] = []
+    real = encoder.run_block
+
+    def watched(block: Any, *given: Any) -> Any:
+        seen.append(block)
+        return real(block, *given)
+
+    monkeypatch.setattr(vit, "run_block", watched)
+    return seen
 
 
 def small(**changes: Any) -> ViT:
@@ -83,30 +101,26 @@ def test_logits_and_gradients_equal_the_plain_ones(case: str, fusing: None) -> N
         assert near(fused_gradients[name], gradient, 2 * CLOSE), name
 
 
-def test_the_fused_path_is_really_taken(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    run = encoder.run_blocks
-
-    def watched(blocks: Any, x: Tensor, **options: Any) -> Any:
-        seen.append(len(blocks))
-        return run(blocks, x, **options)
-
-    monkeypatch.setattr(encoder, "run_blocks", watched)
+def test_the_fused_path_is_really_taken(fusing: None, blocks_fused: list[nn.Module]) -> None:
     model = small()
     results(model, torch.randn(1, 3, 48, 48, device=DEVICE), "auto")
+    assert blocks_fused == list(model.blocks)
     results(model, torch.randn(1, 3, 48, 48, device=DEVICE), "plain")
-    assert seen == [3]
+    assert len(blocks_fused) == 3
 
 
 def test_stochastic_depth_drops_the_same_branches(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     factors = [torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.5, 1.0])] * 2
     model, images = small(stochastic_depth=0.5), torch.randn(2, 3, 48, 48, device=DEVICE)
     drawn = iter(factors)
+    with monkeypatch.context() as patched:
+        for block in model.blocks:
+            patched.setattr(block.skip, "forward", lambda x: x * next(drawn).to(x)[:, None, None])
+        plain, plain_gradients = results(model, images, "plain")
     for block in model.blocks:
-        monkeypatch.setattr(block.skip, "forward", lambda x: x * next(drawn).to(x)[:, None, None])
-    plain, plain_gradients = results(model, images, "plain")
+        vars(block.skip).pop("forward", None)  # what the context put back there is the class's own
     drawn = iter(factors)
-    monkeypatch.setattr(encoder, "_keep", lambda block, x: next(drawn).to(DEVICE))
+    monkeypatch.setattr(encoder, "_draw_keep", lambda rate, x: (next(drawn).to(DEVICE), next(drawn).to(DEVICE)))
     fused, fused_gradients = results(model, images, "auto")
     assert near(fused, plain)
     assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
@@ -125,16 +139,17 @@ class MaskedDropout(nn.Module):
 
 def test_dropout_drops_the_same_forward_and_backward(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own masks, read off a kernel, given to the plain path: values and gradients agree."""
-    from vitrail.models.fused.residual_norm import ResidualNorm
+    from vitrail.models.fused.branches import residual_norm
 
     model, images = small(dropout=0.25, depth=2), torch.randn(2, 3, 48, 48, device=DEVICE)
     model.dropout.p = 0.0  # that after the positions is torch's own in both
     seeds = [[torch.tensor(1234567 * (3 * block + n + 1), device=DEVICE) for n in range(3)] for block in range(2)]
-    monkeypatch.setattr(encoder, "_seeds", lambda blocks, x: seeds)
+    drawn = iter(seeds)
+    monkeypatch.setattr(encoder, "draw_noise", lambda block, x: encoder.BlockOptions(seeds=tuple(next(drawn))))
 
     def mask(seed: Tensor, tokens: int, width: int) -> Tensor:
         zeros, ones = torch.zeros(2, tokens, width, device=DEVICE), torch.ones(2, tokens, width, device=DEVICE)
-        kept, _ = ResidualNorm.apply(zeros, ones, torch.zeros(width, device=DEVICE), None, seed, 0.25, 1e-6, torch.float32)
+        kept, _ = residual_norm(zeros, ones, torch.zeros(width, device=DEVICE), None, seed, 0.25, 1e-6, torch.float32)
         return kept  # type: ignore[no-any-return]
 
     fused, fused_gradients = results(model, images, "auto")
@@ -156,16 +171,19 @@ def test_nothing_is_dropped_in_eval_mode(fusing: None) -> None:
 
 def test_stochastic_depth_keeps_the_mean() -> None:
     block = small(stochastic_depth=0.5).blocks[-1]
-    kept = encoder._keep(block, torch.zeros(10_000, 1, device=DEVICE))  # type: ignore[arg-type]
-    assert kept is not None and set(kept.unique().tolist()) == {0.0, 2.0} and abs(float(kept.mean()) - 1) < 0.1
-    assert encoder._keep(block.eval(), torch.zeros(4, 1)) is None  # type: ignore[arg-type]
+    keep = encoder.draw_noise(block, torch.zeros(10_000, 1, device=DEVICE)).keep  # type: ignore[arg-type]
+    assert keep is not None
+    for one in keep:
+        assert set(one.unique().tolist()) == {0.0, 2.0} and abs(float(one.mean()) - 1) < 0.1
+    assert not torch.equal(*keep)
+    assert encoder.draw_noise(block.eval(), torch.zeros(4, 1)).keep is None  # type: ignore[arg-type]
 
 
-def test_many_tokens_go_to_the_library(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_use_torchs_attention(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward, branches
 
     monkeypatch.setattr(attention_backward, "MOST_TOKENS", 4)
-    monkeypatch.setattr(branches, "AttentionBranch", None)
+    monkeypatch.setattr(branches, "attention_branch", None)
     model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
     plain, plain_gradients = results(model, images, "plain")
     fused, fused_gradients = results(model, images, "auto")
@@ -173,11 +191,11 @@ def test_many_tokens_go_to_the_library(fusing: None, monkeypatch: pytest.MonkeyP
     assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
 
 
-@pytest.mark.parametrize("keeps", ["nothing", "products"])
-def test_recomputed_blocks_give_the_same(keeps: Any, fusing: None) -> None:
+@pytest.mark.parametrize("keep", ["nothing", "matmuls"])
+def test_recomputed_blocks_give_the_same(keep: Any, fusing: None) -> None:
     model, images = small(depth=2, dropout=0.2, stochastic_depth=0.2), torch.randn(2, 3, 48, 48, device=DEVICE)
     _, kept = results(model, images, "auto")
-    model.checkpoint_activations(2, keeps)
+    model.checkpoint_activations(2, keep)
     _, recomputed = results(model, images, "auto")
     assert all(near(recomputed[name], one, 1e-6) for name, one in kept.items())
 
@@ -229,27 +247,18 @@ def test_learning_without_labels_goes_the_same_way(kind: str, fusing: None) -> N
     [{"attention_dropout": 0.1}, {"layer_scale": 1e-4}, {"attention": "axial"}, {"position": "relative"}],
     ids=lambda change: next(iter(change)),
 )
-def test_what_kernels_do_not_know_is_left_to_the_plain_path(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "is_fake", lambda x: True)  # stands for a GPU: the question is only asked
-    x = torch.zeros(1, 10, 192, dtype=torch.bfloat16)
-    assert small()._can_fuse(x)
-    assert not small(**change)._can_fuse(x)
+def test_what_kernels_do_not_know_takes_the_plain_path(
+    change: dict[str, Any], fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    model, images = small(**change), torch.randn(1, 3, 48, 48, device=DEVICE)
+    results(model, images, "auto")
+    assert not blocks_fused and not dispatch.is_fusable(model)
 
 
-def test_somebody_who_listens_to_a_part_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "is_fake", lambda x: True)
-    model, x = small(), torch.zeros(1, 10, 192, dtype=torch.bfloat16)
-    handle = model.blocks[1].mlp.register_forward_hook(lambda *_: None)
-    assert not model._can_fuse(x)
-    handle.remove()
-    assert model._can_fuse(x)
-
-
-def test_processors_and_float32_go_the_plain_way() -> None:
-    model = small()
-    assert not model._can_fuse(torch.zeros(1, 10, 192))
+def test_cpus_and_float32_take_the_plain_path() -> None:
+    assert not dispatch.can_fuse(torch.zeros(1, 10, 192))
     if DEVICE == "cpu":
-        assert not model._can_fuse(torch.zeros(1, 10, 192, dtype=torch.bfloat16))
+        assert not dispatch.can_fuse(torch.zeros(1, 10, 192, dtype=torch.bfloat16))
 
 
 def test_kernels_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

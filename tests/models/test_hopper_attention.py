@@ -96,8 +96,8 @@ def test_self_test_decides(
     assert bool(caplog.records) == (number == 9 and not expected)
 
 
-@pytest.mark.parametrize("keeps", [None, "products", "nothing"])
-def test_a_model_with_hopper_attention(keeps: Any, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep", [None, "matmuls", "nothing"])
+def test_a_model_with_hopper_attention(keep: Any, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import branches, hopper_attention
 
     taken: list[bool] = []
@@ -113,13 +113,13 @@ def test_a_model_with_hopper_attention(keeps: Any, fusing: None, monkeypatch: py
     size = 192 if HOPPER else 48
     model, images = small(depth=2, image_size=size), torch.randn(2, 3, size, size, device=DEVICE)
     plain, plain_gradients = results(model, images, "plain")
-    if keeps:
-        model.checkpoint_activations(keeps=keeps)
+    if keep:
+        model.checkpoint_activations(keep=keep)
     monkeypatch.setattr(branches, "use_hopper_attention", lambda qkv, heads, needs_grad: True)
     monkeypatch.setattr(hopper_attention, "hopper_attention", watched)
     fused, gradients = results(model, images, "auto")
     # The last block's queries are apart from its keys, and few; so one block is left, and computed again if little is kept of it.
-    assert taken == [True] * (2 if keeps else 1)
+    assert taken == [True] * (2 if keep else 1)
     assert near(fused, plain, 1e-4 + CLOSE)
     assert all(near(gradients[name], one, 1e-4 + 2 * CLOSE) for name, one in plain_gradients.items())
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):

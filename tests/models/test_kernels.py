@@ -81,7 +81,7 @@ def test_attention_gradients(images: int, tokens: int, heads: int, channels: int
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 17), st.integers(1, 17))
 def test_images_cut_into_patches(batch: int, channels: int, rows: int, columns: int, height: int, width: int) -> None:
     from vitrail.models.fused.patchify import patchify
-    from vitrail.models.layers import cut as plain
+    from vitrail.models.layers import patchify as plain
 
     images = torch.randn(batch, channels, rows * height, columns * width, device=DEVICE)
     for given_images in (images, images.mT.contiguous().mT):  # also where rows do not follow each other
@@ -230,7 +230,7 @@ def test_norm_of_a_stream_far_from_zero() -> None:
     """Two passes over the row, not the difference of two large sums."""
     x = 1000 + torch.randn(2, 5, 24, device=DEVICE)
     norm = nn.LayerNorm(24, eps=1e-6).to(DEVICE)
-    _, y = encoder.add_norm(encoder.Stream(x), norm, torch.float32)
+    y = encoder.settle_and_norm(encoder.PendingResidual(x), norm)
     exact = F.layer_norm(x.double(), (24,), eps=1e-6)
     assert (y - exact).abs().max() < 5e-4  # the inputs themselves are only that fine
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitrail.errors import VitrailError
 from vitrail.models import ViT, create_model, flops
 from vitrail.models.autoencoder import MaskedAutoencoder
-from vitrail.models.masked import MaskedPatches, Pretraining, at, count_of, shares_of, taken
+from vitrail.models.masked import MaskedPatches, Pretraining, at, corruption_counts, gather_tokens, num_masked_of
 
 TINY = {"patch": 4, "width": 32, "depth": 2, "heads": 2, "mlp": 48}
 
@@ -49,34 +49,34 @@ def test_the_counts_are_exact_in_every_image(rows: int, columns: int, images: in
     patches = torch.randn(images, rows * columns, 32, generator=torch.Generator().manual_seed(seed))
     noise = noise_for(model, images, seed)
     order = noise[..., 0].argsort(dim=1)
-    spoilt = model.corrupt(patches, order, noise[..., 1])
+    corrupted = model.corrupt(patches, order, noise[..., 1])
     count = round(rate * rows * columns)
     first, second = round(0.8 * count), min(round(0.1 * count), count - round(0.8 * count))
-    is_mask = (spoilt == model.mask_token).all(-1)
-    is_own = (spoilt == patches).all(-1)
+    is_mask = (corrupted == model.mask_token).all(-1)
+    is_own = (corrupted == patches).all(-1)
     assert is_mask.sum(1).tolist() == [first] * images
     if images * rows * columns > 1:  # with a single patch in the batch there is no other to take its place
         assert is_own.sum(1).tolist() == [rows * columns - first - second] * images
         everyone = patches.flatten(0, 1)
         for number in torch.nonzero(~is_mask & ~is_own).tolist():
-            assert (everyone == spoilt[tuple(number)]).all(-1).sum() == 1  # another patch of the batch, whole
-    assert (model.hidden, model.masked, model.replaced) == (count, first, second)
+            assert (everyone == corrupted[tuple(number)]).all(-1).sum() == 1  # another patch of the batch, whole
+    assert (model.num_masked, model.masked, model.replaced) == (count, first, second)
 
 
 def test_the_papers_numbers() -> None:
-    assert count_of(0.5, vit(56).config) == 98
-    assert shares_of(98) == (78, 10)
-    assert shares_of(32) == (26, 3)
+    assert num_masked_of(0.5, vit(56).config) == 98
+    assert corruption_counts(98) == (78, 10)
+    assert corruption_counts(32) == (26, 3)
 
 
 def test_every_place_and_every_other_patch_gets_its_turn() -> None:
     model = masked(vit(), masked=0.0, replaced=1.0)
     noise = noise_for(model, 2000)
     order = noise[..., 0].argsort(dim=1)
-    hidden = torch.bincount(order[:, : model.hidden].flatten(), minlength=16) / 2000
+    hidden = torch.bincount(order[:, : model.num_masked].flatten(), minlength=16) / 2000
     assert (hidden - 0.5).abs().max() < 0.05
-    donors = model.donors(order[:, : model.hidden], noise[..., 1])
-    own = torch.arange(2000)[:, None] * 16 + order[:, : model.hidden]
+    donors = model.donors(order[:, : model.num_masked], noise[..., 1])
+    own = torch.arange(2000)[:, None] * 16 + order[:, : model.num_masked]
     assert (donors != own).all()
     assert donors.min() >= 0 and donors.max() < 2000 * 16
     few = masked(vit(), masked=0.0, replaced=1.0)
@@ -96,9 +96,9 @@ def test_positions_are_added_after_the_corruption() -> None:
     hook.remove()
     order = noise[..., 0].argsort(dim=1)
     table = encoder.positions.of_patches().flatten(0, 1)
-    hidden, others = order[:, : model.hidden], order[:, model.hidden :]
-    torch.testing.assert_close(entered[0][:, : model.hidden], model.mask_token + table[hidden])
-    torch.testing.assert_close(entered[0][:, model.hidden :], at(encoder.embed_patches(images), others) + table[others])
+    hidden, others = order[:, : model.num_masked], order[:, model.num_masked :]
+    torch.testing.assert_close(entered[0][:, : model.num_masked], model.mask_token + table[hidden])
+    torch.testing.assert_close(entered[0][:, model.num_masked :], at(encoder.embed_patches(images), others) + table[others])
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_what_comes_out_is_the_whole_encoders_output_at_those_places(changes: di
     model, images = masked(encoder), torch.randn(3, 3, 16, 16)
     noise = noise_for(model, 3)
     predicted, places = model(images, noise)
-    spoilt = model.corrupt(encoder.embed_patches(images), noise[..., 0].argsort(dim=1), noise[..., 1])
-    tokens = encoder.encode(encoder.assemble(spoilt))
+    corrupted = model.corrupt(encoder.embed_patches(images), noise[..., 0].argsort(dim=1), noise[..., 1])
+    tokens = encoder.encode(encoder.add_prefix_and_positions(corrupted))
     tokens = encoder.norm(tokens) if encoder.config.final_norm == "after-pool" else tokens
     wanted = model.head(at(tokens[:, encoder.config.prefix :], places))
     torch.testing.assert_close(predicted, wanted, atol=1e-5, rtol=1e-4)
@@ -142,8 +142,8 @@ def test_gradients_reach_every_part(make) -> None:  # type: ignore[no-untyped-de
 def test_taking_tokens_is_indexing_forward_and_backward(count: int) -> None:
     places = torch.stack([torch.randperm(7)[:count] for _ in range(3)])
     tokens = torch.randn(3, 7, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(taken(tokens, places), at(tokens, places))
-    assert torch.autograd.gradcheck(lambda x: taken(x, places), tokens)
+    assert torch.equal(gather_tokens(tokens, places), at(tokens, places))
+    assert torch.autograd.gradcheck(lambda x: gather_tokens(x, places), tokens)
 
 
 def test_the_same_noise_hides_the_same_patches() -> None:
@@ -179,7 +179,7 @@ def test_an_autoencoder_as_its_paper_writes_it() -> None:
     for image in range(2):
         order = noise[image, :, 0].argsort()
         seen = order[12:]
-        tokens = encoder.assemble(encoder.embed_patches(images[image : image + 1]))
+        tokens = encoder.add_prefix_and_positions(encoder.embed_patches(images[image : image + 1]))
         tokens = encoder.encode(torch.cat([tokens[:, :1], tokens[:, 1:][:, seen]], dim=1))
         narrow = model.narrow(tokens)
         full = model.mask_token.expand(1, 16, -1).clone()
@@ -208,10 +208,10 @@ def test_other_refusals() -> None:
     hybrid = create_model("R26+ViT-S/32", outputs=0, image_size=64, device="meta")
     with pytest.raises(VitrailError, match="ResNet has looked at the whole image"):
         MaskedAutoencoder(hybrid, 8)
-    assert MaskedPatches(hybrid, 8).hidden == 2
+    assert MaskedPatches(hybrid, 8).num_masked == 2
     with pytest.raises(VitrailError, match="leaves none of the 16 patches"):
         autoencoder(vit(), rate=1.0)
-    with pytest.raises(VitrailError, match="hides 0 of the 16 patches"):
+    with pytest.raises(VitrailError, match="masks 0 of the 16 patches"):
         masked(vit(), rate=0.01)
     with pytest.raises(VitrailError, match="multiple of 32"):
         MaskedAutoencoder(vit(), 8, width=40)

@@ -146,8 +146,8 @@ def test_bit_checkpointing_gives_the_same_gradients() -> None:
     model(images).square().sum().backward()
     plain = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    for keeps in ("nothing", "products"):
-        assert model.checkpoint_activations(None, keeps) == 8
+    for keep in ("nothing", "matmuls"):
+        assert model.checkpoint_activations(None, keep) == 8
         model.zero_grad()
         model(images).square().sum().backward()
         for one, two in zip(model.parameters(), plain, strict=True):
@@ -156,7 +156,7 @@ def test_bit_checkpointing_gives_the_same_gradients() -> None:
 
 def test_products_are_kept_and_the_rest_is_computed_again() -> None:
     model, plain = build(dropout=0.2).train(), build(dropout=0.2).train()
-    model.checkpoint_activations(None, "products")
+    model.checkpoint_activations(None, "matmuls")
     for one in (model, plain):
         torch.manual_seed(0)
         one(IMAGES).square().sum().backward()
@@ -177,7 +177,7 @@ def test_products_are_kept_and_the_rest_is_computed_again() -> None:
 
 
 def test_what_recomputed_blocks_keep_is_named() -> None:
-    with pytest.raises(VitrailError, match="nothing or products"):
+    with pytest.raises(VitrailError, match="nothing or matmuls"):
         build().checkpoint_activations(None, "everything")  # type: ignore[operator]
 
 
@@ -263,8 +263,8 @@ def test_the_last_block_computes_only_what_is_read(change: dict[str, Any]) -> No
     model = randomise(create_model("ViT-Ti/16", image_size=64, depth=2, outputs=5, seed=0, **change))
     assert isinstance(model, ViT)
     images = torch.randn(2, 3, 64, 64)
-    x = model.assemble(model.embed_patches(images))
+    x = model.add_prefix_and_positions(model.embed_patches(images))
     count = 1 + model.config.distill_token
-    few, whole = model.encode(x, first=count), model.encode(x)
+    few, whole = model.encode(x, num_queries=count), model.encode(x)
     assert few.shape[1] == count and torch.allclose(few, whole[:, :count], atol=1e-5)
-    assert torch.allclose(model(images), model._logits(whole), atol=1e-5)
+    assert torch.allclose(model(images), model.logits(whole), atol=1e-5)

@@ -173,7 +173,7 @@ def check_cost(config: ModelConfig) -> None:
     model = build_model(config).eval()
     assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
     images = torch.zeros(1, config.channels, *config.image_size)
-    assert flops(config) == counted(lambda: model._logits(model._tokens(images)) if isinstance(model, ViT) else model(images))
+    assert flops(config) == counted(lambda: model.logits(model._encode_images(images)) if isinstance(model, ViT) else model(images))
     # The plain path takes queries, keys and values in one product, so the queries nobody reads come along.
     unread = config.tokens - 1 - config.distill_token if isinstance(config, ViTConfig) and config.pooling == "class" else 0
     along = 2 * config.width**2 * unread if isinstance(config, ViTConfig) else 0

@@ -52,7 +52,7 @@ def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_shou
     whole = simulate(deeper, 32, precision="fp32")
     assert simulate(deeper, 32, precision="fp32", recompute=-1).activations < 0.6 * whole.activations
     for precision in ("fp32", "bf16"):  # the plain path, and the one of our own kernels
-        sizes = [simulate(Subject(TINY), 256, precision=precision, recompute=-1, keeps=keeps) for keeps in ("nothing", "products")]
+        sizes = [simulate(Subject(TINY), 256, precision=precision, recompute=-1, keep=keep) for keep in ("nothing", "matmuls")]
         sizes.append(simulate(Subject(TINY), 256, precision=precision))
         assert sizes[0].activations < 0.95 * sizes[1].activations < 0.95 * 0.95 * sizes[2].activations
     held = simulate(Subject(TINY), 32, precision="fp32", accumulates=True)

@@ -135,7 +135,7 @@ def _model(case: Case) -> nn.Module:
         if case.mode == "loop-fp8":
             use_fp8(model, Recipe(), World(case.device))
         if case.mode.startswith("loop-recompute"):
-            model.checkpoint_activations(keeps="products" if case.mode.endswith("matmuls") else "nothing")  # type: ignore[operator]
+            model.checkpoint_activations(keep="matmuls" if case.mode.endswith("matmuls") else "nothing")  # type: ignore[operator]
     else:
         with case.device:
             model = baselines.build(case.library, case.config)

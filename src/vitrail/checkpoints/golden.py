@@ -87,9 +87,9 @@ def _quick(model: Model) -> tuple[Tensor, Tensor]:
 
 def _first_tokens(model: ViT, image: Tensor) -> tuple[Tensor, Tensor]:
     """The model's own path, with all patches but the first few left out after the embedding."""
-    tokens = model.assemble(model.embed_patches(image))
+    tokens = model.add_prefix_and_positions(model.embed_patches(image))
     tokens = model.encode(tokens[:, : model.config.prefix + QUICK_PATCHES])
-    return model._represent(model._pooled(tokens))[0], model._logits(tokens)[0]
+    return model._represent(model._pool(tokens))[0], model.logits(tokens)[0]
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bund
     found = reconstruct(wrapper, task, images, seed=seed)
     mae = isinstance(wrapper, MaskedAutoencoder)
     caption = (
-        f"{wrapper.hidden} of {wrapper.patches} patches are hidden in each image"
+        f"{wrapper.num_masked} of {wrapper.patches} patches are masked in each image"
         + (
             " (grey)"
             if mae
@@ -136,7 +136,7 @@ def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bund
 def _how(wrapper: Pretraining) -> str:
     if not isinstance(wrapper, MaskedPatches):
         return " (grey)"
-    kept = wrapper.hidden - wrapper.masked - wrapper.replaced
+    kept = wrapper.num_masked - wrapper.masked - wrapper.replaced
     return f" ({wrapper.masked} masked, grey; {wrapper.replaced} replaced by other patches of these images; {kept} kept)"
 
 

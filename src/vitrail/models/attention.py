@@ -1,7 +1,7 @@
-"""Self-attention, whole and axial, and attention pooling.
+"""Self-attention, full and axial, and attention pooling.
 
 Each kind computes its output with torch's fused kernels. `with_weights` gives the same output together with the matrix
-softmax(qkᵀ/√d) itself, computed openly from the same q and k; it is what inspection looks at.
+softmax(qkᵀ/√d) itself, computed from the same q and k; inspection uses it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.layers import Mlp
 
 # Not cuDNN's: its backward pass gave NaN for 64 tokens on an H200 where these did not, and it is no faster (docs/log.md).
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Attention(nn.Module):
@@ -30,12 +30,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = config.attention_dropout
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, first: int | None = None) -> Tensor:
-        """With `first` only for so many of the first tokens, which must be prefix tokens: those see everything in every kind."""
+    def forward(self, x: Tensor, bias: Tensor | None = None, num_queries: int | None = None) -> Tensor:
+        """With `num_queries` only for so many of the first tokens, which must be prefix tokens: these attend to all tokens."""
         q, k, v = self._split(x)
-        if first is None:
+        if num_queries is None:
             return self._merge(self._fused(q, k, v, bias))
-        return self._merge(Attention._fused(self, q[:, :, :first], k, v, None if bias is None else bias[..., :first, :]))
+        bias = None if bias is None else bias[..., :num_queries, :]
+        return self._merge(Attention._fused(self, q[:, :, :num_queries], k, v, bias))
 
     def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The output, and the attention [batch, head, query, key] that produced it. Without dropout."""
@@ -44,7 +45,7 @@ class Attention(nn.Module):
         return self._merge(weights.to(v.dtype) @ v), weights
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, head, token, channel], as views into one product: nothing is copied."""
+        """Queries, keys and values [batch, head, token, channel], as views into one matmul's output: nothing is copied."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         return q, k, v
@@ -53,9 +54,9 @@ class Attention(nn.Module):
         return self.out(x.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        # The kernel knows nothing of eval mode: dropout must be switched off here, or inference is random.
+        # The kernel does not know about eval mode: dropout must be switched off here, or inference is random.
         dropout = self.dropout if self.training else 0.0
-        with sdpa_kernel(KERNELS):
+        with sdpa_kernel(SDPA_BACKENDS):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), dropout_p=dropout)
 
 
@@ -115,7 +116,7 @@ class AxialAttention(Attention):
         return x.repeat_interleave(self.grid[self.axis], dim=0)
 
     def _line_bias(self, bias: Tensor) -> Tensor:
-        """The part of a full bias [head, token, token] that a line's patches use: [line, head, patch, prefix + patch]."""
+        """The part of a full bias [head, token, token] that the patches of a line use: [line, head, patch, prefix + patch]."""
         count, (rows, columns) = self.prefix, self.grid
         bias = bias[:, count:]
         own = bias[..., count:].reshape(self.heads, rows, columns, rows, columns)
@@ -140,7 +141,7 @@ class AttentionPool(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        with sdpa_kernel(KERNELS):
+        with sdpa_kernel(SDPA_BACKENDS):
             x: Tensor = F.scaled_dot_product_attention(*self._split(tokens))
         x = self.out(x.transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm(x))
@@ -158,7 +159,7 @@ class AttentionPool(nn.Module):
 
 
 def attention_for(config: ViTConfig, block: int) -> Attention:
-    """The attention of one block: with axial attention, rows and columns take turns."""
+    """The attention of one block: axial attention alternates between rows and columns."""
     return AxialAttention(config, axis=block % 2) if config.attention == "axial" else Attention(config)
 
 

@@ -1,7 +1,7 @@
-"""Masked autoencoding (MAE, He et al. 2021): the encoder sees a quarter of the patches, a light decoder paints the rest.
+"""Masked autoencoding (MAE, He et al. 2021): the encoder sees a quarter of the patches, a small decoder predicts the rest.
 
-Not in the ViT paper. It is here because it is the stronger way to learn without labels, and because an encoder that really runs
-on a quarter of the tokens makes it cheap.
+Not in the ViT paper. It is here because it is the stronger way to pre-train without labels, and because an encoder that runs on a
+quarter of the tokens makes it cheap.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
-from vitrail.models.fused import encoder as fused
+from vitrail.models.fused.dispatch import ResidualStream
 from vitrail.models.initialise import initialise_parts, small_normal_
-from vitrail.models.masked import Pretraining, count_of, prefix_places, taken, unread_flops
+from vitrail.models.masked import Pretraining, gather_tokens, num_masked_of, prefix_indices, unread_flops
 from vitrail.models.positions import sincos_table
 from vitrail.models.vit import Block, ViT
 
@@ -21,9 +21,9 @@ _HEAD = 32  # channels of a decoder's head, as its authors have it
 
 
 class MaskedAutoencoder(Pretraining):
-    """Drops `rate` of the patches after their positions were added, encodes the others, and predicts the pixels of the dropped.
+    """Drops `rate` of the patches after their positions were added, encodes the others, and predicts the dropped patches' pixels.
 
-    The decoder gets the encoded tokens at their places and a learned [mask] at all others, each with a fixed position.
+    The decoder gets the encoded tokens, and a learned [mask] for every dropped patch, each with a fixed position.
     """
 
     draws = 1
@@ -32,8 +32,8 @@ class MaskedAutoencoder(Pretraining):
     def __init__(self, encoder: ViT, outputs: int, rate: float = 0.75, *, width: int = 512, depth: int = 4) -> None:
         config = encoder.config
         check_droppable(config)
-        super().__init__(encoder, count_of(rate, config))
-        if self.hidden >= self.patches:
+        super().__init__(encoder, num_masked_of(rate, config))
+        if self.num_masked >= self.patches:
             raise VitrailError(f"A mask rate of {rate:g} leaves none of the {self.patches} patches to see; lower it.")
         self.decoder = decoder_config(config, width, depth)
         self.narrow = nn.Linear(config.width, width)
@@ -61,40 +61,38 @@ class MaskedAutoencoder(Pretraining):
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         order = noise[..., 0].argsort(dim=1)
-        places, seen = order[:, : self.hidden], order[:, self.hidden :]
-        return self.head(self.decode(self.encode(images, seen), places, seen)), places
+        masked, seen = order[:, : self.num_masked], order[:, self.num_masked :]
+        return self.head(self.decode(self.encode(images, seen), masked, seen)), masked
 
     def encode(self, images: Tensor, seen: Tensor) -> Tensor:
-        """The prefix tokens and the patches at the places `seen` [image, place]: nothing else goes through the encoder."""
-        tokens, prefix = self.encoder.assemble(self.encoder.embed_patches(images)), self.config.prefix
-        visible = taken(tokens, torch.cat([prefix_places(seen, prefix), seen + prefix], dim=1))
-        return self._finished(self.encoder.encode(visible))
+        """Encode the prefix tokens and the patches with indices `seen` [image, index], and nothing else."""
+        tokens, prefix = self.encoder.add_prefix_and_positions(self.encoder.embed_patches(images)), self.config.prefix
+        visible = gather_tokens(tokens, torch.cat([prefix_indices(seen, prefix), seen + prefix], dim=1))
+        return self._normed(self.encoder.encode(visible))
 
-    def decode(self, encoded: Tensor, places: Tensor, seen: Tensor) -> Tensor:
-        """The decoder's output, normed, for the hidden patches [image, place, width]."""
+    def decode(self, encoded: Tensor, masked: Tensor, seen: Tensor) -> Tensor:
+        """The decoder's output, normed, for the masked patches [image, index, width]."""
         prefix = self.config.prefix
         narrow: Tensor = self.narrow(encoded)
         x = torch.cat(
             [
-                # Hidden patches first, so that the last block can leave out the others: positions say where each one is.
-                self.mask_token + self.positions[places],
+                # Masked patches first, so that the last block can leave out the others: positions say where each one is.
+                self.mask_token + self.positions[masked],
                 narrow[:, :prefix].to(self.positions.dtype),
                 narrow[:, prefix:] + self.positions[seen],
             ],
             dim=1,
         )
-        blocks: list[Block] = list(self.decoder_blocks)  # type: ignore[arg-type]
-        if fused.can_fuse(x) and all(fused.is_plain(block) for block in blocks):
-            return fused.add_norm(fused.run_blocks(blocks, x, first=self.hidden), self.norm, x.dtype)[1]
-        for block in blocks:
-            x = block(x, None, self.hidden if block is blocks[-1] else None)
-        return self.norm(x)  # type: ignore[no-any-return]
+        stream = ResidualStream(x, "plain" if self.encoder.kernels == "plain" else "auto")
+        for number, block in enumerate(self.decoder_blocks):
+            stream.run(number, block, num_queries=self.num_masked if number == len(self.decoder_blocks) - 1 else None)
+        return stream.normed(self.norm)
 
     def flops(self) -> int:
-        config, seen = self.config, self.config.tokens - self.hidden
+        config, seen = self.config, self.config.tokens - self.num_masked
         embedding = 2 * self.patches * config.patch_channels * config.patch[0] * config.patch[1] * config.width
-        between = 2 * seen * config.width * self.decoder.width + 2 * self.hidden * self.decoder.width * self.head.out_features
-        decoding = _block_flops(self.decoder, config.tokens) - unread_flops(self.decoder, config.tokens, self.hidden)
+        between = 2 * seen * config.width * self.decoder.width + 2 * self.num_masked * self.decoder.width * self.head.out_features
+        decoding = _block_flops(self.decoder, config.tokens) - unread_flops(self.decoder, config.tokens, self.num_masked)
         return embedding + between + _block_flops(config, seen) + decoding
 
 

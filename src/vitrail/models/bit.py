@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
+from vitrail.models import surgery
 from vitrail.models.config import BiTConfig, Pair, ResNetConfig
 from vitrail.models.features import Features, check_images, chosen_layers
-from vitrail.models.recomputing import Keeps, Recomputing
+from vitrail.models.layers import Float32Linear
+from vitrail.models.recompute import Keep, Recompute
 from vitrail.models.resnet import StandardisedConv, build_stages, group_norm, max_pool
-
-log = logging.getLogger("vitrail")
 
 
 class PreActivationUnit(nn.Module):
@@ -46,10 +45,11 @@ class BiT(nn.Module):
         self.root = StandardisedConv(resnet, config.channels, 64 * resnet.multiplier, 7, 2)
         self.stages = build_stages(resnet, PreActivationUnit)
         self.norm = group_norm(resnet, resnet.out_channels)
-        self.head = nn.Linear(resnet.out_channels, config.outputs) if config.outputs else nn.Identity()
-        self.recomputing = Recomputing()
+        self.head = Float32Linear(resnet.out_channels, config.outputs) if config.outputs else nn.Identity()
+        self.recompute = Recompute()
 
     def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, outputs] in float32; without a head, what it would see."""
         return self.head(self._map(images).mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
@@ -71,30 +71,24 @@ class BiT(nn.Module):
         return self
 
     def replace_head(self, outputs: int) -> BiT:
-        """Put a new head of zeros on, as fine-tuning does; an old one is discarded."""
+        """Put on a new zero-initialised head, as fine-tuning does; the old one is discarded."""
         self.config = self.config.replace(outputs=outputs)
-        head = nn.Linear(self.config.resnet.out_channels, outputs) if outputs else nn.Identity()
+        head = Float32Linear(self.config.resnet.out_channels, outputs) if outputs else nn.Identity()
         for parameter in head.parameters():
             nn.init.zeros_(parameter)
         self.head = head.to(self.norm.weight)
         return self
 
-    def checkpoint_activations(self, blocks: int | None = None, keeps: Keeps = "nothing") -> int:
-        """Recompute the first `blocks` units (None: all) in the backward pass to save memory; returns how many it covers.
-
-        They keep nothing but their input or, with "products", also the outputs of their convolutions.
-        """
-        total = sum(self.config.resnet.layers)
-        self.recomputing = Recomputing(total if blocks is None else min(max(blocks, 0), total), keeps)
-        log.info("activation checkpointing: %d/%d units", self.recomputing.blocks, total)
-        return self.recomputing.blocks
+    def checkpoint_activations(self, blocks: int | None = None, keep: Keep = "nothing") -> int:
+        """Recompute the first `blocks` units (None: all) in the backward pass; returns how many it covers."""
+        return surgery.checkpoint_activations(self, sum(self.config.resnet.layers), blocks, keep)
 
     def _map(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
         check_images(images, name=self.config.name, channels=self.config.channels, size=None)
         x, number = max_pool(self.root(images), self.config.resnet), 0
         for index, stage in enumerate(self.stages):
             for unit in stage:  # type: ignore[attr-defined]
-                x = self.recomputing.run(number, unit, x, draws=False)
+                x = self.recompute.run(number, unit, x, draws=False)
                 number += 1
             if kept and index in kept:
                 kept[index] = x.permute(0, 2, 3, 1)

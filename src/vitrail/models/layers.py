@@ -14,7 +14,7 @@ from vitrail.models.config import Pair
 class PatchEmbedding(nn.Module):
     """The linear map E of equation 1: each patch, flattened, to the model's width.
 
-    The weight has a convolution's shape, since that is how it is published and drawn, but is applied as one matrix product.
+    The weight has a convolution's shape, since that is how it is published and drawn, but is applied as one matmul.
     """
 
     def __init__(self, channels: int, width: int, patch: Pair) -> None:
@@ -24,13 +24,13 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images, or patches [image, patch, channel · row · column] that have been cut already."""
-        patches = cut(images, self.patch) if images.dim() == 4 else images
+        """Take images, or patches [image, patch, channel · row · column] as `patchify` gives them."""
+        patches = patchify(images, self.patch) if images.dim() == 4 else images
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
-def cut(images: Tensor, patch: Pair) -> Tensor:
-    """Images [image, channel, row, column] as patches, row by row: [image, patch, channel · row · column]."""
+def patchify(images: Tensor, patch: Pair) -> Tensor:
+    """Cut images [image, channel, row, column] into patches, row by row: [image, patch, channel · row · column]."""
     batch, channels, height, width = images.shape
     rows, columns = height // patch[0], width // patch[1]
     patches = images.reshape(batch, channels, rows, patch[0], columns, patch[1])
@@ -51,7 +51,7 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor a channel on a residual branch, small at the start."""
+    """A learned factor per channel on a residual branch, small at the start."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -59,6 +59,19 @@ class LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in float32 whatever the precision around it: the head.
+
+    Logits in bfloat16 have 8 bits of mantissa: 400 sigmoid logits around −10 would share 16 values.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            if x.dtype not in (torch.bfloat16, torch.float16) and self.weight.dtype == x.dtype:
+                return super().forward(x)
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class StochasticDepth(nn.Module):

@@ -1,7 +1,7 @@
-"""Masked patch prediction (App. B.1.2): half of the patch embeddings are spoilt, and the model says what had been there.
+"""Masked patch prediction (App. B.1.2): half of the patch embeddings are corrupted, and the model predicts the original patches.
 
-What is learnt without labels needs parts that no later use needs: a [mask] token, a prediction head, a decoder. They live in a
-module around the ViT, so that the ViT itself stays what it always is and is saved as such.
+Pre-training without labels needs parts that nothing needs afterwards: a [mask] token, a prediction head, a decoder. They live in a
+module around the ViT, so that the ViT itself stays as it is and is saved as such.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import flops
+from vitrail.models.fused import whitelist
 from vitrail.models.initialise import lecun_normal_, small_normal_
 from vitrail.models.vit import ViT
 
-MASKED, REPLACED = 0.8, 0.1  # of the corrupted patches; the rest are kept as they are
+MASKED, REPLACED = 0.8, 0.1  # of the corrupted patches; the rest are left as they are
 
 
 class Pretraining(nn.Module, ABC):
-    """A ViT with the parts it needs only while it learns without labels.
+    """A ViT with the parts it needs only for pre-training without labels.
 
-    `forward(images, noise)` gives predictions [image, place, outputs] and the places [image, place] they are for, counted along
-    the rows of the grid. All chance lies in `noise` [image, patch, `draws`], uniform from 0 to below 1: the model itself is a
-    plain function, and the same noise hides the same patches.
+    `forward(images, noise)` gives predictions [image, masked patch, outputs] and the indices [image, masked patch] they are for,
+    row by row over the grid. All randomness is in `noise` [image, patch, `draws`], uniform from 0 to below 1: the model itself is
+    a deterministic function, and the same noise masks the same patches.
     """
 
     draws: int
 
-    def __init__(self, encoder: ViT, hidden: int) -> None:
+    def __init__(self, encoder: ViT, num_masked: int) -> None:
         super().__init__()
         self.encoder = encoder
-        self.hidden = hidden
-        """Patches of each image that are predicted."""
+        self.num_masked = num_masked
+        """Patches that are predicted, per image."""
 
     @property
     def config(self) -> ViTConfig:
@@ -47,11 +49,11 @@ class Pretraining(nn.Module, ABC):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The repeated parts, in which sharded training cuts a model up."""
+        """The repeated parts: the units of sharding."""
         return list(self.encoder.blocks)
 
     def parts(self) -> dict[str, Tensor]:
-        """What is not the encoder, by name."""
+        """Every tensor that is not the encoder's, by name."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("encoder.")}
 
     @abstractmethod
@@ -60,9 +62,9 @@ class Pretraining(nn.Module, ABC):
 
     @abstractmethod
     def flops(self) -> int:
-        """Operations of one image's forward pass, counted as `models.flops` does."""
+        """FLOPs of one image's forward pass, counted as `models.flops` does."""
 
-    def _finished(self, tokens: Tensor) -> Tensor:
+    def _normed(self, tokens: Tensor) -> Tensor:
         """Encoded tokens after the final norm, also where the model has it after pooling."""
         normed = self.config.final_norm == "before-pool"
         return tokens if normed else self.encoder.norm(tokens)
@@ -72,17 +74,17 @@ class MaskedPatches(Pretraining):
     """Corrupts `rate` of the patch embeddings of every image and predicts `outputs` numbers for each of these patches.
 
     The counts are exact: round(rate · patches) are corrupted, and of those round(80 %) become the learned [mask], round(10 %)
-    another patch of the batch, never the one in its own place, and the rest stay (halves are rounded to even numbers).
+    another patch of the batch, never the same one, and the rest stay as they are (halves are rounded to even numbers).
     Positions are added afterwards.
     """
 
-    draws = 2  # one decides who is corrupted and how, one whom a patch is replaced by
+    draws = 2  # one decides which patches are corrupted and how, one which patch replaces another
 
     def __init__(
         self, encoder: ViT, outputs: int, rate: float = 0.5, *, masked: float = MASKED, replaced: float = REPLACED
     ) -> None:
-        super().__init__(encoder, count_of(rate, encoder.config))
-        self.masked, self.replaced = shares_of(self.hidden, masked, replaced)
+        super().__init__(encoder, num_masked_of(rate, encoder.config))
+        self.masked, self.replaced = corruption_counts(self.num_masked, masked, replaced)
         self.mask_token = nn.Parameter(torch.empty(1, 1, encoder.config.width))
         self.head = nn.Linear(encoder.config.width, outputs)
 
@@ -94,12 +96,12 @@ class MaskedPatches(Pretraining):
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         order = noise[..., 0].argsort(dim=1)
-        spoilt = self.corrupt(self.encoder.embed_patches(images), order, noise[..., 1])
-        # Only what is asked for goes through the head: with 16 × 512 outputs it is as large as a block.
-        return self.head(self.encode(spoilt, order)), order[:, : self.hidden]
+        corrupted = self.corrupt(self.encoder.embed_patches(images), order, noise[..., 1])
+        # Only masked patches go through the head: with 16 × 512 outputs it is as large as a block.
+        return self.head(self.encode(corrupted, order)), order[:, : self.num_masked]
 
     def corrupt(self, patches: Tensor, order: Tensor, noise: Tensor) -> Tensor:
-        """The embeddings [image, patch, width] with some spoilt: in each image's `order` first the masked, then the replaced."""
+        """Corrupt embeddings [image, patch, width]: in each image's `order` first the masked patches, then the replaced ones."""
         mask = self.mask_token.to(patches.dtype).expand(len(patches), self.masked, -1)
         changed = order[:, : self.masked + self.replaced]
         donors = self.donors(changed[:, self.masked :], noise)
@@ -107,89 +109,93 @@ class MaskedPatches(Pretraining):
         return patches.scatter(1, changed[..., None].expand(-1, -1, patches.shape[2]), torch.cat([mask, others], dim=1))
 
     def encode(self, patches: Tensor, order: Tensor) -> Tensor:
-        """The encoder's output of the patches that come first in `order` [image, patch], in that order."""
-        x, prefix = self.encoder.assemble(patches), self.config.prefix
+        """Encode, and return the patches that come first in `order` [image, patch], in that order."""
+        x, prefix = self.encoder.add_prefix_and_positions(patches), self.config.prefix
         if not self._any_order:
-            return at(self._finished(self.encoder.encode(x))[:, prefix:], order[:, : self.hidden])
-        # Attention knows no order once positions are added; so what is asked for goes first, and the last block leaves out
-        # the rest.
-        first, rest = order[:, : self.hidden] + prefix, order[:, self.hidden :] + prefix
-        x = taken(x, torch.cat([first, prefix_places(order, prefix), rest], dim=1))
-        return self._finished(self.encoder.encode(x, first=self.hidden))
+            return at(self._normed(self.encoder.encode(x))[:, prefix:], order[:, : self.num_masked])
+        # Attention does not depend on the order of tokens once positions are added. So the masked patches go first, and the last
+        # block computes only these.
+        masked, rest = order[:, : self.num_masked] + prefix, order[:, self.num_masked :] + prefix
+        x = gather_tokens(x, torch.cat([masked, prefix_indices(order, prefix), rest], dim=1))
+        return self._normed(self.encoder.encode(x, num_queries=self.num_masked))
 
-    def donors(self, places: Tensor, noise: Tensor) -> Tensor:
-        """For each place, evenly drawn among all other patches of the batch: their numbers, images one after the other."""
+    def donors(self, indices: Tensor, noise: Tensor) -> Tensor:
+        """For each patch, another one drawn evenly from the batch: its index, images one after the other."""
         images, count = noise.shape
         total = images * count
-        own = torch.arange(images, device=places.device)[:, None] * count + places
-        steps = (noise.gather(1, places) * (total - 1)).long().clamp(max=max(total - 2, 0))
+        own = torch.arange(images, device=indices.device)[:, None] * count + indices
+        steps = (noise.gather(1, indices) * (total - 1)).long().clamp(max=max(total - 2, 0))
         return (own + 1 + steps) % total
 
     @property
     def _any_order(self) -> bool:
-        """Whether tokens may change places once they have their positions."""
+        """Whether tokens may be reordered once they have their positions."""
         return self.config.attention == "full" and self.config.position_at == "input"
 
     def flops(self) -> int:
-        head = 2 * self.hidden * self.head.in_features * self.head.out_features
-        return flops(self.config) + head - (unread_flops(self.config, self.config.tokens, self.hidden) if self._any_order else 0)
+        head = 2 * self.num_masked * self.head.in_features * self.head.out_features
+        saved = unread_flops(self.config, self.config.tokens, self.num_masked) if self._any_order else 0
+        return flops(self.config) + head - saved
 
 
-def at(values: Tensor, places: Tensor) -> Tensor:
-    """Of values [image, patch, …] those at places [image, place]."""
-    index = places.reshape(*places.shape, *(1,) * (values.ndim - 2)).expand(-1, -1, *values.shape[2:])
+def at(values: Tensor, indices: Tensor) -> Tensor:
+    """Gather values [image, patch, …] at indices [image, index]."""
+    index = indices.reshape(*indices.shape, *(1,) * (values.ndim - 2)).expand(-1, -1, *values.shape[2:])
     return values.gather(1, index)
 
 
-def prefix_places(order: Tensor, prefix: int) -> Tensor:
-    """The places of the prefix tokens, for each image of `order`."""
+def prefix_indices(order: Tensor, prefix: int) -> Tensor:
+    """The indices of the prefix tokens, for each image of `order`."""
     return torch.arange(prefix, device=order.device).expand(len(order), -1)
 
 
-def taken(tokens: Tensor, places: Tensor) -> Tensor:
-    """Of tokens [image, token, width] those at places [image, place], each at most once."""
-    return _Taken.apply(tokens, places)  # type: ignore[no-any-return]
+def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
+    """Gather tokens [image, token, width] at indices [image, index], each at most once."""
+    if not whitelist.is_ordinary_call():
+        return at(tokens, indices)
+    return _GatherTokens.apply(tokens, indices)  # type: ignore[no-any-return]
 
 
-class _Taken(torch.autograd.Function):
-    """`at` for whole sequences: as no place comes twice, gradients are copied back in one pass, without additions."""
+class _GatherTokens(torch.autograd.Function):
+    """`at` for whole sequences: as no index comes twice, gradients are copied back in one pass, without additions."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, indices: Tensor) -> Tensor:
         images, count, width = tokens.shape
-        rows = (torch.arange(images, device=places.device)[:, None] * count + places).flatten()
+        rows = (torch.arange(images, device=indices.device)[:, None] * count + indices).flatten()
         ctx.save_for_backward(rows)
         ctx.shape = tokens.shape
         return tokens.reshape(images * count, width).index_select(0, rows).reshape(images, -1, width)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         images, count, width = ctx.shape
-        whole = len(rows) == images * count
-        back = (slope.new_empty if whole else slope.new_zeros)(images * count, width)
-        return back.index_copy_(0, rows, slope.reshape(-1, width)).reshape(ctx.shape), None
+        covers_all = len(rows) == images * count
+        grad = (grad_out.new_empty if covers_all else grad_out.new_zeros)(images * count, width)
+        return grad.index_copy_(0, rows, grad_out.reshape(-1, width)).reshape(ctx.shape), None
 
 
 def unread_flops(config: ViTConfig, tokens: int, read: int) -> int:
-    """Operations that the last block of so many tokens leaves out when only `read` of them are asked for."""
+    """FLOPs that the last block saves when only `read` of its tokens are computed."""
     own = 2 * config.width * (2 * config.width + 2 * config.mlp)  # query, output projection, MLP
     return (tokens - read) * (own + 4 * config.width * tokens)
 
 
-def count_of(rate: float, config: ViTConfig) -> int:
-    """How many patches of an image a rate means."""
+def num_masked_of(rate: float, config: ViTConfig) -> int:
+    """The number of patches per image that a mask rate means."""
     patches = config.grid[0] * config.grid[1]
     count = round(rate * patches)
     if not 0 < rate <= 1 or count < 1:
         raise VitrailError(
-            f"A mask rate of {rate:g} hides {max(count, 0)} of the {patches} patches of {config.name} at "
-            f"{config.image_size[0]}×{config.image_size[1]}; it is a share above 0, at most 1, that hides at least one."
+            f"A mask rate of {rate:g} masks {max(count, 0)} of the {patches} patches of {config.name} at "
+            f"{config.image_size[0]}×{config.image_size[1]}. Choose a rate above 0 and at most 1 that masks at least one patch."
         )
     return count
 
 
-def shares_of(count: int, masked: float = MASKED, replaced: float = REPLACED) -> tuple[int, int]:
-    """How many of the corrupted patches are masked, and how many replaced; the rest are kept."""
+def corruption_counts(count: int, masked: float = MASKED, replaced: float = REPLACED) -> tuple[int, int]:
+    """How many of the corrupted patches are masked, and how many replaced; the rest are left as they are."""
     first = round(masked * count)
     return first, min(round(replaced * count), count - first)

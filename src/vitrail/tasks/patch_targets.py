@@ -18,7 +18,7 @@ from torch import Tensor
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
 from vitrail.models.fused.cross_entropy import cross_entropy
-from vitrail.models.layers import cut
+from vitrail.models.layers import patchify
 from vitrail.tasks.base import Array
 
 LEVELS = 8  # 3 bits a channel
@@ -68,7 +68,7 @@ class PatchTarget(ABC):
 
     def patches(self, images: Tensor) -> Tensor:
         """Pixels from 0 to 1, cut into patches [image, patch, channel · row · column]."""
-        return cut(self.pixels(images) / self.brightest, self.stride)
+        return patchify(self.pixels(images) / self.brightest, self.stride)
 
     @abstractmethod
     def of(self, images: Tensor) -> Tensor:

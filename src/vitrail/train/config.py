@@ -54,8 +54,8 @@ class ModelSpec:
     stochastic_depth: float | None = None
     recompute: int = 0
     """Blocks whose activations are computed again in the backward pass to save memory; −1: all."""
-    recompute_keeps: Literal["nothing", "products"] = "nothing"
-    """What such blocks keep: nothing, or the products, so that only norms, attention and activations are computed again."""
+    recompute_keep: Literal["nothing", "matmuls"] = "nothing"
+    """What such blocks keep: nothing, or matmul outputs, so that only norms, attention and activations are computed again."""
     freeze: bool = False
     """Learn the head alone."""
 
@@ -223,7 +223,7 @@ SELF_SUPERVISED = ("masked-patch", "masked-autoencoder")
 # What may differ when a run goes on: it changes speed, place or talk, not what is computed.
 FREE = (
     "expected", "lr_grid", "sweep_holdout", "micro_batch", "log_every", "keep", "checkpoint_every", "device", "threads",
-    "parallel", "on_nonfinite", "data.workers", "model.recompute", "model.recompute_keeps",
+    "parallel", "on_nonfinite", "data.workers", "model.recompute", "model.recompute_keep",
     "cuda_graph",
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from vitrail.errors import VitrailError
 from vitrail.models import ViT
+from vitrail.models.fused.dispatch import is_fusable
 from vitrail.models.fused.self_test import fp8_fault
 from vitrail.train.config import Recipe
 from vitrail.train.parallel import World
@@ -31,7 +32,7 @@ def _against(encoder: ViT | None, recipe: Recipe, world: World) -> str:
     sizes = (encoder.config.width, encoder.config.mlp)
     if any(size % 16 for size in sizes):
         return f"widths must be multiples of 16; {encoder.config.name} has {sizes[0]} and {sizes[1]}."
-    if not encoder.fusable:
+    if not is_fusable(encoder):
         return f"{encoder.config.name} has parts the fused kernels do not know: see docs/performance.md."
     if world.device.type != "cuda":
         return f"it needs a GPU with eight-bit products (H100 and later), and the device is {world.device.type}."

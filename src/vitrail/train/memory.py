@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from vitrail.data.preprocess import preset
 from vitrail.models import BiT, BiTConfig, Model, ModelConfig, ViT, ViTConfig
 from vitrail.models.masked import Pretraining
-from vitrail.models.recomputing import Keeps
+from vitrail.models.recompute import Keep
 from vitrail.tasks import Classify, Task
 from vitrail.train.config import SELF_SUPERVISED, TaskSpec
 from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
@@ -103,12 +103,12 @@ def simulate(
     *,
     precision: str,
     recompute: int = 0,
-    keeps: Keeps = "nothing",
+    keep: Keep = "nothing",
     accumulates: bool = False,
 ) -> Footprint:
     """One device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
     with _fake(), Allocations() as memory:
-        model, task = _ready(subject, recompute, keeps, fp8=precision == "fp8")
+        model, task = _ready(subject, recompute, keep, fp8=precision == "fp8")
         weights = sum(-(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters())
         for _ in range(2 if accumulates else 1):
             _forward_and_backward(model, task, subject.config, micro_batch, precision)
@@ -116,7 +116,7 @@ def simulate(
 
 
 def simulate_sharded(
-    subject: Subject, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0, keeps: Keeps = "nothing"
+    subject: Subject, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0, keep: Keep = "nothing"
 ) -> Footprint:
     """One of many devices under FSDP2, every block a unit. Up to eight are pretended; beyond, shards are computed."""
     pretended = min(ranks, _PRETENDED)
@@ -125,7 +125,7 @@ def simulate_sharded(
     with _pretended_group(pretended):
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
-            model, task = _ready(subject, recompute, keeps)
+            model, task = _ready(subject, recompute, keep)
             runner = Runner(model, world, low_precision=low, mesh=mesh)
             memory.peak = memory.now  # the whole model, from which shards were cut, is not there in earnest
             for _ in range(2):
@@ -153,7 +153,7 @@ def _padded(parameter: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * ranks * (parameter.numel() // max(rows, 1))
 
 
-def _ready(subject: Subject, recompute: int, keeps: Keeps, *, fp8: bool = False) -> tuple[nn.Module, Task]:
+def _ready(subject: Subject, recompute: int, keep: Keep, *, fp8: bool = False) -> tuple[nn.Module, Task]:
     with torch.device("cpu"):
         model, trained, task = subject.build()
     trained.train()
@@ -164,7 +164,7 @@ def _ready(subject: Subject, recompute: int, keeps: Keeps, *, fp8: bool = False)
             # A GPU keeps a byte for each value, the processor's own dropout a whole number: count the GPU's.
             module.forward = partial(_dropout, rate=module.p)  # type: ignore[method-assign]
     if recompute:
-        model.checkpoint_activations(None if recompute < 0 else recompute, keeps)
+        model.checkpoint_activations(None if recompute < 0 else recompute, keep)
     return trained, task
 
 

@@ -101,7 +101,7 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
 
         config = load(spec.start, verify="none").model.config.replace(outputs=outputs)
         return config if spec.image_size is None else config.replace(image_size=spec.image_size)
-    own = ("name", "start", "image_size", "recompute", "recompute_keeps", "freeze")
+    own = ("name", "start", "image_size", "recompute", "recompute_keep", "freeze")
     values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in own}
     changes = {name: value or None if name == "pre_logits" else value for name, value in values.items() if value is not None}
     return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **changes)
@@ -111,7 +111,7 @@ def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int,
     share = math.ceil(recipe.batch / gpus)
 
     def footprint(size: int, accumulates: bool = True) -> Footprint:
-        settings: dict[str, Any] = {"recompute": recipe.model.recompute, "keeps": recipe.model.recompute_keeps}
+        settings: dict[str, Any] = {"recompute": recipe.model.recompute, "keep": recipe.model.recompute_keep}
         if engine == "fsdp":
             return simulate_sharded(subject, size, precision=precision, ranks=gpus, **settings)
         return simulate(subject, size, precision=precision, accumulates=accumulates or engine == "ddp", **settings)

@@ -24,7 +24,7 @@ from vitrail.train.speed import training_flops
 
 log = logging.getLogger("vitrail.train")
 
-_OWN = ("name", "start", "image_size", "recompute", "recompute_keeps", "freeze")
+_OWN = ("name", "start", "image_size", "recompute", "recompute_keep", "freeze")
 
 
 @dataclass
@@ -139,8 +139,8 @@ def make_model(
                 head.requires_grad_(True)
         notes.append("frozen: everything but the head")
     if spec.recompute:
-        covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute, spec.recompute_keeps)
-        notes.append(f"activations recomputed in {covered} blocks, which keep {spec.recompute_keeps}")
+        covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute, spec.recompute_keep)
+        notes.append(f"activations recomputed in {covered} blocks, which keep {spec.recompute_keep}")
     return model, preprocess
 
 

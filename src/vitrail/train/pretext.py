@@ -124,9 +124,9 @@ def _looked_at(recipe: Recipe, train: Split, preprocess: Preprocess, patches: in
 
 
 def _said(wrapper: Pretraining, spec: TaskSpec) -> str:
-    start = f"{spec.kind}: {wrapper.hidden} of {wrapper.patches} patches hidden"
+    start = f"{spec.kind}: {wrapper.num_masked} of {wrapper.patches} patches masked"
     if isinstance(wrapper, MaskedPatches):
-        kept = wrapper.hidden - wrapper.masked - wrapper.replaced
+        kept = wrapper.num_masked - wrapper.masked - wrapper.replaced
         return f"{start} ({wrapper.masked} masked, {wrapper.replaced} replaced, {kept} kept), predicting {spec.patch_target}"
     return f"{start} from the encoder, decoder of {spec.decoder_depth} blocks of width {spec.decoder_width} (not in the paper)"
 

@@ -182,3 +182,41 @@ def weight_gradient(dout: Tensor, entered: Tensor, dtype: torch.dtype) -> Tensor
     if dout.is_cuda and dtype == torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).to(dtype)
+
+
+def residual_norm(x, branch, bias, keep, seed, rate, eps, dtype):
+    from vitrail.models.fused.residual_norm import ResidualNorm
+
+    return ResidualNorm.apply(x, branch, bias, keep, seed, rate, eps, dtype)
+
+
+def attention_branch(
+    y, norm_weight, norm_bias, qkv_weight, qkv_bias, out_weight, heads, num_queries, *, fp8, recompute_cheap, needs_grad, refold
+):
+    return AttentionBranch.apply(
+        y, norm_weight, norm_bias, qkv_weight, qkv_bias, out_weight, heads, num_queries, fp8, recompute_cheap, needs_grad
+    )
+
+
+def mlp_branch(
+    y, norm_weight, norm_bias, up_weight, up_bias, down_weight, tanh, seed, rate, *, fp8, recompute_cheap, needs_grad, refold
+):
+    return MlpBranch.apply(
+        y, norm_weight, norm_bias, up_weight, up_bias, down_weight, tanh, seed, rate, fp8, recompute_cheap, needs_grad
+    )
+
+
+def linear(y, norm_weight, norm_bias, weight, bias, *, fp8, refold):
+    return Product.apply(y, norm_weight, norm_bias, weight, bias, fp8)
+
+
+def add_prefix_and_positions(patches, fixed):
+    from vitrail.models.fused.prefix_positions import PrefixPositions
+
+    return PrefixPositions.apply(patches, fixed)
+
+
+def patchify(images, patch, dtype):
+    from vitrail.models.fused import patchify as module
+
+    return module.patchify(images, patch, dtype)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vitrail.models.fused.launch import is_fake
 
 if TYPE_CHECKING:
-    from vitrail.models.fused.encoder import Stream
+    from vitrail.models.fused.encoder import PendingResidual
     from vitrail.models.vit import Block
 
 
@@ -112,8 +112,7 @@ def can_use_folded(block: Block, x: Tensor) -> bool:
 
     The block itself must be plain (`whitelist.is_plain_block`).
     """
-    from vitrail.models.fused.encoder import _own_attention
-    from vitrail.models.fused.selection import use_norm_epilogue
+    from vitrail.models.fused.selection import suits_own_attention, use_norm_epilogue
 
     if torch.is_grad_enabled() or type(block.norm1) is not FoldedNorm or type(block.norm2) is not FoldedNorm:
         return False
@@ -124,10 +123,10 @@ def can_use_folded(block: Block, x: Tensor) -> bool:
         return False
     if type(block.scale1) is not nn.Identity or type(block.scale2) is not nn.Identity:
         return False
-    return use_norm_epilogue(x, len(qkv.weight), len(up.weight)) and _own_attention(x, block.attention.heads, None)
+    return use_norm_epilogue(x, len(qkv.weight), len(up.weight)) and suits_own_attention(x, block.attention.heads, None, False)
 
 
-def folded_block(block: Block, pending: Stream) -> Stream:
+def folded_block(block: Block, pending: PendingResidual) -> PendingResidual:
     """Compute a block whose norms are folded, in no more passes over memory than there are matmuls, attention and two additions."""
     from vitrail.models.fused.branches import attended
     from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu

@@ -121,3 +121,14 @@ def _difference(device: torch.device, dtype: torch.dtype) -> float:
     gradient = (y.float() @ down.float()) * derivative
     expected = [entering, value[:150], value, value, derivative, gradient, gradient.sum(0)]
     return largest_difference(expected, found)
+
+
+def suits_own_attention(y: Tensor, heads: int, num_queries: int | None, needs_grad: bool) -> bool:
+    """Tell whether our own attention kernels have room for so many tokens, and are right for them."""
+    from vitrail.models.fused.attention_backward import fits
+    from vitrail.models.fused.self_test import attention_works
+
+    keys, channels = y.shape[1], y.shape[2] // heads
+    if not fits(keys, channels, y.device):
+        return False
+    return is_fake(y) or attention_works(y.device, y.dtype, num_queries or keys, keys, heads, channels, needs_grad)

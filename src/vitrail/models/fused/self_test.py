@@ -79,7 +79,8 @@ def fault(device: torch.device, tolerance: float, difference: Callable[[], float
 def _block_difference(device: torch.device, dtype: torch.dtype, *, eight: bool = False) -> float:
     """The largest relative difference of a small encoder's output and gradients."""
     from vitrail.models.config import ViTConfig
-    from vitrail.models.fused.encoder import add_norm, assembled, run_blocks
+    from vitrail.models.fused.branches import add_prefix_and_positions
+    from vitrail.models.fused.encoder import run_blocks, settle_and_norm
     from vitrail.models.vit import Block
 
     config = ViTConfig(name="check", width=64, depth=2, heads=2, mlp=96, patch=(1, 1), image_size=(4, 4))
@@ -90,11 +91,11 @@ def _block_difference(device: torch.device, dtype: torch.dtype, *, eight: bool =
     leaves = [patches.requires_grad_(), fixed.requires_grad_(), *weights]
     with torch.autocast(device.type, dtype=dtype):
         plain = norm(blocks[1](blocks[0](fixed + F.pad(patches, (0, 0, 1, 0))), None, 1))
-        x = assembled(patches, fixed)
-        fused = add_norm(run_blocks(blocks, x, first=1, eight=eight), norm, torch.float32)[1]
+        x = add_prefix_and_positions(patches, fixed[0])
+        fused = settle_and_norm(run_blocks(blocks, x, num_queries=1, fp8=eight), norm)
         for block in blocks:  # compiled and run; what it drops is its own
             block.dropout.p = 0.5
-        dropped = add_norm(run_blocks(blocks, x), norm, torch.float32)[1]
+        dropped = settle_and_norm(run_blocks(blocks, x), norm)
     torch.autograd.grad(dropped.sum(), leaves)
     slope = torch.randn_like(plain)
     return largest_difference(
@@ -134,7 +135,7 @@ def _attention_difference(
 
 def _cut_difference(device: torch.device, dtype: torch.dtype) -> float:
     from vitrail.models.fused.patchify import patchify
-    from vitrail.models.layers import cut as plain
+    from vitrail.models.layers import patchify as plain
 
     images = torch.randn(2, 3, 28, 42, device=device)
     return largest_difference([plain(images, (14, 14))], [patchify(images, (14, 14), dtype)])

@@ -104,6 +104,11 @@ def is_plain_tensor(tensor: Any) -> bool:
     return type(tensor) is FakeTensor
 
 
+def is_plain_norm(norm: nn.Module, width: int) -> bool:
+    """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias."""
+    return type(norm) is nn.LayerNorm and _norm_width(norm) == width
+
+
 def _is_linear(module: Any, rows: int, columns: int) -> bool:
     if not is_plain(module, nn.Linear):
         return False
@@ -141,11 +146,11 @@ def _is_block(block: nn.Module) -> bool:
     state = block.__dict__
     if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state or has_hooks(block):
         return False
-    return type(block) is vitrail.models.vit.Block or _is_sharded_block(type(block))
+    return type(block) is vitrail.models.vit.Block or is_sharded_block(type(block))
 
 
 @functools.cache
-def _is_sharded_block(kind: type) -> bool:
+def is_sharded_block(kind: type) -> bool:
     """Tell whether this is the class that FSDP2 makes of `Block`."""
     from torch.distributed.fsdp import FSDPModule
 

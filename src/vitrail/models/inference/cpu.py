@@ -19,7 +19,7 @@ from vitrail.models.inference.model import InferenceModel
 from vitrail.models.inference.packed_block import CHUNK, BlockPrecision, PackedBlock
 from vitrail.models.inference.packed_linear import make_linear
 from vitrail.models.inference.replaceable import blocks_of_known_parts, is_replaceable, replaceable_blocks, runs_known_code
-from vitrail.models.layers import PatchEmbedding, cut
+from vitrail.models.layers import PatchEmbedding, patchify
 from vitrail.models.resnet import HybridStem, PostActivationUnit, StandardisedConv
 from vitrail.models.vit import Block, ViT
 
@@ -58,7 +58,7 @@ class PackedPatchEmbedding(nn.Module):
         self.linear = make_linear(patches.weight.flatten(1), patches.bias, "bf16" if bf16 else "fp32")
 
     def forward(self, images: Tensor) -> Tensor:
-        found = [self.linear(cut(part, self.patch)) for part in images.split(self.chunk)]
+        found = [self.linear(patchify(part, self.patch)) for part in images.split(self.chunk)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
 

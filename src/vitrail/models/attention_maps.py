@@ -1,0 +1,106 @@
+"""Attention as it is used, layer by layer: the maps themselves, and how an output depends on them.
+
+Both recompute softmax(qkᵀ/√d) from each block's own q and k, in eval mode, whatever kernel `forward` uses, and carry the block's
+output on from that very matrix. Nothing is hooked, so an empty capture cannot happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import VitrailError
+from vitrail.models.features import check_images, chosen_layers, evaluating
+
+if TYPE_CHECKING:
+    from vitrail.models.vit import ViT
+
+Maps = Iterator[tuple[int, Tensor]]
+"""Layer number, attention [batch, head, query, key]."""
+MapsWithGradients = Iterator[tuple[int, Tensor, Tensor | None]]
+"""The same, and the gradient of an output by it."""
+
+
+def attention(model: ViT, images: Tensor, layers: Iterable[int] | None = None, *, pooling: bool = False) -> Maps:
+    """Yield each layer's number and its attention, one layer at a time, without gradients.
+
+    Layers that were not asked for run as in `forward`, and nothing runs past the last one asked for. With `pooling` one more
+    comes at the end, numbered as if it were the next layer: how the pooled output weighs the last tokens, [batch, head, 1, key].
+    """
+    check_images(images, name=model.config.name, channels=model.config.channels, size=model.config.image_size)
+    return _attention(model, images, chosen_layers(layers, len(model.blocks)), pooling)
+
+
+@torch.no_grad()
+def _attention(model: ViT, images: Tensor, layers: tuple[int, ...], pooling: bool) -> Maps:
+    with evaluating(model):
+        x = model.add_prefix_and_positions(model.embed_patches(images))
+    for number in range(len(model.blocks) if pooling else layers[-1] + 1):
+        block = model.blocks[number]
+        x, bias = model.positions.before_layer(x, number), model.positions.bias(number)
+        with evaluating(block):  # only while computing: between layers the caller finds the model as it was
+            if number not in layers:
+                x = block(x, bias)
+                continue
+            x, weights = block.with_attention(x, bias)  # type: ignore[operator]
+        yield number, weights
+    if pooling:
+        with evaluating(model):
+            yield len(model.blocks), _pooling_weights(model, x)
+
+
+def attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWithGradients:
+    """Yield, from the last layer to the first, its number, its attention, and the gradient of an output by that attention.
+
+    `outputs` names one output per image. First comes the pooling, as `attention` gives it, without a gradient. The forward pass
+    keeps only what enters each block; a block is run again for its gradients, so that a single layer's attention is alive at a
+    time. Parameters get no gradients.
+    """
+    config = model.config
+    check_images(images, name=config.name, channels=config.channels, size=config.image_size)
+    if not config.outputs:
+        raise VitrailError(f"{config.name} has no head, so it has no output to take gradients of.")
+    if outputs.shape != images.shape[:1] or not 0 <= int(outputs.min()) <= int(outputs.max()) < config.outputs:
+        raise VitrailError(f"`outputs` takes one number from 0 to {config.outputs - 1} for each of {len(images)} images.")
+    return _attention_gradients(model, images, outputs)
+
+
+def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWithGradients:
+    inputs: list[Tensor] = []
+    with evaluating(model), torch.no_grad():
+        x = model.add_prefix_and_positions(model.embed_patches(images))
+        for number, block in enumerate(model.blocks):
+            inputs.append(model.positions.before_layer(x, number))
+            x = block(inputs[-1], model.positions.bias(number))
+        pooling = _pooling_weights(model, x)
+    yield len(model.blocks), pooling, None
+    with evaluating(model), torch.enable_grad():
+        x.requires_grad_()
+        output = model.logits(_normed(model, x)).gather(1, outputs[:, None]).sum()
+        (grad_x,) = torch.autograd.grad(output, x)
+    for number in reversed(range(len(model.blocks))):
+        block = model.blocks[number]
+        with evaluating(block), torch.enable_grad():
+            x, bias = inputs.pop().requires_grad_(), model.positions.bias(number)
+            x_after, weights = block.with_attention(x, bias)  # type: ignore[operator]
+            grad_weights, grad_x = torch.autograd.grad(x_after, (weights, x), grad_x)
+        yield number, weights.detach(), grad_weights
+
+
+def _normed(model: ViT, x: Tensor) -> Tensor:
+    """The last block's tokens as pooling sees them."""
+    return model.norm(x) if model.config.final_norm == "before-pool" else x
+
+
+def _pooling_weights(model: ViT, x: Tensor) -> Tensor:
+    """How the pooled output weighs the last block's tokens [batch, token, width]: [batch, head, 1, token]."""
+    if model.pool is not None:
+        return model.pool.weights(_normed(model, x))
+    weights = torch.zeros(x.shape[0], 1, 1, x.shape[1], device=x.device)
+    heads = 2 if model.distill_head is not None else 1  # of the classifier: their logits are averaged
+    read = slice(model.config.prefix, None) if model.config.pooling == "mean" else slice(heads)
+    weights[..., read] = 1.0
+    return weights / weights.sum(dim=-1, keepdim=True)

@@ -1,0 +1,156 @@
+"""Where the fused kernels enter a model: at the images, at the encoder's input, and from block to block.
+
+Each entry asks two questions at every call. Does the module compute exactly what the kernels compute (`whitelist.py`)? And do the
+kernels run, and run rightly, on this device (`self_test.py`)? Where either answer is no, the modules run as torch has them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.models.fused import encoder, whitelist
+from vitrail.models.fused.encoder import PendingResidual
+from vitrail.models.layers import PatchEmbedding
+from vitrail.models.positions import KINDS, Positions
+from vitrail.models.recompute import Recompute
+
+if TYPE_CHECKING:
+    from vitrail.models.vit import Block, ViT
+
+Kernels = Literal["auto", "plain", "fp8"]
+_POSITIONS = frozenset(KINDS.values())
+
+
+def patchify(model: ViT, images: Tensor) -> Tensor:
+    """Cut images into patches in the precision of the patch embedding, in one pass; or return images in the weights' precision."""
+    if _fuses_patchify(model, images):
+        from vitrail.models.fused.branches import patchify as patchify_images
+
+        dtype = encoder.matmul_dtype(model.patches.weight)
+        assert dtype is not None
+        return patchify_images(images, model.patches.patch, dtype)
+    if torch.is_autocast_enabled(images.device.type):
+        return images
+    return images.to(next(model.patches.parameters(), images).dtype)
+
+
+def _fuses_patchify(model: ViT, images: Tensor) -> bool:
+    """The kernel has no gradient, so images that need one stay as they are; and so do those that a hybrid's ResNet takes."""
+    if model.kernels == "plain" or model.resnet is not None or not whitelist.is_plain(model.patches, PatchEmbedding):
+        return False
+    weight = model.patches.weight
+    dtype = encoder.matmul_dtype(weight)
+    if dtype is None or images.requires_grad or images.device != weight.device or images.numel() == 0:
+        return False
+    plain = whitelist.is_plain_tensor(images) and whitelist.is_plain_tensor(weight)
+    return plain and whitelist.is_ordinary_call() and _kernels_run(weight, dtype)
+
+
+def fuses_positions(model: ViT, patches: Tensor) -> bool:
+    """Tell whether prefix tokens and positions are added by a kernel."""
+    if model.kernels == "plain" or type(model.patches) is not PatchEmbedding or type(model.positions) not in _POSITIONS:
+        return False
+    return can_fuse(patches)
+
+
+def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: list[Tensor]) -> Tensor:
+    """z₀ of equation 1 in one pass: what all images share is computed once, and each image's patches are added to it."""
+    from vitrail.models.fused import branches
+
+    blank = torch.zeros(1, *patches.shape[1:], device=patches.device, dtype=model.patches.weight.dtype)
+    return branches.add_prefix_and_positions(patches, model.positions.at_input(torch.cat([*prefix, blank], dim=1))[0])
+
+
+class ResidualStream:
+    """The tokens on their way through the blocks, and through the norm after them.
+
+    A block that is plain takes over the pending addition of the one before (`Block.forward_pending`); any other gets whole tokens
+    and is called as a module, hooks and all.
+    """
+
+    def __init__(self, x: Tensor, kernels: Kernels = "auto", recompute: Recompute | None = None) -> None:
+        self._pending = PendingResidual(x)
+        self._recompute = recompute or Recompute()
+        self._fuses = kernels != "plain" and can_fuse(x)
+        self._fp8 = kernels == "fp8"
+
+    def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
+        """Run block `number`, with what positions add before it or inside it."""
+        at_input = positions is None or positions.at == "input"
+        if self._fuses and at_input and fuses_block(block, self._pending.x):  # type: ignore[arg-type]
+            self._run_fused(number, block, num_queries)  # type: ignore[arg-type]
+            return
+        x, bias = self.tokens, None
+        if positions is not None:
+            x, bias = positions.before_layer(x, number), positions.bias(number)
+        self._pending = PendingResidual(self._recompute.run(number, block, x, bias, num_queries))
+
+    def _run_fused(self, number: int, block: Block, num_queries: int | None) -> None:
+        cheap = self._recompute.keep == "matmuls" and self._recompute.applies_to(number)
+        options = encoder.draw_noise(block, self._pending.x)
+        options = options._replace(num_queries=num_queries, fp8=self._fp8, recompute_cheap=cheap)
+        if cheap:  # the branches themselves keep matmul outputs only
+            self._pending = block.forward_pending(self._pending, options)
+        else:
+            self._pending = self._recompute.run(number, block.forward_pending, self._pending, options, draws=False)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens after the last block."""
+        if self._pending.branch is not None:
+            self._pending = PendingResidual(encoder.settle(self._pending))
+        return self._pending.x
+
+    def normed(self, norm: nn.Module) -> Tensor:
+        """The tokens after the last block and a norm."""
+        if self._pending.branch is not None and whitelist.is_plain_norm(norm, self._pending.x.shape[-1]):
+            return encoder.settle_and_norm(self._pending, norm)  # type: ignore[arg-type]
+        return norm(self.tokens)  # type: ignore[no-any-return]
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Tell whether fused kernels can run on these tokens: on their device, in their precision, in this kind of call."""
+    dtype = encoder.matmul_dtype(x)
+    if dtype is None or x.dtype not in (torch.float32, dtype) or x.ndim != 3 or x.numel() == 0:
+        return False
+    return whitelist.is_plain_tensor(x) and whitelist.is_ordinary_call() and _kernels_run(x, dtype)
+
+
+def fuses_block(block: Block, x: Tensor) -> bool:
+    """Tell whether a block runs in fused kernels on tokens that `can_fuse`."""
+    if not whitelist.is_plain_block(block) or block.attention.qkv.weight.device != x.device:
+        return False
+    dtype = encoder.matmul_dtype(x)
+    return dtype is not None and _block_runs(block, x, dtype)
+
+
+def is_fusable(model: ViT) -> bool:
+    """Tell whether the fused kernels know all parts of the encoder, as it is now."""
+    return model.positions.at == "input" and all(whitelist.is_plain_block(block) for block in model.blocks)
+
+
+def _kernels_run(x: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether the kernels run on the device of x, or whether x is fake and stands for a tensor on a GPU."""
+    from vitrail.models.fused.launch import has_triton, is_fake
+
+    if not has_triton():
+        return False
+    if is_fake(x):
+        return True
+    from vitrail.models.fused.self_test import works
+
+    return x.is_cuda and works(x.device, dtype)
+
+
+def _block_runs(block: Block, x: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether blocks of this shape passed their self-test here."""
+    from vitrail.models.fused.launch import is_fake
+
+    if is_fake(x):
+        return True
+    from vitrail.models.fused.self_test import works
+
+    return works(x.device, dtype)

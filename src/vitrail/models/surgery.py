@@ -1,0 +1,61 @@
+"""Changes to a finished model: another image size, another head, activation checkpointing."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vitrail.models.attention import AxialAttention
+from vitrail.models.config import Pair, PositionRule, ViTConfig
+from vitrail.models.layers import Float32Linear
+from vitrail.models.recompute import Keep, Recompute
+
+if TYPE_CHECKING:
+    from vitrail.models.bit import BiT
+    from vitrail.models.vit import ViT
+
+log = logging.getLogger("vitrail")
+
+
+def resize(model: ViT, size: int | Pair, rule: PositionRule | None = None) -> ViT:
+    """Let a model take images of another size (height, width); positions are resampled by the rule, or the model's own."""
+    old, rule = model.config.grid, rule or model.config.position_resize
+    model.config = model.config.replace(image_size=size, position_resize=rule)
+    grid = model.config.grid
+    if grid != old:
+        model.positions.resize(grid, rule)
+        log.info("positions %d×%d → %d×%d (%s, rule %r)", *old, *grid, model.config.position, rule)
+    for block in model.blocks:
+        if isinstance(block.attention, AxialAttention):
+            block.attention.grid = grid
+    return model
+
+
+def new_head(config: ViTConfig) -> nn.Module:
+    """The last layer, or nothing where a model has no outputs."""
+    return Float32Linear(config.pre_logits or config.width, config.outputs) if config.outputs else nn.Identity()
+
+
+def replace_head(model: ViT, outputs: int) -> ViT:
+    """Put on a new zero-initialised head, as fine-tuning does (§3.2); the old one is discarded, pre-logits are kept."""
+    like = next(model.parameters())
+    model.config = model.config.replace(outputs=outputs)
+    for name in ("head", "distill_head"):
+        if getattr(model, name) is not None:
+            head = new_head(model.config).to(like)
+            for parameter in head.parameters():
+                nn.init.zeros_(parameter)
+            setattr(model, name, head)
+    return model
+
+
+def checkpoint_activations(model: ViT | BiT, total: int, blocks: int | None, keep: Keep) -> int:
+    """Recompute the first `blocks` of `total` blocks (None: all) in the backward pass to save memory.
+
+    They keep nothing but their input or, with "matmuls", also what is expensive to compute again.
+    """
+    model.recompute = Recompute(total if blocks is None else min(max(blocks, 0), total), keep)
+    log.info("activation checkpointing: %d/%d blocks", model.recompute.blocks, total)
+    return model.recompute.blocks

@@ -37,10 +37,10 @@ from PIL import Image
 
 from vitrail.data.augment import Augment
 from vitrail.data.batch import HostBatch
+from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.loader import TrainLoader
 from vitrail.data.preprocess import preset
-from vitrail.data.sampler import Slice
-from vitrail.data.stage import Stage
+from vitrail.data.sampler import BatchSlice
 from vitrail.data.types import Split
 
 Row = dict[str, Any]
@@ -113,12 +113,12 @@ def cpu_rows(options: argparse.Namespace) -> list[Row]:
 
 def write_photos(folder: Path, count: int) -> int:
     """Images with the spectrum of photographs (power falling with frequency), in four classes; returns their bytes."""
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.rfftfreq(500)[None])
     falling = 1 / np.maximum(frequency, 1 / 500) ** 1.1
 
     def layer() -> np.ndarray:
-        phase = chance.normal(size=falling.shape) + 1j * chance.normal(size=falling.shape)
+        phase = rng.normal(size=falling.shape) + 1j * rng.normal(size=falling.shape)
         return np.fft.irfft2(falling * phase, s=(375, 500))
 
     bases = []
@@ -129,18 +129,18 @@ def write_photos(folder: Path, count: int) -> int:
     for number in range(count):
         place = folder / "train" / f"class {number % 4}" / f"{number:05d}.jpg"
         place.parent.mkdir(parents=True, exist_ok=True)
-        rows, columns = int(chance.integers(375)), int(chance.integers(500))
+        rows, columns = int(rng.integers(375)), int(rng.integers(500))
         Image.fromarray(np.roll(bases[number % 16], (rows, columns), (0, 1))).save(place, quality=90)
         total += place.stat().st_size
     return total
 
 
 def pack_photos(photos: Path, packed: Path) -> None:
-    from vitrail.data.pack import pack, plan
+    from vitrail.data.pack import choose_settings, pack
     from vitrail.data.sources import open_source
 
     source = open_source(f"folder:{photos}")
-    pack(source, packed, plan(source, size=256))
+    pack(source, packed, choose_settings(source, size=256))
 
 
 def contenders_of(photos: Path, packed: Path, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Any]]]:
@@ -297,15 +297,15 @@ def gpu_rows(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def stage_of(split: Split, augment: Augment, side: int, device: torch.device) -> Stage:
-    return Stage(preset("imagenet", size=side), augment, task="classify", classes=len(split.classes), seed=0, device=device)
+def stage_of(split: Split, augment: Augment, side: int, device: torch.device) -> DeviceTransforms:
+    return DeviceTransforms(preset("imagenet", size=side), augment, task="classify", classes=len(split.classes), seed=0, device=device)
 
 
 def host_batch(split: Stored, batch: int, step: int, device: torch.device) -> HostBatch:
-    where = Slice(0, step, 0, 1, np.arange(batch), ((step * batch, batch),), 0, batch, batch)
+    where = BatchSlice(0, step, 0, 1, np.arange(batch), ((step * batch, batch),), 0, batch, batch)
     images = torch.from_numpy(split.arrays[:batch]).to(device)
     targets = torch.from_numpy(split.targets[:batch]).to(device)
-    return HostBatch(images, targets, torch.arange(batch), where, whole=True)
+    return HostBatch(images, targets, torch.arange(batch), where, uncropped=True)
 
 
 def on_device(split: Stored, augment: Augment, side: int, batch: int, device: torch.device, options: argparse.Namespace) -> float:
@@ -314,16 +314,16 @@ def on_device(split: Stored, augment: Augment, side: int, batch: int, device: to
     steps = 2 if options.tiny else 30
     batches = [host_batch(split, batch, 0, device)] * (2 * steps)
     batches = [
-        HostBatch(host.images, host.targets, host.indices, _at(host.where, step), whole=True) for step, host in enumerate(batches)
+        HostBatch(host.images, host.targets, host.indices, _at(host.slice, step), uncropped=True) for step, host in enumerate(batches)
     ]
     for host in batches[: steps // 2 + 1]:
         stage(host)
     return timed(lambda: [stage(host) for host in batches[steps:]][-1] and None, steps * batch, device)
 
 
-def _at(where: Slice, step: int) -> Slice:
+def _at(where: BatchSlice, step: int) -> BatchSlice:
     count = where.total
-    return Slice(0, step, 0, 1, where.indices, ((step * count, count),), 0, count, count)
+    return BatchSlice(0, step, 0, 1, where.indices, ((step * count, count),), 0, count, count)
 
 
 def end_to_end(split: Stored, augment: Augment, side: int, batch: int, device: torch.device, options: argparse.Namespace) -> float:

@@ -86,13 +86,13 @@ class Resident:
     """Stands in for the loader: always the same batch, already on the device."""
 
     def __init__(self, loader: Any, images: torch.Tensor, targets: torch.Tensor) -> None:
-        self.steps, self.note, self.bad, self.wait, self.workers = loader.steps, "", {}, loader.wait, 0
+        self.steps, self.note, self.bad, self.data_wait, self.workers = loader.steps, "", {}, loader.data_wait, 0
         self._batch = Batch(images, targets, torch.arange(len(images)), 0, 0, 0, 1, len(images))
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            began = self.wait.begin()
-            self.wait.end(began)
+            started = self.data_wait.start()
+            self.data_wait.stop(started)
             yield self._batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitrail.lazy import fetched_from
+from vitrail.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitrail import evaluate, inspect
@@ -29,4 +29,4 @@ _MODULES = {
 
 __all__ = ["VitrailError", "create_model", "evaluate", "inspect", "load", "save"]
 
-__getattr__, __dir__ = fetched_from(__name__, _MODULES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 COMMANDS = {
     "models": ("vitrail.commands.models:models", "List all models with their parameters and GFLOPs."),
@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> int:
         group = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
         if group:
             raise VitrailError(f"`vitrail {arguments[0]}` is incomplete. Use one of: {', '.join(group)}.")
-        raise VitrailError(f"There is no command {arguments[0]!r}.{nearest(arguments[0], COMMANDS)} See `vitrail --help`.")
+        raise VitrailError(f"There is no command {arguments[0]!r}.{did_you_mean(arguments[0], COMMANDS)} See `vitrail --help`.")
     import tyro
 
     module, function = COMMANDS[name][0].split(":")

@@ -1,4 +1,4 @@
-"""Files that are either wholly there or not there at all."""
+"""Write files and folders atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vitrail.errors import VitrailError
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary path beside `path`; when the block ends well it is synced and takes that name, else it vanishes."""
+    """Yield a temporary path in the same folder. On success it is synced and renamed to `path`, otherwise deleted."""
     target = Path(path)
     _make_folder(target.parent)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent)
@@ -23,16 +23,16 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o666 & ~_umask())
-        _sync(temporary)
+        _fsync(temporary)
         temporary.replace(target)
-        _sync(target.parent)
+        _fsync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Like `atomic_file`, for a folder written as a whole. An existing folder of that name is replaced at the end."""
+    """Do the same for a folder. An existing folder of that name is replaced at the end."""
     target = Path(path)
     _make_folder(target.parent)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -41,8 +41,8 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.chmod(0o777 & ~_umask())
         for file in sorted(temporary.rglob("*")):
             if file.is_file():
-                _sync(file)
-        _sync(temporary)
+                _fsync(file)
+        _fsync(temporary)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
             target.replace(old / "replaced")
@@ -50,12 +50,13 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             temporary.replace(target)
-        _sync(target.parent)
+        _fsync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 text file atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -65,7 +66,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise VitrailError(
-            f"Cannot write into {folder}: {error.strerror}. Choose another place, or change its permissions."
+            f"Cannot write into {folder}: {error.strerror}. Choose another folder, or change its permissions."
         ) from error
 
 
@@ -75,10 +76,10 @@ def _umask() -> int:
     return mask
 
 
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk, so that the rename after it cannot overtake its content."""
+def _fsync(path: Path) -> None:
+    """Flush a file or folder to disk, so that the rename after it cannot be written before its content."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder for syncing
+        return  # Windows cannot open a folder to fsync it
     handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(handle)

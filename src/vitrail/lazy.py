@@ -1,4 +1,4 @@
-"""Names of a package that are fetched on first use, so that importing one small part of it stays cheap."""
+"""Import the names of a package on first use, so that importing one submodule stays fast."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def fetched_from(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__` for names that live in other modules, or are modules of it."""
+def lazy_attributes(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make `__getattr__` and `__dir__` of a package (PEP 562).
 
-    def fetch(name: str) -> Any:
-        if name not in homes:
+    `modules` maps each public name to the module that defines it, or to itself where the name is a submodule.
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(homes[name])
-        return module if homes[name] == f"{package}.{name}" else getattr(module, name)
+        module = importlib.import_module(modules[name])
+        return module if modules[name] == f"{package}.{name}" else getattr(module, name)
 
-    return fetch, lambda: sorted(homes)
+    return get, lambda: sorted(modules)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.pictures import encoded, folder_of, picture
+from tests.data.image_files import encoded, folder_of, picture
 from vitrail.cli import main
 from vitrail.data import open_source
 
@@ -53,7 +53,7 @@ def test_check_goes_on_behind_an_unknown_class(photos: Path, capsys: pytest.Capt
     assert run("data", "check", photos, "--sheet", "None", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [problem["kind"] for problem in found["problems"]] == ["source", "unreadable"]
-    assert "val has class 'eel' unknown" in found["problems"][0]["sentence"]
+    assert "val has class 'eel' unknown" in found["problems"][0]["message"]
 
 
 def test_check_of_a_wrong_layout_shows_the_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def test_pack_leaves_bad_images_out_when_told(photos: Path, tmp_path: Path, caps
     result = json.loads(capsys.readouterr().out)
     assert result["splits"] == {"train": 7, "val": 2}
     assert result["size"] == [16, 24]
-    assert result["left_out"][0][0] == "train/cat/text.jpg"
+    assert result["skipped"][0][0] == "train/cat/text.jpg"
 
 
 @pytest.mark.parametrize("command", ["check", "split", "pack"])

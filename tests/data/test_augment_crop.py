@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from scipy import stats
 from torchvision.transforms import RandomResizedCrop
 
-from tests.data.flow_splits import picture
+from tests.data.memory_splits import picture
 from vitrail.data.augment import Augment
 from vitrail.data.augment.crop import draw_boxes, draw_flips
 from vitrail.data.augment.resample import crop_resize
 
-REFERENCE = Augment(crop="inception-reference")
+REFERENCE = Augment(crop="inception-tensorflow")
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     height=st.integers(1, 700),
     width=st.integers(1, 700),
-    crop=st.sampled_from(["inception", "inception-reference"]),
+    crop=st.sampled_from(["inception", "inception-tensorflow"]),
     low=st.floats(0.01, 1.0),
     seed=st.integers(0, 1000),
 )

@@ -12,7 +12,7 @@ from scipy import stats
 from torchvision.transforms.v2 import RandAugment
 from torchvision.transforms.v2 import functional as TF
 
-from tests.data.flow_splits import picture
+from tests.data.memory_splits import picture
 from vitrail.data.augment import Augment
 from vitrail.data.augment.apply import randaugment
 from vitrail.data.augment.randaugment import OPERATIONS, Operations, draw_operations, strength

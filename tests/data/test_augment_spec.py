@@ -10,7 +10,7 @@ from vitrail.errors import VitrailError
 
 
 def test_round_trip_through_json() -> None:
-    augment = Augment(crop="inception-reference", randaugment="big-vision", mixup=0.2, repeats=3, device="gpu")
+    augment = Augment(crop="inception-tensorflow", randaugment="big-vision", mixup=0.2, repeats=3, device="gpu")
     assert Augment.from_dict(json.loads(json.dumps(augment.to_dict()))) == augment
     assert Augment.from_dict({}) == Augment()
 

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image, ImageEnhance
 from scipy.fft import dctn
 
-from tests.data.pictures import encoded, folder_of, picture
+from tests.data.image_files import encoded, folder_of, picture
 from vitrail.data import open_source
 from vitrail.data.check import Report, check
 from vitrail.data.contact_sheet import contact_sheet
-from vitrail.data.duplicates import MOST_BITS, fingerprints, same_content, same_picture
-from vitrail.data.pack import plan
+from vitrail.data.duplicates import MAX_BITS, exact_pairs, fingerprints, near_pairs
+from vitrail.data.pack import choose_settings
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.types import Source
 
@@ -69,7 +69,7 @@ def test_every_spoiled_file_is_listed_and_none_stops_the_check(good: Path) -> No
     ):
         assert words in listed
     assert len(items(report, "unreadable")) == 6
-    assert "6 of 16 images cannot be used" in report.problems[0].sentence
+    assert "6 of 16 images cannot be used" in report.problems[0].message
 
 
 def test_the_same_file_in_two_splits(good: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_same_file_in_two_splits(good: Path) -> None:
     report = check(open_source(str(good)))
     assert kinds(report) == ["duplicates"]
     assert items(report, "duplicates") == ("train/a/3.png ~ val/a/copy.png", "train/a/4.png ~ val/b/mislabelled.png")
-    assert report.problems[0].sentence == "2 images of val also in train, in 1 of 2 pairs under another label."
+    assert report.problems[0].message == "2 images of val also in train, in 1 of 2 pairs under another label."
 
 
 def test_the_same_picture_saved_anew_in_two_splits(good: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_same_picture_saved_anew_in_two_splits(good: Path) -> None:
     assert kinds(report) == ["near-duplicates"]
     assert {item.split(" ~ ")[0] for item in items(report, "near-duplicates")} == {"train/a/3.png"}
     assert len(items(report, "near-duplicates")) == 3
-    assert check(open_source(str(good)), copies="exact").problems == []
+    assert check(open_source(str(good)), find="exact").problems == []
 
 
 def test_copies_inside_a_split_are_a_note_unless_their_labels_differ(good: Path) -> None:
@@ -100,7 +100,7 @@ def test_copies_inside_a_split_are_a_note_unless_their_labels_differ(good: Path)
     assert "train: 2 images are copies of one another" in report.notes[0]
     (good / "train/b/again.png").write_bytes((good / "train/a/3.png").read_bytes())
     assert kinds(check(open_source(str(good)))) == ["conflicting-labels"]
-    assert check(open_source(str(good)), copies="none").problems == []
+    assert check(open_source(str(good)), find="none").problems == []
 
 
 def test_empty_classes_and_single_ones(good: Path) -> None:
@@ -147,7 +147,7 @@ def test_many_channels_and_names_that_are_no_text(tmp_path: Path) -> None:
     assert kinds(report) == ["unreadable"]
     assert report.splits["train"].modes == {"13 channels, 16 bits": 4}
     contact_sheet(open_source(f"folder:{tmp_path}/set?val=0.4"), tmp_path / "sheet.png")
-    assert plan(open_source(f"folder:{tmp_path}/set"), bits=16).channels == 13
+    assert choose_settings(open_source(f"folder:{tmp_path}/set"), bits=16).channels == 13
 
 
 def test_the_embedded_digits_pass() -> None:
@@ -164,32 +164,32 @@ def test_the_hash_is_the_sign_of_low_cosine_frequencies() -> None:
 
 
 def test_no_pair_within_seven_bits_is_missed() -> None:
-    chance = np.random.default_rng(1)
-    first = chance.integers(0, 2**63, 3000, dtype=np.uint64)
+    rng = np.random.default_rng(1)
+    first = rng.integers(0, 2**63, 3000, dtype=np.uint64)
     second = first[:400].copy()
     for row in range(400):
-        for bit in chance.permutation(64)[: row % 12]:
+        for bit in rng.permutation(64)[: row % 12]:
             second[row] ^= np.uint64(1) << np.uint64(bit)
     same = np.broadcast_to(np.eye(16, dtype=np.uint8).reshape(-1) * 200, (3000, 256))  # these shall not decide here
-    found = {(int(a), int(b)) for a, b in same_picture((first, same), (second, same[:400]))}
+    found = {(int(a), int(b)) for a, b in near_pairs((first, same), (second, same[:400]))}
     xor = first[:, None] ^ second[None]
     distance = np.unpackbits(xor.view(np.uint8).reshape(3000, 400, 8), axis=2).sum(2)
-    assert found == {(int(a), int(b)) for a, b in np.argwhere(distance <= MOST_BITS)}
+    assert found == {(int(a), int(b)) for a, b in np.argwhere(distance <= MAX_BITS)}
     assert len(found) >= 250
 
 
 def test_equal_digests_are_paired() -> None:
     first, second = np.array([b"c", b"a", b"b"]), np.array([b"b", b"x", b"c", b"b"])
-    assert sorted(map(tuple, same_content(first, second).tolist())) == [(0, 2), (2, 0), (2, 3)]
-    assert same_content(first[:0], second).shape == (0, 2)
-    assert same_content(first, second[:0]).shape == (0, 2)
+    assert sorted(map(tuple, exact_pairs(first, second).tolist())) == [(0, 2), (2, 0), (2, 3)]
+    assert exact_pairs(first[:0], second).shape == (0, 2)
+    assert exact_pairs(first, second[:0]).shape == (0, 2)
 
 
 def test_pictures_that_differ_are_not_taken_for_the_same() -> None:
     images = np.stack([picture(k, 32, 32, 1)[:, :, 0] for k in range(400)])
     hashes, small = fingerprints(images)
-    assert len(same_picture((hashes[:200], small[:200]), (hashes[200:], small[200:]))) == 0
-    assert len(same_picture((hashes, small), (hashes, small))) == 400
+    assert len(near_pairs((hashes[:200], small[:200]), (hashes[200:], small[200:]))) == 0
+    assert len(near_pairs((hashes, small), (hashes, small))) == 400
 
 
 def test_the_contact_sheet_shows_every_class_and_marks_what_cannot_be_read(good: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.classes import align, check_range, in_natural_order, split_name
+from vitrail.data.classes import align, check_range, natural_sort, split_name
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.types import Task
 from vitrail.errors import VitrailError
@@ -19,19 +19,19 @@ def split_of(name: str, classes: tuple[str, ...], targets: list[int] | list[list
 
 
 def test_numbers_in_names_sort_as_numbers() -> None:
-    assert in_natural_order(["10", "2", "1"]) == ("1", "2", "10")
-    assert in_natural_order(["img12", "img2", "b", "a10", "a9"]) == ("a9", "a10", "b", "img2", "img12")
-    assert in_natural_order(["01", "1", "001"]) == ("001", "01", "1")
+    assert natural_sort(["10", "2", "1"]) == ("1", "2", "10")
+    assert natural_sort(["img12", "img2", "b", "a10", "a9"]) == ("a9", "a10", "b", "img2", "img12")
+    assert natural_sort(["01", "1", "001"]) == ("001", "01", "1")
 
 
 @given(st.lists(st.text(max_size=8), unique=True))
 def test_the_order_does_not_depend_on_where_names_came_from(names: list[str]) -> None:
-    assert in_natural_order(names) == in_natural_order(reversed(names))
+    assert natural_sort(names) == natural_sort(reversed(names))
 
 
 @given(st.lists(st.integers(0, 10**9), unique=True, min_size=1))
 def test_whole_numbers_come_in_the_order_of_their_values(numbers: list[int]) -> None:
-    assert in_natural_order(map(str, numbers)) == tuple(map(str, sorted(numbers)))
+    assert natural_sort(map(str, numbers)) == tuple(map(str, sorted(numbers)))
 
 
 def test_every_split_is_numbered_by_the_training_splits_names() -> None:

@@ -11,7 +11,7 @@ import pytest
 from vitrail.data.preprocess import PRESETS
 from vitrail.data.sources import KINDS
 from vitrail.data.sources.layout import ACCEPTED
-from vitrail.data.sources.torchvision import SETS
+from vitrail.data.sources.torchvision import DATASETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 
@@ -29,7 +29,7 @@ def test_every_source_preset_and_layout_is_on_the_page() -> None:
         assert f"`{kind}" in PAGE
     for preset in PRESETS:
         assert f"| `{preset}` |" in PAGE
-    for name in SETS:
+    for name in DATASETS:
         assert name in PAGE
     for line in ACCEPTED.splitlines():
         assert line.strip() in PAGE

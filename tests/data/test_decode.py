@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from tests.data.pictures import encoded, picture
+from tests.data.image_files import encoded, picture
 from vitrail.data import decode as decode_module
 from vitrail.data.decode import decode, image_header
 from vitrail.data.types import Array, BadImage
@@ -127,7 +127,7 @@ def test_many_channels_come_as_npy_files() -> None:
 @given(height=st.integers(8, 300), width=st.integers(8, 300), rows=st.integers(1, 120), columns=st.integers(1, 120))
 def test_a_jpeg_decoded_small_still_covers_what_was_asked(height: int, width: int, rows: int, columns: int) -> None:
     content = encoded(picture(8, height, width), "JPEG")
-    small = decode(content, channels=3, cover=(rows, columns))
+    small = decode(content, channels=3, min_size=(rows, columns))
     full = decode(content, channels=3)
     assert small.shape[0] >= min(rows, height)
     assert small.shape[1] >= min(columns, width)
@@ -149,7 +149,7 @@ def test_a_region_is_cut_from_the_upright_image(orientation: int) -> None:
     assert np.array_equal(
         decode(content, channels=3, region=(top, left, height, width)), upright[top : top + height, left : left + width]
     )
-    small = decode(content, channels=3, region=(top, left, height, width), cover=(16, 24))
+    small = decode(content, channels=3, region=(top, left, height, width), min_size=(16, 24))
     assert small.shape == (16, 24, 3)
     coarse = upright[top : top + height, left : left + width].reshape(16, 4, 24, 4, 3).mean((1, 3))
     assert np.abs(small - coarse).mean() < 4
@@ -174,7 +174,7 @@ def test_a_spoiled_file_is_named_with_its_fault(name: str) -> None:
     with pytest.raises(BadImage, match=rf"{name}: .*({words})") as caught:
         decode(content, channels=3, name=name)
     again = pickle.loads(pickle.dumps(caught.value))  # as on the way out of a worker
-    assert (again.name, again.fault, str(again)) == (name, caught.value.fault, str(caught.value))
+    assert (again.name, again.reason, str(again)) == (name, caught.value.reason, str(caught.value))
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import vitrail.data.waiting as waiting
-from tests.data.flow_splits import Memory, Stored, photos, picture, stored
+import vitrail.data.data_wait as data_wait
+from tests.data.memory_splits import Memory, Stored, photos, picture, stored
 from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.loader import EvalLoader, TrainLoader
@@ -37,7 +37,7 @@ def same(left: list[Batch], right: list[Batch]) -> bool:
         torch.equal(a.images, b.images)
         and torch.equal(a.targets, b.targets)
         and torch.equal(a.indices, b.indices)
-        and (a.epoch, a.step, a.part) == (b.epoch, b.step, b.part)
+        and (a.epoch, a.step, a.micro_step) == (b.epoch, b.step, b.micro_step)
         for a, b in zip(left, right, strict=True)
     )
 
@@ -52,12 +52,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "most_workers", lambda ranks=1: 8)
+def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_wait, "max_workers", lambda ranks=1: 8)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.usefixtures("many_processors")
+@pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize("kind", ["photos", "stored"])
 def test_batches_are_the_same_for_any_number_of_workers(kind: str) -> None:
     split = photos(47) if kind == "photos" else stored(47)
@@ -67,7 +67,7 @@ def test_batches_are_the_same_for_any_number_of_workers(kind: str) -> None:
         assert same(take(train(split, workers=workers), 9), alone)
 
 
-@pytest.mark.usefixtures("many_processors")
+@pytest.mark.usefixtures("many_cpus")
 def test_workers_may_be_spawned() -> None:
     split = photos(20)
     assert same(take(train(split, workers=1, start_method="spawn"), 3), take(train(split), 3))
@@ -86,7 +86,7 @@ def test_batches_are_the_same_for_any_number_of_ranks(ranks: int, micro_batch: i
         for loader in loaders:
             while True:
                 parts.append(next(loader))
-                if parts[-1].last:
+                if parts[-1].completes_step:
                     break
         assert all((part.epoch, part.step) == (expected.epoch, expected.step) for part in parts)
         assert all(part.total == 10 for part in parts)
@@ -106,7 +106,7 @@ def test_photos_are_the_same_for_any_number_of_ranks() -> None:
             assert torch.equal(torch.cat([share[step].targets for share in shares]), expected.targets)
 
 
-@pytest.mark.usefixtures("many_processors")
+@pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize("done", [1, 3, 4, 6])
 def test_a_resumed_run_sees_the_batches_that_were_left(done: int) -> None:
     split = photos(47)
@@ -131,7 +131,7 @@ def test_a_step_counts_when_it_is_complete() -> None:
     loader = train(stored(30), micro_batch=4)
     batches = iter(loader)
     first = next(batches)
-    assert (first.part, first.parts, first.last) == (0, 3, False)
+    assert (first.micro_step, first.micro_steps, first.completes_step) == (0, 3, False)
     assert loader.state_dict()["step"] == 0
     next(batches), next(batches)
     assert loader.state_dict()["step"] == 1
@@ -143,7 +143,7 @@ def test_micro_batches_may_be_halved_in_the_middle_of_a_step() -> None:
     next(batches), next(batches), next(batches)  # one step, and a half of the second
     loader.micro_batch = 3
     parts = [next(batches) for _ in range(4)]
-    assert [(part.step, part.part, part.parts) for part in parts] == [(1, k, 4) for k in range(4)]
+    assert [(part.step, part.micro_step, part.micro_steps) for part in parts] == [(1, k, 4) for k in range(4)]
     torch.testing.assert_close(torch.cat([part.images for part in parts]), whole[1].images, atol=0.03, rtol=0)
 
 
@@ -256,7 +256,7 @@ def test_every_image_is_evaluated_once(length: int, batch: int, ranks: int) -> N
     assert all(len(loader) == len(list(loader)) for loader in loaders)
 
 
-@pytest.mark.usefixtures("many_processors")
+@pytest.mark.usefixtures("many_cpus")
 def test_accuracy_of_a_fixed_model_does_not_depend_on_ranks_or_batches() -> None:
     split = photos(41)
     torch.manual_seed(0)
@@ -308,7 +308,7 @@ def test_a_bad_image_stops_training_by_name() -> None:
             list(EvalLoader(spoiled(12, {4: payload}), preprocess=PREPROCESS, batch=5, workers=0))
 
 
-@pytest.mark.usefixtures("many_processors")
+@pytest.mark.usefixtures("many_cpus")
 def test_a_bad_image_in_a_worker_is_the_same_error() -> None:
     split = spoiled(12, {4: b"just text"})
     with pytest.raises(BadImage, match=r"^picture-4\.jpg: a text file") as caught:
@@ -316,7 +316,7 @@ def test_a_bad_image_in_a_worker_is_the_same_error() -> None:
     assert caught.value.name == "picture-4.jpg"
 
 
-@pytest.mark.usefixtures("many_processors")
+@pytest.mark.usefixtures("many_cpus")
 def test_a_bad_image_can_be_skipped_and_is_listed(tmp_path: Path) -> None:
     whole = photos(12).payloads[4]
     assert isinstance(whole, bytes)
@@ -373,21 +373,21 @@ def test_sentences_for_wrong_settings() -> None:
 
 
 def test_workers_are_capped_by_processors_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert waiting.worker_count(None) == (8, "")
-    assert waiting.worker_count(3) == (3, "")
-    workers, note = waiting.worker_count(32, ranks=4)
+    monkeypatch.setattr(data_wait.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert data_wait.worker_count(None) == (8, "")
+    assert data_wait.worker_count(3) == (3, "")
+    workers, note = data_wait.worker_count(32, ranks=4)
     assert workers == 2 and "not 32" in note and "4 ranks" in note
 
 
 def test_waiting_is_measured_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 3.0, 4.0, 7.0])
-    monkeypatch.setattr(waiting.time, "perf_counter", lambda: next(clock))
-    meter = waiting.WaitMeter()
+    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: next(clock))
+    timer = data_wait.DataWaitTimer()
     for _ in range(2):  # wait 3, work 1, wait 3
-        meter.end(meter.begin())
-    assert meter.share() == pytest.approx(6 / 7)
-    monkeypatch.setattr(waiting, "most_workers", lambda ranks=1: 8)
-    assert "86% of the time" in meter.advice(2) and "--workers 4" in meter.advice(2)
-    assert "--workers" not in meter.advice(8)
-    assert waiting.WaitMeter().advice(2) == ""
+        timer.stop(timer.start())
+    assert timer.fraction() == pytest.approx(6 / 7)
+    monkeypatch.setattr(data_wait, "max_workers", lambda ranks=1: 8)
+    assert "86% of the time" in timer.advice(2) and "--workers 4" in timer.advice(2)
+    assert "--workers" not in timer.advice(8)
+    assert data_wait.DataWaitTimer().advice(2) == ""

@@ -9,9 +9,9 @@ from vitrail.data.augment import Augment
 from vitrail.data.augment.erase import draw_erasures, erase, normal_noise
 from vitrail.data.augment.mix import draw_mixing, mix_images, soft_targets
 from vitrail.data.batch import Batch, HostBatch
+from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.preprocess import preset
-from vitrail.data.sampler import Slice
-from vitrail.data.stage import Stage
+from vitrail.data.sampler import BatchSlice
 from vitrail.data.types import Task
 from vitrail.errors import VitrailError
 
@@ -19,9 +19,9 @@ SIZE = (12, 16)
 
 
 def finished(augment: Augment, images: np.ndarray, targets: np.ndarray, task: Task = "classify") -> Batch:
-    stage = Stage(preset("imagenet", size=SIZE), augment, task=task, classes=4, seed=3)
+    stage = DeviceTransforms(preset("imagenet", size=SIZE), augment, task=task, classes=4, seed=3)
     n = len(images)
-    where = Slice(1, 2, 0, 1, np.arange(n), ((2 * n, n),), 0, n, n)
+    where = BatchSlice(1, 2, 0, 1, np.arange(n), ((2 * n, n),), 0, n, n)
     return stage(HostBatch(torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(targets), torch.arange(n), where))
 
 
@@ -35,7 +35,7 @@ def test_reference_mixup_is_one_weight_and_a_roll_by_one(n: int) -> None:
     images, targets = batch(n)
     plain = finished(Augment(), images, targets)
     mixed = finished(Augment(mixup=0.5), images, targets)
-    shares = draw_mixing(Augment(mixup=0.5), 3, 1, 2, n, SIZE).shares  # type: ignore[union-attr]
+    shares = draw_mixing(Augment(mixup=0.5), 3, 1, 2, n, SIZE).weights  # type: ignore[union-attr]
     a = shares[0]
     assert (shares == a).all() and 0.5 <= a <= 1
     x, y = plain.images.double().numpy(), np.eye(4)[targets]
@@ -43,7 +43,7 @@ def test_reference_mixup_is_one_weight_and_a_roll_by_one(n: int) -> None:
     np.testing.assert_allclose(mixed.targets.numpy(), a * y + (1 - a) * np.roll(y, 1, axis=0), atol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["reference", "per-sample"])
+@pytest.mark.parametrize("variant", ["batch", "per-sample"])
 @pytest.mark.parametrize("alphas", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
 @pytest.mark.parametrize("n", [1, 5, 8])
 def test_labels_say_what_the_pixels_are(variant: str, alphas: dict[str, float], n: int) -> None:
@@ -56,7 +56,7 @@ def test_labels_say_what_the_pixels_are(variant: str, alphas: dict[str, float], 
     measured = result.images[:, 0].mean((1, 2))
     mixing = draw_mixing(augment, 3, 1, 2, n, SIZE)
     assert mixing is not None
-    shares = torch.from_numpy(mixing.shares).float()
+    shares = torch.from_numpy(mixing.weights).float()
     torch.testing.assert_close(measured, shares * plain + (1 - shares) * plain.roll(1), atol=1e-4, rtol=0)
     torch.testing.assert_close(result.targets.sum(1), torch.ones(n))
     own = torch.nn.functional.one_hot(torch.arange(n) % 4, 4)
@@ -67,9 +67,9 @@ def test_labels_say_what_the_pixels_are(variant: str, alphas: dict[str, float], 
 def test_weights_have_the_beta_distribution() -> None:
     per_sample = draw_mixing(Augment(mixup=0.4, mix="per-sample"), 0, 0, 0, 5000, SIZE)
     assert per_sample is not None
-    assert stats.kstest(per_sample.shares, stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
+    assert stats.kstest(per_sample.weights, stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
     steps = [draw_mixing(Augment(mixup=0.4), 0, 0, step, 1, SIZE) for step in range(2000)]
-    weights = np.array([mixing.shares[0] for mixing in steps if mixing is not None])
+    weights = np.array([mixing.weights[0] for mixing in steps if mixing is not None])
     folded = lambda a: stats.beta(0.4, 0.4).cdf(a) - stats.beta(0.4, 0.4).cdf(1 - a)  # noqa: E731
     assert stats.kstest(weights, folded).pvalue > 1e-3
 
@@ -79,7 +79,7 @@ def test_probability_and_share_of_cutmix() -> None:
     mixing = draw_mixing(augment, 0, 0, 0, 8000, (100, 100))
     assert mixing is not None
     pasted = mixing.boxes[:, 2] > mixing.boxes[:, 0]
-    assert abs((mixing.shares < 1).mean() - 0.6) < 0.03
+    assert abs((mixing.weights < 1).mean() - 0.6) < 0.03
     assert abs(pasted.mean() - 0.15) < 0.02
 
 
@@ -95,7 +95,7 @@ def test_other_tasks_mix_their_own_targets() -> None:
     images, _ = batch(3)
     labels = np.array([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0]], dtype=np.float32)
     result = finished(Augment(mixup=1.0), images, labels, "multilabel")
-    a = draw_mixing(Augment(mixup=1.0), 3, 1, 2, 3, SIZE).shares[0]  # type: ignore[union-attr]
+    a = draw_mixing(Augment(mixup=1.0), 3, 1, 2, 3, SIZE).weights[0]  # type: ignore[union-attr]
     np.testing.assert_allclose(result.targets.numpy(), a * labels + (1 - a) * np.roll(labels, 1, 0), atol=1e-6)
     with pytest.raises(VitrailError, match="smoothing"):
         finished(Augment(smoothing=0.1), images, labels, "multilabel")

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import encoded, folder_of, picture
+from tests.data.image_files import encoded, folder_of, picture
 from vitrail.data import open_source
-from vitrail.data import pack as packing_module
+from vitrail.data import pack as pack_module
 from vitrail.data.decode import decode, image_header
-from vitrail.data.pack import Packing, pack, plan
+from vitrail.data.pack import PackSettings, choose_settings, pack
 from vitrail.data.types import BadImage, Source
 from vitrail.errors import VitrailError
 
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    monkeypatch.setattr(packing_module, "STRETCH", 4)
+    monkeypatch.setattr(pack_module, "CHUNK", 4)
     return open_source(str(folder_of(tmp_path / "photos", {"train/a": 7, "train/b": 6, "val/b": 3})))
 
 
 def packed(source: Source, place: Path, **options: Any) -> Source:
-    pack(source, place, plan(source, **options))
+    pack(source, place, choose_settings(source, **options))
     return open_source(f"packed:{place}?verify=1")
 
 
@@ -60,7 +60,7 @@ def test_a_packed_split_is_small_when_pickled_and_an_unbroken_part_is_a_view(pho
     assert np.array_equal(pickle.loads(content).payload(5), split.payload(5))
     part = split.subset(range(2, 6)).arrays
     assert part is not None
-    assert np.shares_memory(part, split.arrays)
+    assert np.weights_memory(part, split.arrays)
     assert split.subset([1, 0]).arrays is None
     assert np.array_equal(split.subset([1, 0]).payload(0), split.payload(1))
 
@@ -94,7 +94,7 @@ def test_images_of_many_sizes_stay_encoded_byte_for_byte(tmp_path: Path) -> None
     assert split.arrays is None
     assert [split.payload(k) for k in range(5)] == [source.splits["train"].payload(k) for k in range(5)]
     with pytest.raises(VitrailError, match=r"differ in size\. Pass --size"):
-        plan(source, store="arrays")
+        choose_settings(source, store="arrays")
     small = packed(source, tmp_path / "q", store="encoded", size=30).splits["train"]
     headers = {small.image_name(k): image_header(small.payload(k)) for k in range(5)}
     assert (headers["train/a/wide.jpg"].format, headers["train/a/wide.jpg"].height, headers["train/a/wide.jpg"].width) == (
@@ -109,7 +109,7 @@ def test_images_of_many_sizes_stay_encoded_byte_for_byte(tmp_path: Path) -> None
 def test_a_stray_size_is_refused_and_not_resized_unasked(tmp_path: Path) -> None:
     source = open_source(str(folder_of(tmp_path / "set", {"train/a": 90, "train/b": 90})))
     (tmp_path / "set/train/a/17.png").write_bytes(encoded(picture(1, 41, 48)))
-    chosen = plan(source)
+    chosen = choose_settings(source)
     assert chosen.exact
     with pytest.raises(VitrailError, match=r"train/a/17.png is 41×48 where the others are 40×48.*--size"):
         pack(source, tmp_path / "p", chosen)
@@ -119,11 +119,11 @@ class Interruption(Exception):
     pass
 
 
-def interrupted(source: Source, place: Path, packing: Packing, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(source: Source, place: Path, settings: PackSettings, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
-    true_image = Packing.image
+    true_image = PackSettings.image
 
-    def image(self: Packing, payload: Any, name: str) -> bytes:
+    def image(self: PackSettings, payload: Any, name: str) -> bytes:
         nonlocal count
         count += 1
         if count > after:
@@ -131,8 +131,8 @@ def interrupted(source: Source, place: Path, packing: Packing, after: int, monke
         return true_image(self, payload, name)
 
     with monkeypatch.context() as patch, pytest.raises(Interruption):
-        patch.setattr(Packing, "image", image)
-        pack(source, place, packing, workers=1)
+        patch.setattr(PackSettings, "image", image)
+        pack(source, place, settings, workers=1)
 
 
 def contents(place: Path) -> dict[str, bytes]:
@@ -144,24 +144,24 @@ def contents(place: Path) -> dict[str, bytes]:
 def test_an_interrupted_run_goes_on_and_ends_the_same(
     photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Any, after: int
 ) -> None:
-    packing = plan(photos, store=store)
-    pack(photos, tmp_path / "straight", packing)
-    interrupted(photos, tmp_path / "broken", packing, after, monkeypatch)
+    settings = choose_settings(photos, store=store)
+    pack(photos, tmp_path / "straight", settings)
+    interrupted(photos, tmp_path / "broken", settings, after, monkeypatch)
     assert not (tmp_path / "broken").exists()
     with pytest.raises(VitrailError, match="unfinished"):
         open_source(f"packed:{tmp_path}/broken")
     worked: list[str] = []
-    true_image = Packing.image
-    monkeypatch.setattr(Packing, "image", lambda self, payload, name: worked.append(name) or true_image(self, payload, name))
-    pack(photos, tmp_path / "broken", packing)
+    true_image = PackSettings.image
+    monkeypatch.setattr(PackSettings, "image", lambda self, payload, name: worked.append(name) or true_image(self, payload, name))
+    pack(photos, tmp_path / "broken", settings)
     assert len(worked) <= 16 - after // 4 * 4 + 3  # whole stretches were not done again
     assert contents(tmp_path / "broken") == contents(tmp_path / "straight")
 
 
 def test_what_was_spoiled_between_two_runs_is_done_again(photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packing = plan(photos)
-    pack(photos, tmp_path / "straight", packing)
-    interrupted(photos, tmp_path / "broken", packing, 11, monkeypatch)
+    settings = choose_settings(photos)
+    pack(photos, tmp_path / "straight", settings)
+    interrupted(photos, tmp_path / "broken", settings, 11, monkeypatch)
     data = tmp_path / "broken.partial/train.images.bin"
     content = bytearray(data.read_bytes())
     content[-5] ^= 1
@@ -169,31 +169,31 @@ def test_what_was_spoiled_between_two_runs_is_done_again(photos: Source, tmp_pat
     data.write_bytes(content)
     journal = tmp_path / "broken.partial/train.journal"
     journal.write_text(journal.read_text() + '{"first": 8, "en')
-    pack(photos, tmp_path / "broken", packing)
+    pack(photos, tmp_path / "broken", settings)
     assert contents(tmp_path / "broken") == contents(tmp_path / "straight")
 
 
 def test_other_options_or_images_do_not_mix_with_a_begun_set(
     photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packing = plan(photos)
-    interrupted(photos, tmp_path / "p", packing, 6, monkeypatch)
+    settings = choose_settings(photos)
+    interrupted(photos, tmp_path / "p", settings, 6, monkeypatch)
     with pytest.raises(VitrailError, match=r"p.partial was begun with other images or other options"):
-        pack(photos, tmp_path / "p", replace(packing, channels=1))
-    pack(photos, tmp_path / "p", packing)
+        pack(photos, tmp_path / "p", replace(settings, channels=1))
+    pack(photos, tmp_path / "p", settings)
     before = contents(tmp_path / "p")
-    pack(photos, tmp_path / "p", packing)  # finished already
+    pack(photos, tmp_path / "p", settings)  # finished already
     assert contents(tmp_path / "p") == before
     with pytest.raises(VitrailError, match="already there and was packed otherwise"):
-        pack(photos, tmp_path / "p", replace(packing, channels=1))
+        pack(photos, tmp_path / "p", replace(settings, channels=1))
 
 
 def test_bad_images_stop_the_packing_or_are_left_out_and_listed(tmp_path: Path, photos: Source) -> None:
     (tmp_path / "photos/train/a/2.png").write_bytes(b"")
     with pytest.raises(BadImage, match=r"train/a/2.png: an empty file"):
-        pack(photos, tmp_path / "p", plan(photos))
-    about = pack(photos, tmp_path / "q", plan(photos), bad_images="skip")
-    assert about["left_out"] == [["train/a/2.png", "an empty file (0 bytes)"]]
+        pack(photos, tmp_path / "p", choose_settings(photos))
+    description = pack(photos, tmp_path / "q", choose_settings(photos), bad_images="skip")
+    assert description["skipped"] == [["train/a/2.png", "an empty file (0 bytes)"]]
     again = open_source(f"packed:{tmp_path}/q?verify=1").splits["train"]
     assert len(again) == 12
     assert [again.image_name(k) for k in range(3)] == ["train/a/0.png", "train/a/1.png", "train/a/3.png"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision import transforms
 
-from tests.data.pictures import encoded, picture
+from tests.data.image_files import encoded, picture
 from vitrail.data.preprocess import PRESETS, Preprocess, preset
 from vitrail.data.resize import resize
 from vitrail.errors import VitrailError

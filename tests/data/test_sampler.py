@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.flow_splits import Memory
-from vitrail.data.sampler import EpochOrder, class_weights, slices
+from tests.data.memory_splits import Memory
+from vitrail.data.sampler import EpochOrder, batch_slices, class_weights
 from vitrail.errors import VitrailError
 
 
@@ -36,12 +36,12 @@ def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch() -> None:
 )
 def test_slices_divide_the_global_batch(total: int, ranks: int, micro: int | None, neighbour: bool) -> None:
     order = EpochOrder(split(total * 2), batch=total)
-    where = {"epoch": 0, "step": 1, "ranks": ranks, "micro_batch": micro, "neighbour": neighbour}
+    where = {"epoch": 0, "step": 1, "ranks": ranks, "micro_batch": micro, "with_partner": neighbour}
     if total < ranks:
         with pytest.raises(VitrailError, match="shared"):
-            list(slices(order, rank=0, **where))  # type: ignore[arg-type]
+            list(batch_slices(order, rank=0, **where))  # type: ignore[arg-type]
         return
-    parts = [list(slices(order, rank=rank, **where)) for rank in range(ranks)]  # type: ignore[arg-type]
+    parts = [list(batch_slices(order, rank=rank, **where)) for rank in range(ranks)]  # type: ignore[arg-type]
     whole = order.global_batch(0, 1)
     own = [part.indices[-part.count :] for rank in parts for part in rank]
     assert np.concatenate(own).tolist() == whole.tolist()
@@ -52,10 +52,10 @@ def test_slices_divide_the_global_batch(total: int, ranks: int, micro: int | Non
         assert max(part.count for rank in parts for part in rank) <= micro + 1
     for rank in parts:
         for part in rank:
-            places = np.concatenate([np.arange(first, first + count) for first, count in part.runs])
+            places = np.concatenate([np.arange(first, first + count) for first, count in part.ranges])
             assert (whole[places - total] == part.indices).all()
-            assert part.has_neighbour == (neighbour and part.count < total)
-            if part.has_neighbour:
+            assert part.has_partner == (neighbour and part.count < total)
+            if part.has_partner:
                 assert places[0] - total == (part.offset - 1) % total
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.pictures import encoded, folder_of, picture
+from tests.data.image_files import encoded, folder_of, picture
 from vitrail.data import open_source
-from vitrail.data.types import BadImage, Names, Split, Subset
+from vitrail.data.types import BadImage, PackedStrings, Split, Subset
 from vitrail.errors import VitrailError
 
 
@@ -244,7 +244,7 @@ def test_names_that_are_no_text_are_kept(tmp_path: Path) -> None:
 
 def test_names_are_a_list_of_strings() -> None:
     words = ["", "a", "ünï", "", "z" * 50]
-    table = Names(words)
+    table = PackedStrings(words)
     assert [table[k] for k in range(len(table))] == words
     assert table[-1] == words[-1]
-    assert len(Names([])) == 0
+    assert len(PackedStrings([])) == 0

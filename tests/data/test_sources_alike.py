@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.pictures import digest_of, folder_of
+from tests.data.image_files import digest_of, folder_of
 from vitrail.data import EvalLoader, open_source, preset
-from vitrail.data.pack import pack, plan
+from vitrail.data.pack import choose_settings, pack
 from vitrail.data.types import Source, Split
 
 
@@ -39,8 +39,8 @@ def everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Sou
         (tmp_path / "hub").mkdir(exist_ok=True)
         datasets.Dataset.from_dict(table, features).to_parquet(tmp_path / f"hub/{part}.parquet")
     folder = open_source(str(root))
-    pack(folder, tmp_path / "arrays", plan(folder))
-    pack(folder, tmp_path / "encoded", plan(folder, store="encoded"))
+    pack(folder, tmp_path / "arrays", choose_settings(folder))
+    pack(folder, tmp_path / "encoded", choose_settings(folder, store="encoded"))
     references = {
         "csv": f"csv:{tmp_path}/t.csv",
         "wds": f"wds:{tmp_path}/{{train,val}}-0.tar?index={tmp_path}/cache",

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.pictures import folder_of
+from tests.data.image_files import folder_of
 from vitrail.data import open_source
 from vitrail.data.types import Source
 from vitrail.errors import VitrailError

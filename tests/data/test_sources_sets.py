@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 
-from tests.data.pictures import encoded, folder_of, picture
+from tests.data.image_files import encoded, folder_of, picture
 from vitrail.data import open_source
 from vitrail.data.decode import decode
 from vitrail.data.sources.torchvision import _images

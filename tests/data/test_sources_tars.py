@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.pictures import encoded, picture
+from tests.data.image_files import encoded, picture
 from vitrail.data import open_source
 from vitrail.data.decode import decode
 from vitrail.data.sources.tars import _braces

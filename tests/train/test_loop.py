@@ -318,9 +318,9 @@ def test_an_extra_that_is_missing_is_named(monkeypatch):
 
 
 def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
-    from vitrail.data.waiting import WaitMeter
+    from vitrail.data.data_wait import DataWaitTimer
 
-    monkeypatch.setattr(WaitMeter, "share", lambda self: 0.6)
+    monkeypatch.setattr(DataWaitTimer, "fraction", lambda self: 0.6)
     heard = Heard()
     train(small(steps=8, log_every=1), tmp_path / "run", callbacks=[heard])
     assert len([note for note in heard.notes if "waits for data 60% of the time" in note]) == 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitrail.lazy import fetched_from
+from vitrail.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitrail.bench.benchmark import run as run
@@ -28,4 +28,4 @@ _MODULES = {
     "run": "vitrail.bench.benchmark",
 }
 
-__getattr__, __dir__ = fetched_from(__name__, _MODULES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 Task = Literal["train", "infer"]
 Metric = Literal["throughput", "latency", "largest-batch"]
@@ -86,7 +86,7 @@ class BenchPlan:
             raise VitrailError("No model given. --model takes one or more names, such as B/16 L/16.")
         for library in self.against:
             if library not in BASELINES:
-                raise VitrailError(f"--against takes {', '.join(BASELINES)}, not {library!r}.{nearest(library, BASELINES)}")
+                raise VitrailError(f"--against takes {', '.join(BASELINES)}, not {library!r}.{did_you_mean(library, BASELINES)}")
         if self.latency and "train" in self.mode:
             raise VitrailError("--latency measures inference: use --mode infer, not train.")
         self._check_modes()
@@ -103,7 +103,8 @@ class BenchPlan:
             if mode not in known:
                 tasks = " and ".join(self.tasks)
                 raise VitrailError(
-                    f"--modes {word}: there is no mode {mode!r} for {tasks}.{nearest(mode, known)} Use one of {', '.join(known)}."
+                    f"--modes {word}: there is no mode {mode!r} for {tasks}.{did_you_mean(mode, known)} "
+                    f"Use one of {', '.join(known)}."
                 )
 
     @property

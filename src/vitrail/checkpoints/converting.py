@@ -24,7 +24,7 @@ from vitrail.checkpoints.loading import Found, load, locate, read_foreign
 from vitrail.checkpoints.mapping import present, uncovered, write_state
 from vitrail.checkpoints.report import Report
 from vitrail.checkpoints.timm_names import timm_config
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, atomic_folder
 from vitrail.models import ViTConfig
 
@@ -64,7 +64,7 @@ def write(bundle: Bundle, target: str | os.PathLike[str], to: str = "vitrail") -
 def format_named(name: str) -> Format | None:
     """The format of a name; None is our own."""
     if name not in NAMES:
-        raise VitrailError(f"There is no format {name!r}.{nearest(name, NAMES)} Known are {', '.join(NAMES)}.")
+        raise VitrailError(f"There is no format {name!r}.{did_you_mean(name, NAMES)} Known are {', '.join(NAMES)}.")
     return FORMATS.get(name)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.archive import Archive, Entry
 from vitrail.checkpoints.report import Mapped, Report, size_text
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.models import Model
 
 
@@ -167,7 +167,7 @@ def _both_sides(archive: Archive, unknown: list[str], missing: list[str]) -> str
         if names:
             more = f" … and {len(names) - 8} more" if len(names) > 8 else ""
             lines.append(f"{title} ({len(names)}): {', '.join(names[:8])}{more}.")
-    if unknown and missing and (hint := nearest(missing[0], unknown, count=1)):
+    if unknown and missing and (hint := did_you_mean(missing[0], unknown, count=1)):
         lines.append(f"For {missing[0]}:{hint}")
     if unknown:
         lines.append("Tensors that may be left out are named with drop=['pattern*'] (--drop on the command line).")

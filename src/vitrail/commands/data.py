@@ -1,4 +1,4 @@
-"""`vitrail data check | split | pack`: look at a data set, divide it, and bring it into the form that trains fastest."""
+"""`vitrail data check | split | pack`: check a dataset, split it, and pack it for fast training."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from rich.table import Table
 from vitrail.data.check import Duplicates, Problem, Report, SplitReport
 from vitrail.data.check import check as check_source
 from vitrail.data.contact_sheet import contact_sheet
-from vitrail.data.pack import Fit, Store
+from vitrail.data.pack import Fit, Store, choose_settings
 from vitrail.data.pack import pack as pack_source
-from vitrail.data.pack import plan as plan_packing
 from vitrail.data.sources import open_source
-from vitrail.data.split import renamed, stratified, write_table
+from vitrail.data.split import rename, stratified, write_table
 from vitrail.data.types import Source, counted
 from vitrail.errors import VitrailError
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Reference = Annotated[str, tyro.conf.arg(metavar="SOURCE")]
-_SHOWN = 5
+_MAX_ITEMS = 5
 _WORKERS = min(8, os.cpu_count() or 1)
 
 
@@ -47,7 +46,7 @@ def check(
     workers: int = _WORKERS,
     json_: Json = False,
 ) -> int:
-    """Read every image of a data set once; say what is there and what is wrong. Exit status 1 when something is.
+    """Read every image of a dataset once, and report its content and its problems. Exit status 1 if there are problems.
 
     Example: vitrail data check photos/
 
@@ -55,21 +54,21 @@ def check(
 
     Args:
         source: A folder, a table, or any other source such as torchvision:CIFAR10.
-        sheet: Where to write the contact sheet, a PNG with a few images of each class.
-        duplicates: Look for images that are in two splits: nearly the same, exactly the same, or not at all.
-        seed: Decides what is held out where the set has no splits of its own.
-        workers: Images looked at side by side.
-        json_: Print JSON for a program instead of tables.
+        sheet: File for the contact sheet, a PNG with a few images of each class; None for no contact sheet.
+        duplicates: Duplicates to find: near (includes exact), exact, or none.
+        seed: Selects the held-out images if the dataset has no splits.
+        workers: Number of threads that read images.
+        json_: Print JSON instead of tables.
     """
     console = Console(stderr=json_)
     with _warnings_as_notes() as notes:
-        opened, problems = _opened_anyway(source, seed)
+        opened, problems = _open_leniently(source, seed)
     if opened is None:
         report = Report(source=source, splits={}, problems=problems, notes=notes)
     else:
         console.print(opened.describe(), highlight=False, soft_wrap=True)
         with _progress(console, "checking", sum(map(len, opened.splits.values()))) as advance:
-            report = check_source(opened, copies=duplicates, workers=workers, progress=advance)
+            report = check_source(opened, find=duplicates, workers=workers, progress=advance)
         report.problems[:0] = problems
         report.notes[:0] = notes
         if sheet is not None:
@@ -92,38 +91,38 @@ def split(
     seed: int = 0,
     json_: Json = False,
 ) -> None:
-    """Divide a data set by class and write the division as a table, to be used as csv:TABLE.
+    """Split a dataset, stratified by class, and write the split as a table, to be used as csv:TABLE.
 
-    Images already in a split `val` or `test` stay there; only the training images are divided.
+    Existing `val` and `test` splits are kept; only the training images are divided.
 
     Example: vitrail data split photos/ photos-split.csv --val 0.1 --test 0.1
 
     Args:
         source: A folder or table of image files.
-        table: The CSV to write: path,label,split.
-        val: Share of each class to hold out for validation.
-        test: Share of each class to hold out for the final test.
-        seed: Decides which images; the same seed gives the same division.
-        json_: Print JSON for a program instead of a sentence.
+        table: The CSV file to write: path,label,split.
+        val: Fraction of each class to hold out for validation.
+        test: Fraction of each class to hold out for the final test.
+        seed: Selects the images; the same seed gives the same split.
+        json_: Print JSON instead of text.
     """
     if table.exists():
-        raise VitrailError(f"{table} is already there. Delete it, or choose another name.")
+        raise VitrailError(f"{table} already exists. Delete it, or choose another name.")
     if not (0 <= val < 1 and 0 <= test < 1 and val + test < 1 and val + test > 0):
-        raise VitrailError(f"val {val:g} and test {test:g}: shares from 0 to 1 that leave something to train on are expected.")
+        raise VitrailError(f"val {val:g} and test {test:g}: expected fractions from 0 to below 1, with a sum above 0 and below 1.")
     opened = open_source(f"{source}{'&' if '?' in source else '?'}val=0", seed=seed)
     parts = dict(opened.splits)
-    for name, share in (("test", test), ("val", val)):
-        if share and name in parts:
+    for name, fraction in (("test", test), ("val", val)):
+        if fraction and name in parts:
             raise VitrailError(f"{source} already has a split {name!r}. Pass --{name} 0 to keep it.")
     train = opened.split("train")
     rest = np.arange(len(train))
-    for name, share, scale in (("test", test, 1.0), ("val", val, 1 - test)):
-        if share:
+    for name, fraction, remaining in (("test", test, 1.0), ("val", val, 1 - test)):
+        if fraction:
             part = train.subset(rest)
-            taken = stratified(part, share / scale, seed=seed)
-            parts[name] = renamed(part.subset(taken), name)
-            rest = np.delete(rest, taken)
-    parts["train"] = renamed(train.subset(rest), "train")
+            held_out = stratified(part, fraction / remaining, seed=seed)
+            parts[name] = rename(part.subset(held_out), name)
+            rest = np.delete(rest, held_out)
+    parts["train"] = rename(train.subset(rest), "train")
     parts = {name: parts[name] for name in ("train", "val", "test") if name in parts}
     write_table(parts.values(), table)
     counts = {name: len(part) for name, part in parts.items()}
@@ -150,7 +149,7 @@ def pack(
     workers: int = _WORKERS,
     json_: Json = False,
 ) -> None:
-    """Decode and resize a data set once, into files that training reads without decoding. Run again to go on after a stop.
+    """Decode and resize a dataset once, into files that training reads without decoding. Run again to resume.
 
     Example: vitrail data pack photos/ photos-256 --size 256
 
@@ -159,36 +158,43 @@ def pack(
     Args:
         source: A folder, a table, or any other source.
         destination: The folder to write; use it as packed:DESTINATION.
-        size: Side of the packed images, or height and width. Images of one size need none.
-        fit: Keep the proportions and cut the middle out, or stretch everything in.
-        store: Pixels of one size, mapped into memory; or encoded files (with --size their short side is shrunk to it).
-        channels: 1 grey, 3 colour, 4 with alpha; what the images have where left out.
-        bits: Bits of each pixel value.
-        quality: Of JPEGs that are resized and stored encoded.
-        bad_images: Stop at an unreadable image, or leave it out and list it in packed.json.
-        seed: Decides what is held out where the set has no splits of its own.
-        workers: Images worked on side by side.
-        json_: Print JSON for a program instead of a sentence.
+        size: Side of the packed images, or height and width. Not needed if all images have the same size.
+        fit: Keep the aspect ratio and crop the centre, or stretch.
+        store: Arrays of pixels of one size, memory-mapped; or encoded files (with --size, their short side is resized to it).
+        channels: 1 grey, 3 colour, 4 with alpha; default: as in the images.
+        bits: Bits per pixel value.
+        quality: JPEG quality, if encoded files are resized.
+        bad_images: Stop at an unreadable image, or skip it and list it in packed.json.
+        seed: Selects the held-out images if the dataset has no splits.
+        workers: Number of threads that convert images.
+        json_: Print JSON instead of text.
     """
     console = Console(stderr=json_)
     opened = open_source(source, seed=seed, bad_images=bad_images)
     console.print(opened.describe(), highlight=False, soft_wrap=True)
-    packing = plan_packing(opened, size=size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
+    settings = choose_settings(opened, size=size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
     start = time.perf_counter()
     try:
         with _progress(console, "packing", sum(map(len, opened.splits.values()))) as advance:
-            about = pack_source(opened, destination, packing, bad_images=bad_images, workers=workers, progress=advance)
+            description = pack_source(opened, destination, settings, bad_images=bad_images, workers=workers, progress=advance)
     except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on from here.")
+        console.print("Stopped. Run the same command again to resume.")
         raise
-    counts = {name: part["count"] for name, part in about["splits"].items()}
-    total = sum(part["bytes"] for part in about["splits"].values())
-    result = {"packed": str(destination), "splits": counts, "bytes": total, "left_out": about["left_out"], **about["packing"]}
+    counts = {name: part["count"] for name, part in description["splits"].items()}
+    total = sum(part["bytes"] for part in description["splits"].values())
+    result = {
+        "packed": str(destination),
+        "splits": counts,
+        "bytes": total,
+        "skipped": description["skipped"],
+        **description["packing"],
+    }
     if json_:
         print(json.dumps(result, indent=2))  # noqa: T201
         return
     sizes = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    skipped = f" {counted(len(about['left_out']), 'bad image')} left out and listed in packed.json." if about["left_out"] else ""
+    bad = counted(len(description["skipped"]), "bad image")
+    skipped = f" Skipped {bad}, listed in packed.json." if description["skipped"] else ""
     console.print(
         f"{destination}: {sizes} images, {total / 2**20:,.0f} MiB, checksums verified, "
         f"{time.perf_counter() - start:.0f} s.{skipped} Use it as packed:{destination}",
@@ -197,12 +203,12 @@ def pack(
     )
 
 
-def _opened_anyway(reference: str, seed: int) -> tuple[Source | None, list[Problem]]:
-    """The source with what is wrong left aside where that is possible, so that one mistake does not hide the next."""
+def _open_leniently(reference: str, seed: int) -> tuple[Source | None, list[Problem]]:
+    """Open a source without bad images and unknown classes if possible, so that one problem does not hide the next."""
     try:
         return open_source(reference, seed=seed, bad_images="skip"), []
     except VitrailError as error:
-        problems = [Problem(kind="source", sentence=str(error))]
+        problems = [Problem(kind="source", message=str(error))]
     try:
         return open_source(reference, seed=seed, bad_images="skip", ignore_unknown=True), problems
     except VitrailError:
@@ -211,12 +217,12 @@ def _opened_anyway(reference: str, seed: int) -> tuple[Source | None, list[Probl
 
 @contextmanager
 def _warnings_as_notes() -> Iterator[list[str]]:
-    """What opening a source would have said on the way becomes part of the report."""
+    """Collect warnings logged while a source is opened, for the report."""
     notes: list[str] = []
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if getattr(record, "kind", None) != "missing-class":  # the report counts classes itself
+            if getattr(record, "kind", None) != "missing-class":  # the report has its own note on missing classes
                 notes.append(record.getMessage())
 
     logger, handler = logging.getLogger("vitrail.data"), Collect(logging.WARNING)
@@ -244,22 +250,24 @@ def _show(report: Report, sheet: Path | None, console: Console) -> None:
         if classes is not None:
             console.print(classes)
     for note in report.notes:
-        console.print(f"[yellow]note[/]  {_plain(note)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]note[/]    {_escape(note)}", highlight=False, soft_wrap=True)
     for problem in report.problems:
-        console.print(f"[red]wrong[/] {_plain(problem.sentence)}", highlight=False, soft_wrap=True)
-        for item in problem.items[:_SHOWN]:
-            console.print(f"        {_plain(item)}", highlight=False, soft_wrap=True)
-        if len(problem.items) > _SHOWN:
-            console.print(f"        … and {len(problem.items) - _SHOWN:,} more; --json lists all.", highlight=False, soft_wrap=True)
+        console.print(f"[red]problem[/] {_escape(problem.message)}", highlight=False, soft_wrap=True)
+        for item in problem.items[:_MAX_ITEMS]:
+            console.print(f"          {_escape(item)}", highlight=False, soft_wrap=True)
+        if len(problem.items) > _MAX_ITEMS:
+            console.print(
+                f"          … and {len(problem.items) - _MAX_ITEMS:,} more; --json lists all.", highlight=False, soft_wrap=True
+            )
     if sheet is not None:
         console.print(f"Contact sheet: {sheet}", highlight=False, soft_wrap=True)
     if not report.problems:
-        console.print("[green]Nothing is wrong.[/]")
+        console.print("[green]No problems found.[/]")
 
 
 def _overview(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("split", "images", "sizes (height×width)", "kinds", "formats"):
+    for heading in ("split", "images", "sizes (height×width)", "modes", "formats"):
         table.add_column(heading, justify="right" if heading == "images" else "left")
     for name, part in report.splits.items():
         table.add_row(name, f"{part.images:,}", _sizes(part), _counts(part.modes), _counts(part.formats))
@@ -275,7 +283,7 @@ def _sizes(part: SplitReport) -> str:
     names = [
         f"under {edges[0]}",
         *(f"{low}–{high - 1}" for low, high in pairwise(edges)),
-        f"{edges[-1]} and more",
+        f"{edges[-1]} or more",
     ]
     rows = "\n".join(f"{names[k]}: {bins[k]:,}" for k in sorted(bins))
     return f"short side {shorts[0]} to {shorts[-1]}, median {shorts[len(shorts) // 2]}\n{rows}"
@@ -298,14 +306,14 @@ def _classes(report: Report) -> Table | None:
     shown = names if len(names) <= 30 else [*names[:12], "…", *names[-6:]]
     for name in shown:
         cells = (part.per_class.get(name) for part in report.splits.values())
-        table.add_row(_plain(name), *("" if count is None else f"{count:,}" if count else "[red]0[/]" for count in cells))
+        table.add_row(_escape(name), *("" if count is None else f"{count:,}" if count else "[red]0[/]" for count in cells))
     if len(names) > 30:
         spans = ((part.per_class.values()) for part in report.splits.values())
         table.add_section()
-        table.add_row(f"{len(names)} classes, least to most", *(f"{min(span):,} to {max(span):,}" for span in spans))
+        table.add_row(f"{len(names)} classes, smallest to largest", *(f"{min(span):,} to {max(span):,}" for span in spans))
     return table
 
 
-def _plain(text: str) -> str:
-    """As it is: names may hold rich's own brackets, and bytes that are no text."""
+def _escape(text: str) -> str:
+    """Escape rich markup, and replace bytes that are not valid UTF-8."""
     return text.encode("utf-8", "replace").decode().replace("[", "\\[")

@@ -54,7 +54,7 @@ def embed(
     if (note := context.precision_note(bundle.model)) is not None:
         console.print(note, highlight=False, soft_wrap=True)
     for one in embeddings.bad:
-        console.print(f"{one.name}: {one.fault}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{one.name}: {one.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
     summary = {
         "out": str(out),
         "images": len(embeddings.names),

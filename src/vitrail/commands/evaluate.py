@@ -100,7 +100,7 @@ def _show(console: Console, result: EvalResult, split: Split) -> None:
     if result.predictions is not None:
         _show_lowest_f1(console, result)
     for one in result.bad[:10]:
-        console.print(f"skipped {one.name}: {one.fault}", highlight=False, soft_wrap=True)
+        console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)
     if len(result.bad) > 10:
         console.print(f"skipped {counted(len(result.bad) - 10, 'more image')}", highlight=False)
 

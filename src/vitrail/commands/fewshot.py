@@ -90,4 +90,4 @@ def _show(console: Console, result: FewShotResult, classes: int, test: str) -> N
     console.print(f"features: {result.features.describe()}", highlight=False)
     console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
     for one in result.bad:
-        console.print(f"skipped {one.name}: {one.fault}", highlight=False, soft_wrap=True)
+        console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)

@@ -93,4 +93,4 @@ def _show(console: Console, result: ProbeResult, test: str) -> None:
     )
     console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
     for one in result.bad:
-        console.print(f"skipped {one.name}: {one.fault}", highlight=False, soft_wrap=True)
+        console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)

@@ -1,13 +1,13 @@
-"""From any pile of images to batches: sources, class maps, preprocessing, augmentation, loaders.
+"""From image files to batches: sources, class maps, preprocessing, augmentation, loaders.
 
-Names are fetched on first use, so that importing one small part of this room stays cheap.
+Names are imported on first use, so that importing one module of this package stays fast.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitrail.lazy import fetched_from
+from vitrail.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitrail.data.augment import Augment as Augment
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vitrail.data.types import Source as Source
     from vitrail.data.types import Split as Split
 
-_HOMES = {
+_MODULES = {
     "Augment": "vitrail.data.augment",
     "BadImage": "vitrail.data.types",
     "EvalLoader": "vitrail.data.loader",
@@ -32,4 +32,4 @@ _HOMES = {
     "preset": "vitrail.data.preprocess",
 }
 
-__getattr__, __dir__ = fetched_from(__name__, _HOMES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""What the loaders hand over."""
+"""The batches that loaders return."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vitrail.data.sampler import Slice
+from vitrail.data.sampler import BatchSlice
 from vitrail.data.types import BadImage, Split
 
 
 @dataclass
 class HostBatch:
-    """A batch as a worker makes it: whole pixel values, not yet normalised or mixed."""
+    """A batch as a worker builds it: integer pixel values, not yet normalised or mixed."""
 
     images: Tensor
-    """uint8 (or, for 16 bits, float32) [n, C, H, W]; with `whole` as they are stored: uint8 [n, H, W, C], uncropped."""
+    """uint8 (float32 for 16-bit images) [n, C, H, W]; with `uncropped` as they are stored: uint8 [n, H, W, C]."""
     targets: Tensor
     indices: Tensor
-    where: Slice
-    whole: bool = False
+    slice: BatchSlice
+    uncropped: bool = False
     bad: tuple[BadImage, ...] = ()
 
     def pin_memory(self) -> HostBatch:
-        """Page-locked, so that a GPU can fetch it while other work goes on."""
+        """Return a copy in page-locked memory, which a GPU can copy from asynchronously."""
         return dataclasses.replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
@@ -35,26 +35,26 @@ class Batch:
     images: Tensor
     """float32 [n, C, H, W], normalised, on the loader's device."""
     targets: Tensor
-    """Class numbers [n]; shares of classes [n, K] after mixing or smoothing; or the task's own numbers [n, K]."""
+    """Class indices [n]; class probabilities [n, K] after mixing or smoothing; or the task's own values [n, K]."""
     indices: Tensor
-    """Which images of the split these are (on the CPU)."""
+    """Positions of the images in the split (on the CPU)."""
     epoch: int
     step: int
-    """The optimiser step within the epoch."""
-    part: int
-    parts: int
-    """This is micro-batch `part` of the `parts` in which this rank takes the step."""
+    """Optimiser step within the epoch."""
+    micro_step: int
+    micro_steps: int
+    """This is micro-batch `micro_step` of the `micro_steps` that this rank accumulates per optimiser step."""
     total: int
-    """Images in the whole step, over all parts and ranks: what a sum of losses is divided by."""
+    """Images in the whole optimiser step, over all micro-batches and ranks: divide a sum of losses by it."""
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @property
-    def last(self) -> bool:
-        """Whether the step is complete with this batch."""
-        return self.part == self.parts - 1
+    def completes_step(self) -> bool:
+        """Whether this is the last micro-batch of the optimiser step."""
+        return self.micro_step == self.micro_steps - 1
 
     def names(self, split: Split) -> list[str]:
-        """The images' names in the split they were loaded from."""
+        """Return the images' names in the split they were loaded from."""
         return [split.image_name(int(index)) for index in self.indices]

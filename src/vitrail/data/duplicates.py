@@ -1,9 +1,8 @@
-"""Finding images that are in two splits: the same bytes, or the same picture saved, scaled or brightened anew.
+"""Find images that are in two splits: the same bytes, or the same image saved again, resized or brightened.
 
-The perceptual hash is the sign of 64 low frequencies of a 32×32 grey thumbnail (cosine transform, without the mean).
-Two hashes that differ in at most seven bits agree wholly in one of eight bytes, so only pairs that share a byte are
-compared: about a second for a hundred thousand images against ten thousand. A pair so found is confirmed on the
-thumbnails themselves.
+The perceptual hash is the sign of 64 low frequencies of a 32×32 grey thumbnail (DCT, without the mean). Two hashes that
+differ in at most seven bits have at least one of eight bytes in common, so only pairs with a common byte are compared:
+about a second for a hundred thousand images against ten thousand. Each pair is then confirmed on the thumbnails.
 """
 
 from __future__ import annotations
@@ -14,45 +13,45 @@ import numpy as np
 
 from vitrail.data.types import Array
 
-MOST_BITS = 7
-LEAST_CORRELATION = 0.97
+MAX_BITS = 7
+MIN_CORRELATION = 0.97
 _CHUNK = 4_000_000
-_COSINES = np.stack([np.cos(np.pi * (2 * np.arange(32) + 1) * k / 64) for k in range(8)]).astype(np.float32)
-_BITS = np.array([bin(value).count("1") for value in range(65536)], np.uint8)
+_DCT = np.stack([np.cos(np.pi * (2 * np.arange(32) + 1) * k / 64) for k in range(8)]).astype(np.float32)
+_BIT_COUNTS = np.array([bin(value).count("1") for value in range(65536)], np.uint8)
 
 
 def fingerprints(thumbnails: Array) -> tuple[Array, Array]:
-    """(hashes uint64 [N], smaller thumbnails uint8 [N, 256]) of grey thumbnails [N, 32, 32]: all that need be kept."""
-    waves = np.einsum("kh,nhw,lw->nkl", _COSINES, thumbnails.astype(np.float32), _COSINES, optimize=True)
-    waves = waves.reshape(-1, 64)
-    waves[:, 0] = 0  # brightness is no part of what an image shows
-    bits = waves > np.median(waves[:, 1:], axis=1, keepdims=True)
-    # 16×16 is coarse enough to forgive another codec, and fine enough to tell two skies apart.
+    """Return (hashes uint64 [N], smaller thumbnails uint8 [N, 256]) of grey thumbnails [N, 32, 32]."""
+    frequencies = np.einsum("kh,nhw,lw->nkl", _DCT, thumbnails.astype(np.float32), _DCT, optimize=True)
+    frequencies = frequencies.reshape(-1, 64)
+    frequencies[:, 0] = 0  # ignore brightness
+    bits = frequencies > np.median(frequencies[:, 1:], axis=1, keepdims=True)
+    # 16×16 is coarse enough to ignore another codec, and fine enough to tell two similar skies apart.
     small = np.rint(thumbnails.reshape(-1, 16, 2, 16, 2).mean((2, 4), dtype=np.float32)).astype(np.uint8)
     return np.packbits(bits, axis=1).view(np.uint64).reshape(-1), small.reshape(-1, 256)
 
 
-def same_content(first: Array, second: Array) -> Array:
-    """Pairs of positions [P, 2] at which two lists of digests agree; each position of `second` is named once."""
+def exact_pairs(first: Array, second: Array) -> Array:
+    """Return pairs of positions [P, 2] with equal digests; each position of `second` appears at most once."""
     order = np.argsort(first, kind="stable")
-    place = np.searchsorted(first[order], second)
-    inside = np.minimum(place, len(first) - 1)
+    found = np.searchsorted(first[order], second)
+    inside = np.minimum(found, len(first) - 1)
     equal = np.flatnonzero(first[order[inside]] == second) if len(first) else np.empty(0, np.int64)
     return np.column_stack([order[inside[equal]], equal]) if len(equal) else np.empty((0, 2), np.int64)
 
 
-def same_picture(first: tuple[Array, Array], second: tuple[Array, Array]) -> Array:
-    """Pairs of positions [P, 2] that show nearly the same; each side is what `fingerprints` gave."""
-    pairs = [pairs for byte in range(8) for pairs in _alike_in_byte(first[0], second[0], byte)]
+def near_pairs(first: tuple[Array, Array], second: tuple[Array, Array]) -> Array:
+    """Return pairs of positions [P, 2] of nearly identical images; both arguments are results of `fingerprints`."""
+    pairs = [pairs for byte in range(8) for pairs in _candidates(first[0], second[0], byte)]
     if not pairs:
         return np.empty((0, 2), np.int64)
     found = np.unique(np.concatenate(pairs), axis=0)
     alike = [_correlation(first[1][part[:, 0]], second[1][part[:, 1]]) for part in np.array_split(found, len(found) // 50_000 + 1)]
-    return found[np.concatenate(alike) >= LEAST_CORRELATION]
+    return found[np.concatenate(alike) >= MIN_CORRELATION]
 
 
-def _alike_in_byte(first: Array, second: Array, byte: int) -> Iterator[Array]:
-    """Pairs that agree in one byte and differ in few bits, in portions that fit the memory."""
+def _candidates(first: Array, second: Array, byte: int) -> Iterator[Array]:
+    """Yield pairs that agree in one byte and differ in few bits, in chunks that fit in memory."""
     keys, probes = (hashes.view(np.uint8).reshape(-1, 8)[:, byte] for hashes in (first, second))
     order = np.argsort(keys, kind="stable")
     starts = np.searchsorted(keys[order], np.arange(257))
@@ -62,15 +61,15 @@ def _alike_in_byte(first: Array, second: Array, byte: int) -> Iterator[Array]:
         rows = max(1, _CHUNK // max(1, len(left)))
         for begin in range(0, len(right), rows):
             part = right[begin : begin + rows]
-            distance = _distance(first[left][None], second[part][:, None])
-            which, there = np.nonzero(distance <= MOST_BITS)
-            if len(which):
-                yield np.column_stack([left[there], part[which]])
+            distance = _hamming_distance(first[left][None], second[part][:, None])
+            rows_right, rows_left = np.nonzero(distance <= MAX_BITS)
+            if len(rows_right):
+                yield np.column_stack([left[rows_left], part[rows_right]])
 
 
-def _distance(first: Array, second: Array) -> Array:
+def _hamming_distance(first: Array, second: Array) -> Array:
     words = np.ascontiguousarray(first ^ second).view(np.uint16).reshape(*np.broadcast_shapes(first.shape, second.shape), 4)
-    return np.asarray(_BITS[words].sum(-1, dtype=np.uint8))
+    return np.asarray(_BIT_COUNTS[words].sum(-1, dtype=np.uint8))
 
 
 def _correlation(first: Array, second: Array) -> Array:

@@ -1,7 +1,7 @@
-"""The loaders: batches for training and for evaluation.
+"""Loaders for training and for evaluation.
 
-A training batch depends on (seed, epoch, step) alone: not on workers, ranks, micro-batches or restarts. Evaluation
-reads every image exactly once over all ranks, without padding.
+A training batch depends on (seed, epoch, step) alone, not on workers, ranks, micro-batches or restarts. Evaluation reads
+every image exactly once over all ranks, without padding.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import Batch, HostBatch
-from vitrail.data.eval_read import EvalReader, eval_slices
+from vitrail.data.data_wait import DataWaitTimer, worker_count
+from vitrail.data.device_transforms import DeviceTransforms
+from vitrail.data.eval_reader import EvalReader, eval_slices
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.read import TrainReader
-from vitrail.data.sampler import EpochOrder, Sampling, Slice, slices
-from vitrail.data.stage import Stage
-from vitrail.data.types import BadImage, Split
-from vitrail.data.waiting import WaitMeter, worker_count
+from vitrail.data.sampler import BatchSlice, EpochOrder, Sampling, batch_slices
+from vitrail.data.train_reader import TrainReader
+from vitrail.data.types import BadImage, Split, counted
 from vitrail.errors import VitrailError
 from vitrail.files import write_text
 
@@ -31,7 +31,7 @@ BadImages = Literal["error", "skip"]
 
 
 class _Loader:
-    """What both loaders share: workers that turn slices into host batches, and the list of bad images."""
+    """Common part of both loaders: workers that read host batches, and the bad images found."""
 
     def __init__(
         self,
@@ -41,47 +41,47 @@ class _Loader:
         rank: int,
         ranks: int,
         workers: int | None,
-        ranks_here: int | None,
+        local_ranks: int | None,
         device: torch.device | str,
         prefetch: int,
         start_method: str | None,
     ) -> None:
         if not 0 <= rank < ranks:
-            raise VitrailError(f"Rank {rank} of {ranks} does not exist; ranks count from 0.")
+            raise VitrailError(f"There is no rank {rank} of {ranks}: ranks are numbered from 0.")
         self.split, self._reader, self.rank, self.ranks = split, reader, rank, ranks
-        self.workers, self.note = worker_count(workers, ranks if ranks_here is None else ranks_here)
+        self.workers, self.note = worker_count(workers, ranks if local_ranks is None else local_ranks)
         self.device = torch.device(device)
         self.prefetch, self.start_method = prefetch, start_method
         self.bad: dict[str, BadImage] = {}
-        self.wait = WaitMeter()
+        self.data_wait = DataWaitTimer()
 
-    def _host_batches(self, order: Iterable[Slice]) -> Iterator[HostBatch]:
-        several: dict[str, Any] = {}
+    def _host_batches(self, order: Iterable[BatchSlice]) -> Iterator[HostBatch]:
+        worker_options: dict[str, Any] = {}
         if self.workers > 0:
-            several = {"prefetch_factor": self.prefetch}
+            worker_options = {"prefetch_factor": self.prefetch}
             if self.start_method is not None:
-                several["multiprocessing_context"] = multiprocessing.get_context(self.start_method)
+                worker_options["multiprocessing_context"] = multiprocessing.get_context(self.start_method)
         loader: DataLoader[HostBatch | VitrailError] = DataLoader(
-            _Guarded(self._reader),
+            _ErrorsAsValues(self._reader),
             batch_size=None,
             sampler=order,
             num_workers=self.workers,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             pin_memory=self.device.type == "cuda",
-            # Given a generator of its own, the loader leaves torch's global one alone.
+            # Without its own generator, DataLoader would advance torch's global one.
             generator=torch.Generator().manual_seed(0),
-            **several,
+            **worker_options,
         )
-        return _watched(loader, self.wait, self.bad)
+        return _timed(loader, self.data_wait, self.bad)
 
     def save_bad_images(self, path: str) -> int:
-        """Write the images that were left out, one a line with what is wrong, and return their number."""
-        write_text(path, "".join(f"{name}\t{bad.fault}\n" for name, bad in sorted(self.bad.items())))
+        """Write the skipped images to a file, one per line with the reason, and return their number."""
+        write_text(path, "".join(f"{name}\t{bad.reason}\n" for name, bad in sorted(self.bad.items())))
         return len(self.bad)
 
 
 class TrainLoader(_Loader):
-    """Batches for training, without end; or one epoch's with `epoch()`."""
+    """Endless iterator of training batches; `epoch()` yields those of one epoch."""
 
     def __init__(
         self,
@@ -97,57 +97,60 @@ class TrainLoader(_Loader):
         ranks: int = 1,
         micro_batch: int | None = None,
         workers: int | None = None,
-        ranks_here: int | None = None,
+        local_ranks: int | None = None,
         bad_images: BadImages = "error",
         device: torch.device | str = "cpu",
         prefetch: int = 2,
         start_method: str | None = None,
     ) -> None:
-        """`batch` is the global batch, over all ranks and micro-batches; `micro_batch` the most one rank takes at once.
+        """Prepare the loader; workers start with the first batch.
 
-        `ranks_here` is the number of ranks on this machine, which share its processors (all of them if not given).
+        `batch` is the global batch, over all ranks and micro-batches. `micro_batch` is the maximum per rank and forward pass.
+        `local_ranks` is the number of ranks on this machine, which divide its CPUs among them (default: `ranks`).
         """
         _check_labels(split)
-        self.reader = TrainReader(split, preprocess, augment, seed, skip_bad=_skips(bad_images), pieces=prefetch + 2)
+        self.reader = TrainReader(split, preprocess, augment, seed, skip_bad=_skip_bad(bad_images), num_buffers=prefetch + 2)
         super().__init__(
             split,
             self.reader,
             rank=rank,
             ranks=ranks,
             workers=workers,
-            ranks_here=ranks_here,
+            local_ranks=local_ranks,
             device=device,
             prefetch=prefetch,
             start_method=start_method,
         )
         self.order = EpochOrder(split, batch=batch, seed=seed, sampling=sampling, repeats=augment.repeats, keep_last=keep_last)
-        self.stage = Stage(preprocess, augment, task=split.task, classes=len(split.classes), seed=seed, device=self.device)
-        self._sharing: dict[str, Any] = {
+        self.transforms = DeviceTransforms(
+            preprocess, augment, task=split.task, classes=len(split.classes), seed=seed, device=self.device
+        )
+        self._slicing: dict[str, Any] = {
             "rank": rank,
             "ranks": ranks,
             "micro_batch": micro_batch,
-            "neighbour": augment.mixes,
+            "with_partner": augment.mixes,
         }
-        self.reader.memory.pins = self.workers == 0 and self.device.type == "cuda"
+        self.reader.buffers.pin_memory = self.workers == 0 and self.device.type == "cuda"
         self._epoch = self._step = 0
-        self._running: Iterator[HostBatch] | None = None
-        for _ in slices(self.order, epoch=0, step=self.steps - 1, **self._sharing):
-            pass  # an impossible division into ranks is refused now, not in the last step of an epoch
+        self._host_iterator: Iterator[HostBatch] | None = None
+        for _ in batch_slices(self.order, epoch=0, step=self.steps - 1, **self._slicing):
+            pass  # raise now if the last, smallest batch cannot be divided among the ranks, not at the end of the epoch
 
     @property
     def steps(self) -> int:
-        """Optimiser steps in an epoch."""
+        """Optimiser steps per epoch."""
         return self.order.steps
 
     @property
     def micro_batch(self) -> int | None:
-        """The most images a rank takes at once. When it is changed, a step that is not complete begins anew."""
-        micro_batch: int | None = self._sharing["micro_batch"]
+        """Maximum images per rank and forward pass. Setting it restarts an incomplete optimiser step."""
+        micro_batch: int | None = self._slicing["micro_batch"]
         return micro_batch
 
     @micro_batch.setter
     def micro_batch(self, images: int | None) -> None:
-        self._sharing = {**self._sharing, "micro_batch": images}
+        self._slicing = {**self._slicing, "micro_batch": images}
         self.close()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -155,37 +158,37 @@ class TrainLoader(_Loader):
             yield from self.epoch()
 
     def epoch(self) -> Iterator[Batch]:
-        """The batches from here to the end of the epoch that is running. Workers go on into the next one meanwhile."""
-        running = self._epoch
-        while self._epoch == running:
-            if self._running is None:
-                self._running = self._start()
-            batch = self.stage(next(self._running))
-            if batch.last:  # only a complete step counts as done
+        """Yield the remaining batches of the current epoch. Workers already prefetch from the next one."""
+        current = self._epoch
+        while self._epoch == current:
+            if self._host_iterator is None:
+                self._host_iterator = self._start()
+            batch = self.transforms(next(self._host_iterator))
+            if batch.completes_step:  # the state counts complete steps only
                 done = batch.epoch * self.steps + batch.step + 1
                 self._epoch, self._step = divmod(done, self.steps)
             yield batch
 
     def state_dict(self) -> dict[str, int | str]:
-        """Where training stands, at the last complete step. It does not depend on ranks or workers, which may change."""
-        return {"epoch": self._epoch, "step": self._step, **self._identity()}
+        """Return the position after the last complete step. It is valid for any number of ranks and workers."""
+        return {"epoch": self._epoch, "step": self._step, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. What decides the batches must be the same, or this is another run."""
-        for key, value in self._identity().items():
+        """Continue from a `state_dict`. Settings that change the batches must be the same."""
+        for key, value in self._settings().items():
             if state.get(key) != value:
                 raise VitrailError(
-                    f"The saved place in the data has {key} {state.get(key)!r}, this run {value!r}: the batches that are "
-                    "left would not be the same. Resume with the same value, or start a new run."
+                    f"The saved state of the data loader has {key} {state.get(key)!r}, but this run has {value!r}: the "
+                    "remaining batches would differ. Resume with the same value, or start a new run."
                 )
         self._epoch, self._step = int(state["epoch"]), int(state["step"])
-        self.close()  # what workers have read ahead belongs elsewhere
+        self.close()  # discard prefetched batches
 
     def close(self) -> None:
-        """Stop the workers. A loader that is asked for more starts new ones and goes on where it was."""
-        self._running = None
+        """Stop the workers. The next batch starts new ones at the same position."""
+        self._host_iterator = None
 
-    def _identity(self) -> dict[str, int | str]:
+    def _settings(self) -> dict[str, int | str]:
         order = self.order
         return {
             "seed": order.seed,
@@ -197,11 +200,11 @@ class TrainLoader(_Loader):
         }
 
     def _start(self) -> Iterator[HostBatch]:
-        return self._host_batches(_endless(self.order, self._epoch * self.steps + self._step, self._sharing))
+        return self._host_batches(_endless_slices(self.order, self._epoch * self.steps + self._step, self._slicing))
 
 
 class EvalLoader(_Loader):
-    """Every image of a split once, in order: this rank's share of them, as evaluation sees them."""
+    """Iterate over every image of a split once, in order; each rank gets its part."""
 
     def __init__(
         self,
@@ -212,24 +215,24 @@ class EvalLoader(_Loader):
         rank: int = 0,
         ranks: int = 1,
         workers: int | None = None,
-        ranks_here: int | None = None,
+        local_ranks: int | None = None,
         bad_images: BadImages = "error",
         device: torch.device | str = "cpu",
         prefetch: int = 2,
         start_method: str | None = None,
     ) -> None:
-        """`batch` is the batch of one rank. With `bad_images` skip a bad image is left out, and listed in `bad`."""
+        """Prepare the loader. `batch` is per rank. With `bad_images="skip"` bad images are skipped and listed in `bad`."""
         _check_labels(split)
         if batch < 1:
-            raise VitrailError(f"A batch of {batch} images cannot be evaluated; it must be at least 1.")
-        self.reader = EvalReader(split, preprocess, skip_bad=_skips(bad_images), pieces=prefetch + 2)
+            raise VitrailError(f"The batch size is {batch}; it must be at least 1.")
+        self.reader = EvalReader(split, preprocess, skip_bad=_skip_bad(bad_images), num_buffers=prefetch + 2)
         super().__init__(
             split,
             self.reader,
             rank=rank,
             ranks=ranks,
             workers=workers,
-            ranks_here=ranks_here,
+            local_ranks=local_ranks,
             device=device,
             prefetch=prefetch,
             start_method=start_method,
@@ -237,84 +240,83 @@ class EvalLoader(_Loader):
         self.preprocess, self.batch = preprocess, batch
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Return the number of batches of this rank."""
         return len(self._slices())
 
     @property
     def images(self) -> int:
-        """Images of this rank; over all ranks they add up to the split."""
+        """Number of images of this rank; over all ranks they add up to the split."""
         return len(range(self.rank, len(self.split), self.ranks))
 
     def __iter__(self) -> Iterator[Batch]:
-        self.wait.reset()
+        self.data_wait.reset()
         for host in self._host_batches(self._slices()):
             if len(host.indices) == 0:
-                continue  # every image of it was bad
+                continue  # all its images were bad
             images = self.preprocess.normalise(host.images.to(self.device, non_blocking=True))
             targets = host.targets.to(self.device, non_blocking=True)
-            where = host.where
-            yield Batch(images, targets, host.indices, 0, where.step, 0, 1, where.total)
+            yield Batch(images, targets, host.indices, 0, host.slice.step, 0, 1, host.slice.total)
 
-    def _slices(self) -> list[Slice]:
+    def _slices(self) -> list[BatchSlice]:
         return eval_slices(len(self.split), self.batch, self.rank, self.ranks)
 
 
-# What follows runs for as long as a loader lives and is held by it. These are functions and not methods because a way
-# back to the loader would be a circle, which Python takes apart in an order that leaves workers waiting for seconds.
+# These are functions, not methods: a reference back to the loader would be a cycle, and the garbage collector then frees
+# the DataLoader iterator in an order in which stopping the workers takes seconds.
 
 
-class _Guarded(Dataset[HostBatch | VitrailError]):
-    """Hands an error for the user over as a value: torch would turn it into another one, with a traceback in words."""
+class _ErrorsAsValues(Dataset[HostBatch | VitrailError]):
+    """Return a VitrailError as a value: DataLoader would wrap it in another exception, with a traceback as its text."""
 
     def __init__(self, reader: TrainReader | EvalReader) -> None:
         self.reader = reader
 
-    def __getitem__(self, where: Slice) -> HostBatch | VitrailError:
+    def __getitem__(self, batch_slice: BatchSlice) -> HostBatch | VitrailError:
         try:
-            return self.reader[where]
+            return self.reader[batch_slice]
         except VitrailError as error:
             return error
 
 
-def _watched(loader: DataLoader[HostBatch | VitrailError], wait: WaitMeter, found: dict[str, BadImage]) -> Iterator[HostBatch]:
+def _timed(loader: DataLoader[HostBatch | VitrailError], timer: DataWaitTimer, found: dict[str, BadImage]) -> Iterator[HostBatch]:
     iterator = iter(loader)
     while True:
-        began = wait.begin()
+        started = timer.start()
         host = next(iterator, None)
         if host is None:
             return
         if isinstance(host, VitrailError):
             raise host
-        wait.end(began)
+        timer.stop(started)
         for bad in host.bad:
             found.setdefault(bad.name, bad)
         yield host
 
 
-def _endless(order: EpochOrder, first: int, sharing: dict[str, Any]) -> Iterator[Slice]:
+def _endless_slices(order: EpochOrder, first: int, slicing: dict[str, Any]) -> Iterator[BatchSlice]:
     for done in itertools.count(first):
         epoch, step = divmod(done, order.steps)
-        yield from slices(order, epoch=epoch, step=step, **sharing)
+        yield from batch_slices(order, epoch=epoch, step=step, **slicing)
 
 
-def _skips(bad_images: str) -> bool:
+def _skip_bad(bad_images: str) -> bool:
     if bad_images not in ("error", "skip"):
         raise VitrailError(f"bad_images is {bad_images!r}; it must be 'error' or 'skip'.")
     return bad_images == "skip"
 
 
 def _check_labels(split: Split) -> None:
-    """A label outside the classes would fail on the device, far from its cause; here its image can be named."""
+    """Refuse a label outside the classes here, where its image can be named; on a GPU it would be a device assert."""
     if split.task != "classify" or len(split) == 0:
         return
     outside = np.flatnonzero((split.targets < 0) | (split.targets >= len(split.classes)))
     if len(outside):
         index = int(outside[0])
         raise VitrailError(
-            f"Label {int(split.targets[index])} at {split.image_name(index)}, but there are {len(split.classes)} "
-            f"classes (0 to {len(split.classes) - 1}). Check the class map of the data."
+            f"{split.image_name(index)} has label {int(split.targets[index])}, but there are "
+            f"{counted(len(split.classes), 'class', 'classes')} (0 to {len(split.classes) - 1}). Check the labels of the dataset."
         )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

@@ -1,8 +1,7 @@
-"""Packing a source: decoded and resized once, so that training reads pixels instead of decoding files.
+"""Pack a source: decode and resize once, so that training reads pixels instead of decoding files.
 
-Work goes on in `DST.partial`, stretch by stretch. After each stretch its end and checksum are written to a journal; an
-interrupted run takes up after the last stretch that is still whole. At the end everything is read back and compared,
-and only then does the folder get its name.
+Images are written to `DST.partial` in chunks. After each chunk, its end and checksum are added to a journal; an interrupted
+run resumes after the last valid chunk. At the end all checksums are verified, and only then is the folder renamed to `DST`.
 """
 
 from __future__ import annotations
@@ -22,61 +21,61 @@ from PIL import Image
 
 from vitrail.data.decode import ImageHeader, decode, image_header
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.packed import FORMAT, VERSION, damages, read_about
-from vitrail.data.types import Array, BadImage, Names, Payload, Source, Split
+from vitrail.data.sources.packed import FORMAT, VERSION, checksum_errors, read_description
+from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Source, Split
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file, write_text
 
 Store = Literal["arrays", "encoded"]
 Fit = Literal["crop", "stretch"]
 Progress = Callable[[int], None]
-STRETCH = 1024
-"""Images between two entries of the journal: what an interruption can cost."""
+CHUNK = 1024
+"""Images per journal entry: the most that an interruption can lose."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class PackSettings:
     """How a source is packed."""
 
     store: Store
     size: tuple[int, int] | None
-    """(height, width) of every image. Encoded files without a size are kept byte for byte."""
+    """(height, width) of every image. Without a size, encoded files are copied byte for byte."""
     fit: Fit = "crop"
-    """`crop` keeps the proportions and cuts the middle out, `stretch` keeps everything and bends it."""
+    """`crop` keeps the aspect ratio and crops the centre; `stretch` keeps the whole image and changes its aspect ratio."""
     channels: int = 3
     bits: int = 8
     quality: int = 95
-    """Of JPEGs, where encoded files are resized."""
+    """JPEG quality, if encoded files are resized."""
     exact: bool = False
-    """The size was found and not asked for: an image that differs is refused rather than resized unasked."""
+    """The size was inferred from the images, so an image of another size is an error and not resized."""
 
     def image(self, payload: Payload, name: str) -> bytes:
-        """One image as the bytes to be stored."""
+        """Return the bytes to store for an image."""
         if self.store == "encoded":
-            return _encoded(payload, self, name)
+            return _encode(payload, self, name)
         assert self.size is not None
         if self.exact:
             header = image_header(payload, name=name)
             if (header.height, header.width) != self.size:
                 raise VitrailError(
-                    f"{name} is {header.height}×{header.width} where the others are {self.size[0]}×{self.size[1]}. "
-                    "Say with --size to which size all shall be brought, or keep them as they are with --store encoded."
+                    f"{name} is {header.height}×{header.width}, but the others are {self.size[0]}×{self.size[1]}. "
+                    "Pass --size to resize all images, or --store encoded to store them as they are."
                 )
-        whole = self.fit == "crop"
-        shaped = Preprocess(
+        crop = self.fit == "crop"
+        preprocess = Preprocess(
             size=self.size,
-            resize="short-side" if whole else "square",
-            resize_to=min(self.size) if whole else None,
+            resize="short-side" if crop else "square",
+            resize_to=min(self.size) if crop else None,
             interpolation="bicubic",
             mean=(0.5,) * self.channels,
             std=(0.5,) * self.channels,
             channels=self.channels,
             bits=self.bits,
         )
-        return shaped.pixels(payload, name=name).tobytes()
+        return preprocess.pixels(payload, name=name).tobytes()
 
 
-def plan(
+def choose_settings(
     source: Source,
     *,
     size: int | tuple[int, int] | None = None,
@@ -85,10 +84,10 @@ def plan(
     channels: int | None = None,
     bits: int = 8,
     quality: int = 95,
-) -> Packing:
-    """Fill in what was left open: without a size, images of one size become arrays and others stay as they are."""
+) -> PackSettings:
+    """Choose the settings not given. Default: arrays if a size is given or all images have the same size, else encoded files."""
     box = (size, size) if isinstance(size, int) else size
-    headers = _some_headers(source)
+    headers = _sample_headers(source)
     sizes = {(header.height, header.width) for header in headers}
     exact = box is None and store != "encoded" and len(sizes) == 1
     if exact:
@@ -98,104 +97,106 @@ def plan(
     if channels is None:
         channels = max(header.channels for header in headers)
     store = store or ("arrays" if box is not None else "encoded")
-    return Packing(store=store, size=box, fit=fit, channels=channels, bits=bits, quality=quality, exact=exact)
+    return PackSettings(store=store, size=box, fit=fit, channels=channels, bits=bits, quality=quality, exact=exact)
 
 
 def pack(
     source: Source,
     destination: Path,
-    packing: Packing,
+    settings: PackSettings,
     *,
     bad_images: Literal["error", "skip"] = "error",
     workers: int = 2,
     progress: Progress = lambda count: None,
 ) -> dict[str, Any]:
-    """Write `source` as a packed set and return its description; `progress` is told of every finished stretch."""
-    plan_ = _plan_of(source, packing)
+    """Write `source` as a packed dataset and return its description. `progress` is called with the images of each chunk."""
+    plan = _resume_key(source, settings)
     if destination.exists():
-        return _already_there(destination, plan_, progress)
+        return _verify_existing(destination, plan, progress)
     partial = destination.with_name(f"{destination.name}.partial")
-    _take_up(partial, plan_)
+    _check_partial(partial, plan)
     parts = {}
     with ThreadPoolExecutor(workers) as pool:
         for split in source.splits.values():
-            parts[split.name] = _pack_split(split, partial, packing, bad_images, pool, progress)
-    left_out = [entry for part in parts.values() for entry in part.pop("left_out")]
-    left_out += [[fault.name, fault.fault] for fault in source.left_out]
-    about = {"format": FORMAT, "version": VERSION, **plan_, "splits": parts, "left_out": left_out}
-    for fault in damages(partial, about):
-        raise VitrailError(f"{fault} The disk did not give back what was written; delete {partial} and try another disk.")
-    write_text(partial / "packed.json", json.dumps(about, indent=1))
+            parts[split.name] = _pack_split(split, partial, settings, bad_images, pool, progress)
+    skipped = [entry for part in parts.values() for entry in part.pop("skipped")]
+    skipped += [[bad.name, bad.reason] for bad in source.skipped]
+    description = {"format": FORMAT, **plan, "splits": parts, "skipped": skipped}
+    for error in checksum_errors(partial, description):
+        raise VitrailError(f"{error} The disk did not return what was written. Delete {partial} and use another disk.")
+    write_text(partial / "packed.json", json.dumps(description, indent=1))
     for leftover in ("plan.json", *(f"{name}.journal" for name in parts)):
         (partial / leftover).unlink(missing_ok=True)
     partial.rename(destination)
-    return about
+    return description
 
 
-def _plan_of(source: Source, packing: Packing) -> dict[str, Any]:
-    """What must be the same for an interrupted run to be taken up: settings, classes, and which images there are."""
+def _resume_key(source: Source, settings: PackSettings) -> dict[str, Any]:
+    """Return what must be the same to resume an interrupted run: version, settings, classes, names and targets."""
     content = hashlib.sha256()
     for split in source.splits.values():
         content.update(split.name.encode() + np.ascontiguousarray(split.targets).tobytes())
         content.update("\n".join(split.image_name(k) for k in range(len(split))).encode("utf-8", "surrogateescape"))
-    settings = json.loads(json.dumps(asdict(packing)))  # tuples as the lists they will be read back as
     return {
+        "version": VERSION,
         "made_from": source.reference,
         "task": source.task,
         "classes": list(source.classes),
-        "packing": settings,
+        "packing": json.loads(json.dumps(asdict(settings))),  # tuples become lists, as when read back
         "content": content.hexdigest(),
     }
 
 
-def _already_there(destination: Path, plan_: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    about = read_about(destination)
-    if {key: about[key] for key in plan_} != plan_:
-        raise VitrailError(f"{destination} is already there and was packed otherwise. Delete it, or choose another name.")
-    for fault in damages(destination, about):
-        raise VitrailError(f"{fault} Delete {destination} and pack again.")
-    for part in about["splits"].values():
+def _verify_existing(destination: Path, plan: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    description = read_description(destination)
+    if {key: description[key] for key in plan} != plan:
+        raise VitrailError(f"{destination} already exists, with other images or options. Delete it, or choose another name.")
+    for error in checksum_errors(destination, description):
+        raise VitrailError(f"{error} Delete {destination} and pack again.")
+    for part in description["splits"].values():
         progress(part["count"])
-    return about
+    return description
 
 
-def _take_up(partial: Path, plan_: dict[str, Any]) -> None:
+def _check_partial(partial: Path, plan: dict[str, Any]) -> None:
     file = partial / "plan.json"
-    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != plan_:
-        raise VitrailError(f"{partial} was begun with other images or other options. Use those again to finish it, or delete it.")
-    write_text(file, json.dumps(plan_))
+    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != plan:
+        raise VitrailError(
+            f"{partial} was started with other images, options or another version. Use the same ones to resume, or delete it."
+        )
+    write_text(file, json.dumps(plan))
 
 
 def _pack_split(
     split: Split,
     partial: Path,
-    packing: Packing,
+    settings: PackSettings,
     bad_images: Literal["error", "skip"],
     pool: ThreadPoolExecutor,
     progress: Progress,
 ) -> dict[str, Any]:
     images, journal = partial / f"{split.name}.images.bin", partial / f"{split.name}.journal"
     images.touch()
-    entries = _whole_entries(images, journal)
+    entries = _valid_entries(images, journal)
     with images.open("r+b") as data, journal.open("w", encoding="utf-8") as log:
         for entry in entries:
             log.write(json.dumps(entry) + "\n")
-            progress(min(STRETCH, len(split) - entry["first"]))
+            progress(min(CHUNK, len(split) - entry["first"]))
         data.truncate(entries[-1]["end"] if entries else 0)
         data.seek(0, os.SEEK_END)
-        for first in range(len(entries) * STRETCH, len(split), STRETCH):
-            entry = _pack_stretch(split, first, packing, bad_images, pool, data)
+        for first in range(len(entries) * CHUNK, len(split), CHUNK):
+            entry = _pack_chunk(split, first, settings, bad_images, pool, data)
             data.flush()
             os.fsync(data.fileno())  # the journal must never be ahead of the data
             log.write(json.dumps(entry) + "\n")
             log.flush()
             entries.append(entry)
-            progress(min(STRETCH, len(split) - first))
-    return _finish(split, partial, packing, entries)
+            progress(min(CHUNK, len(split) - first))
+    return _finish(split, partial, settings, entries)
 
 
-def _whole_entries(images: Path, journal: Path) -> list[dict[str, Any]]:
-    """Entries of an earlier run's journal, as far as the data still agree with their checksums."""
+def _valid_entries(images: Path, journal: Path) -> list[dict[str, Any]]:
+    """Return the journal entries of an interrupted run, up to the first whose checksum is wrong."""
     entries: list[dict[str, Any]] = []
     if not journal.exists():
         return entries
@@ -204,95 +205,95 @@ def _whole_entries(images: Path, journal: Path) -> list[dict[str, Any]]:
             try:
                 entry = json.loads(line)
             except json.JSONDecodeError:
-                break  # the line being written when the run ended
+                break  # the run ended while writing this line
             if hashlib.sha256(data.read(entry["end"] - data.tell())).hexdigest() != entry["sha256"]:
                 break
             entries.append(entry)
     return entries
 
 
-def _pack_stretch(
+def _pack_chunk(
     split: Split,
     first: int,
-    packing: Packing,
+    settings: PackSettings,
     bad_images: Literal["error", "skip"],
     pool: ThreadPoolExecutor,
     data: BinaryIO,
 ) -> dict[str, Any]:
-    def one(index: int) -> bytes | BadImage:
+    def convert(index: int) -> bytes | BadImage:
         try:
-            return packing.image(split.payload(index), split.image_name(index))
-        except BadImage as fault:
+            return settings.image(split.payload(index), split.image_name(index))
+        except BadImage as error:
             if bad_images == "error":
                 raise
-            return fault
+            return error
 
-    digest, lengths, kept, left_out = hashlib.sha256(), [], [], []
-    span = range(first, min(first + STRETCH, len(split)))
-    for index, stored in zip(span, pool.map(one, span), strict=True):
+    digest, lengths, indices, skipped = hashlib.sha256(), [], [], []
+    span = range(first, min(first + CHUNK, len(split)))
+    for index, stored in zip(span, pool.map(convert, span), strict=True):
         if isinstance(stored, BadImage):
-            left_out.append([split.image_name(index), stored.fault])
+            skipped.append([split.image_name(index), stored.reason])
             continue
         digest.update(stored)
         data.write(stored)
         lengths.append(len(stored))
-        kept.append(index)
+        indices.append(index)
     return {
         "first": first,
         "end": data.tell(),
         "sha256": digest.hexdigest(),
-        "kept": kept,
-        "lengths": lengths if packing.store == "encoded" else [],
-        "left_out": left_out,
+        "indices": indices,
+        "lengths": lengths if settings.store == "encoded" else [],
+        "skipped": skipped,
     }
 
 
-def _finish(split: Split, partial: Path, packing: Packing, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    kept = np.array([index for entry in entries for index in entry["kept"]], np.int64)
-    block, ends = Names(split.image_name(int(k)) for k in kept).to_arrays()
-    content: dict[str, Any] = {"targets": split.targets[kept], "name_block": block, "name_ends": ends}
-    if packing.store == "encoded":
+def _finish(split: Split, partial: Path, settings: PackSettings, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    indices = np.array([index for entry in entries for index in entry["indices"]], np.int64)
+    block, ends = PackedStrings(split.image_name(int(k)) for k in indices).to_arrays()
+    content: dict[str, Any] = {"targets": split.targets[indices], "name_block": block, "name_ends": ends}
+    if settings.store == "encoded":
         content["ends"] = np.cumsum([n for entry in entries for n in entry["lengths"]], dtype=np.int64)
     index = io.BytesIO()
     np.savez(index, **content)
     file = partial / f"{split.name}.index.npz"
     with atomic_file(file) as temporary:
         temporary.write_bytes(index.getvalue())
-    shape = [*packing.size, packing.channels] if packing.store == "arrays" and packing.size else None
+    shape = [*settings.size, settings.channels] if settings.store == "arrays" and settings.size else None
     return {
-        "count": len(kept),
+        "count": len(indices),
         "shape": shape,
-        "dtype": "uint16" if packing.bits == 16 and shape else "uint8",
+        "dtype": "uint16" if settings.bits == 16 and shape else "uint8",
         "images": f"{split.name}.images.bin",
         "bytes": entries[-1]["end"] if entries else 0,
-        "stretches": [[entry["end"], entry["sha256"]] for entry in entries],
+        "chunks": [[entry["end"], entry["sha256"]] for entry in entries],
         "index": file.name,
         "index_bytes": file.stat().st_size,
         "index_sha256": hashlib.sha256(index.getvalue()).hexdigest(),
-        "left_out": [bad for entry in entries for bad in entry["left_out"]],
+        "skipped": [bad for entry in entries for bad in entry["skipped"]],
     }
 
 
-def _encoded(payload: Payload, packing: Packing, name: str) -> bytes:
+def _encode(payload: Payload, settings: PackSettings, name: str) -> bytes:
     header = image_header(payload, name=name)
-    if packing.size is None or min(header.height, header.width) <= min(packing.size):
+    if settings.size is None or min(header.height, header.width) <= min(settings.size):
         if isinstance(payload, bytes):
-            decode(payload, channels=packing.channels, bits=packing.bits, name=name)  # a bad file is found now, not later
+            decode(payload, channels=settings.channels, bits=settings.bits, name=name)  # find a bad file now
             return payload
-        return _lossless(payload)
-    small = min(packing.size) / min(header.height, header.width)
-    size = (round(header.height * small), round(header.width * small))
-    pixels = replace(packing, store="arrays", size=size, fit="stretch", exact=False).image(payload, name)
-    dtype = np.uint16 if packing.bits == 16 else np.uint8
-    image = np.frombuffer(pixels, dtype).reshape(*size, packing.channels)
-    if header.format != "JPEG" or packing.channels == 4 or packing.bits == 16:
-        return _lossless(image)
+        return _encode_lossless(payload)
+    scale = min(settings.size) / min(header.height, header.width)
+    size = (round(header.height * scale), round(header.width * scale))
+    pixels = replace(settings, store="arrays", size=size, fit="stretch", exact=False).image(payload, name)
+    dtype = np.uint16 if settings.bits == 16 else np.uint8
+    image = np.frombuffer(pixels, dtype).reshape(*size, settings.channels)
+    if header.format != "JPEG" or settings.channels == 4 or settings.bits == 16:
+        return _encode_lossless(image)
     file = io.BytesIO()
-    Image.fromarray(image[:, :, 0] if packing.channels == 1 else image).save(file, "JPEG", quality=packing.quality)
+    Image.fromarray(image[:, :, 0] if settings.channels == 1 else image).save(file, "JPEG", quality=settings.quality)
     return file.getvalue()
 
 
-def _lossless(image: Array) -> bytes:
+def _encode_lossless(image: Array) -> bytes:
     file = io.BytesIO()
     if image.dtype == np.uint8 and image.shape[2] in (1, 3, 4):
         Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, "PNG")
@@ -301,8 +302,8 @@ def _lossless(image: Array) -> bytes:
     return file.getvalue()
 
 
-def _some_headers(source: Source) -> list[ImageHeader]:
-    """Of images spread over the whole source: enough to see what kind of set it is, without reading all of it."""
+def _sample_headers(source: Source) -> list[ImageHeader]:
+    """Read the headers of images spread over the source: enough to choose settings without reading everything."""
     headers = []
     for split in source.splits.values():
         for index in range(0, len(split), max(1, len(split) // 64)):
@@ -311,5 +312,5 @@ def _some_headers(source: Source) -> list[ImageHeader]:
             except BadImage:
                 continue
     if not headers:
-        raise VitrailError(f"No image of {source.reference} could be read. `vitrail data check` lists what is wrong.")
+        raise VitrailError(f"No image of {source.reference} can be read. Run `vitrail data check` to list the problems.")
     return headers

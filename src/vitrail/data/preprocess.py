@@ -1,7 +1,7 @@
-"""`Preprocess`: everything that happens to an image between its file and the model, as one frozen value.
+"""`Preprocess`: everything that happens to an image between its file and the model, in one frozen dataclass.
 
-It is stored in the checkpoint and used by every command that looks at an image. Each choice in which published weights
-differ is a field, because a wrong one costs accuracy and raises no error.
+It is stored in the checkpoint and used by every command that reads images. Everything in which published weights differ
+is a field, because a wrong choice costs accuracy and raises no error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from vitrail.data.resize import Interpolation, Rounding, resize
-from vitrail.data.types import Array
-from vitrail.errors import VitrailError, nearest
+from vitrail.data.types import Array, counted
+from vitrail.errors import VitrailError, did_you_mean
 
 Resize = Literal["square", "short-side", "none"]
 Geometry = Literal["torchvision", "tensorflow"]
@@ -29,36 +29,37 @@ Geometry = Literal["torchvision", "tensorflow"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """How an image becomes the model's input: decode, resize, crop, normalise."""
+    """How an image becomes the input of the model: decode, resize, crop, normalise."""
 
     size: tuple[int, int] = (224, 224)
-    """(height, width) the model takes."""
+    """(height, width) of the model's input."""
     resize: Resize = "square"
-    """`square` stretches to `size`; `short-side` keeps the proportions and cuts the middle out; `none` only cuts."""
+    """`square` stretches to `size`; `short-side` keeps the aspect ratio, then crops the centre; `none` only crops."""
     resize_to: int | None = None
-    """With `short-side`: the length of the short side before the middle is cut out."""
+    """With `short-side`: the length of the short side before the centre crop."""
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
-    """Whether the filter widens when an image shrinks, as Pillow's does; TensorFlow's default does not."""
+    """Whether the filter is widened when downscaling, as in Pillow; by default TensorFlow does not."""
     rounding: Rounding = "nearest"
-    """How resized pixel values become whole: `nearest` as in Pillow, `truncate` as in a TensorFlow cast, or not."""
+    """How resized pixel values become integers: `nearest` as in Pillow, `truncate` as in a TensorFlow cast, or `none`."""
     geometry: Geometry = "torchvision"
-    """How half pixels of the long side and of the crop are settled: cut then rounded, or rounded then cut."""
+    """How the long side and the crop offset become integers. `torchvision` truncates the side and rounds the offset;
+    `tensorflow` rounds the side and truncates the offset."""
     pad: bool = False
-    """Fill up with the mean colour rather than stretch (`square`) or refuse a small image (`none`)."""
+    """Pad with the mean colour instead of stretching (`square`) or refusing a small image (`none`)."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """Per channel, on the scale on which black is 0 and full brightness 1."""
+    """Per channel, for pixel values from 0 to 1."""
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     channels: int = 3
     bits: int = 8
     exif: bool = True
-    """Turn the image upright as its camera recorded."""
+    """Apply the EXIF orientation."""
     name: str = "custom"
     """The preset it came from."""
 
     def __post_init__(self) -> None:
         for field, kind in (("size", int), ("mean", float), ("std", float)):
-            object.__setattr__(self, field, tuple(kind(value) for value in getattr(self, field)))  # lists from JSON
+            object.__setattr__(self, field, tuple(kind(value) for value in getattr(self, field)))  # JSON gives lists
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 allowed = ", ".join(map(str, choices))
@@ -66,31 +67,35 @@ class Preprocess:
         if len(self.size) != 2 or min(self.size) < 1:
             raise VitrailError(f"Preprocess.size is {self.size}; it must be (height, width), both at least 1.")
         if (self.resize_to is not None) != (self.resize == "short-side"):
-            raise VitrailError(f"resize_to goes with resize='short-side': got {self.resize!r} and {self.resize_to}.")
+            raise VitrailError(
+                f"resize_to goes with resize='short-side', but resize is {self.resize!r} and resize_to is {self.resize_to}."
+            )
         if self.resize_to is not None and self.resize_to < min(self.size):
-            raise VitrailError(f"resize_to={self.resize_to} is smaller than the {_times(self.size)} to be cut out of it.")
+            raise VitrailError(f"resize_to={self.resize_to} is smaller than the {_times(self.size)} crop.")
         if self.pad and self.resize == "short-side":
-            raise VitrailError("pad has nothing to fill with resize='short-side'; use resize='square' or 'none'.")
+            raise VitrailError("pad has no effect with resize='short-side'. Use resize='square' or 'none'.")
         for field in ("mean", "std"):
             if len(getattr(self, field)) != self.channels:
-                raise VitrailError(f"Preprocess.{field} has {len(getattr(self, field))} values for {self.channels} channels.")
+                raise VitrailError(
+                    f"Preprocess.{field} has {counted(len(getattr(self, field)), 'value')} for {counted(self.channels, 'channel')}."
+                )
         if min(self.std) <= 0:
             raise VitrailError(f"Preprocess.std is {self.std}; every value must be above 0.")
 
     @property
-    def brightest(self) -> int:
-        """The pixel value that means full brightness."""
+    def max_value(self) -> int:
+        """The largest pixel value: 255 or 65535."""
         return (1 << self.bits) - 1
 
     def __call__(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> torch.Tensor:
-        """One image, as a file's content, a path, a Pillow image or an array [H, W(, C)], as float32 [C, H, W]."""
+        """Preprocess one image (bytes of a file, path, Pillow image or array [H, W(, C)]) to float32 [C, H, W]."""
         pixels = self.pixels(image, name=name)
         if pixels.dtype == np.uint16:
             pixels = pixels.astype(np.float32)  # torch has few operations for uint16
         return self.normalise(torch.tensor(pixels).permute(2, 0, 1)).contiguous()
 
     def pixels(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> Array:
-        """The image resized and cut but not yet normalised: [height, width, channels] on the scale of its bits."""
+        """Return the image resized and cropped but not normalised: [height, width, channels], 0 to `max_value`."""
         from vitrail.data.decode import decode
 
         if isinstance(image, str | os.PathLike):
@@ -106,53 +111,55 @@ class Preprocess:
         )
         if min(height - self.size[0], width - self.size[1]) < 0 and not self.pad:
             raise VitrailError(
-                f"{name} is {_times((height, width))}, the model takes {_times(self.size)}, and resize is 'none'. "
+                f"{name} is {_times((height, width))}, but the model expects {_times(self.size)} and resize is 'none'. "
                 "Resize the image, or use a preprocessing with pad=True or another resize."
             )
         return self._pad(self._crop(scaled))
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
-        """Pixel values [..., C, H, W] on the scale of the bits, on any device, as the numbers the model takes."""
+        """Normalise pixel values [..., C, H, W] from 0 to `max_value`, on any device."""
         if images.shape[-3] != self.channels:
             raise VitrailError(
-                f"Images {tuple(images.shape)} have {images.shape[-3]} channels where this preprocessing has "
-                f"{self.channels}. The order is [..., channels, height, width]."
+                f"Images {tuple(images.shape)} have {counted(images.shape[-3], 'channel')}, but this preprocessing has "
+                f"{self.channels}. The expected order is [..., channels, height, width]."
             )
         mean, std = (
             torch.tensor(values, dtype=torch.float32, device=images.device)[:, None, None] for values in (self.mean, self.std)
         )
-        return images.to(torch.float32).div(self.brightest).sub(mean).div(std)
+        return images.to(torch.float32).div(self.max_value).sub(mean).div(std)
 
     def with_size(self, size: int | tuple[int, int]) -> Preprocess:
-        """The same for another input size; the margin around the cut keeps its proportion."""
+        """Return the same preprocessing for another input size, with `resize_to` scaled in proportion."""
         new = (size, size) if isinstance(size, int) else size
         resize_to = None if self.resize_to is None else round(self.resize_to * min(new) / min(self.size))
         return dataclasses.replace(self, size=new, resize_to=resize_to)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
-        """The inverse of `to_dict`. A key it does not know is refused: it may stand for something that matters."""
+        """Invert `to_dict`. An unknown key is an error, because it may change the result."""
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise VitrailError(f"Unknown preprocessing key {unknown[0]!r}.{nearest(unknown[0], known)}")
+            raise VitrailError(f"Unknown preprocessing key {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
         return cls(**values)
 
     def fingerprint(self) -> str:
-        """Sixteen digits that differ wherever two preprocessings could give different numbers."""
-        decisive = {key: value for key, value in self.to_dict().items() if key != "name"}
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+        """Return 16 hex digits that differ whenever two preprocessings could give different numbers."""
+        fields = {key: value for key, value in self.to_dict().items() if key != "name"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """One line for the log."""
-        cut = f"short side {self.resize_to}, middle {_times(self.size)}" if self.resize_to else f"{self.resize} {_times(self.size)}"
+        """Return one line for the log."""
+        crop = f"{self.resize} {_times(self.size)}"
+        if self.resize_to:
+            crop = f"short side {self.resize_to}, centre crop {_times(self.size)}"
         filters = f"{self.interpolation}{'' if self.antialias else ' without antialias'}"
         scale = f"mean {_numbers(self.mean)}, std {_numbers(self.std)}"
-        return f"{self.name}: {cut}, {filters}, {scale}, {self.channels} channels of {self.bits} bits"
+        return f"{self.name}: {crop}, {filters}, {scale}, {counted(self.channels, 'channel')} of {self.bits} bits"
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if self.resize == "none":
@@ -163,7 +170,7 @@ class Preprocess:
             return letterbox if self.pad else self.size
         assert self.resize_to is not None
         sides, box = (height, width), tuple(self.resize_to * side / min(self.size) for side in self.size)
-        tight = 0 if box[0] * width >= box[1] * height else 1  # the side along which the image only just fills the box
+        tight = 0 if box[0] * width >= box[1] * height else 1  # the side along which the image exactly fills the box
         exact = round(box[tight])
         if self.geometry == "tensorflow":
             factor = np.float32(exact) / np.float32(sides[tight])
@@ -183,7 +190,7 @@ class Preprocess:
         if image.shape[:2] == self.size:
             return image
         canvas = np.empty((*self.size, self.channels), np.float32)
-        canvas[:] = np.asarray(self.mean, np.float32) * self.brightest
+        canvas[:] = np.asarray(self.mean, np.float32) * self.max_value
         top, left = (self.size[0] - image.shape[0]) // 2, (self.size[1] - image.shape[1]) // 2
         canvas[top : top + image.shape[0], left : left + image.shape[1]] = image
         return canvas
@@ -199,9 +206,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 _TENSORFLOW: dict[str, Any] = {"antialias": False, "geometry": "tensorflow"}
 _PRESETS: dict[str, dict[str, Any]] = {
-    # Google's release of the paper's weights: stretch to the square, TensorFlow's bilinear, fractions kept.
+    # Google's release of the paper's weights: stretch to a square, TensorFlow's bilinear, no rounding.
     "google-vit": {"resize": "square", "interpolation": "bilinear", "rounding": "none", **_TENSORFLOW},
-    # big_vision: resize_small(256) | central_crop(224) | value_range(-1, 1), cut to whole numbers in between.
+    # big_vision: resize_small(256) | central_crop(224) | value_range(-1, 1), truncated to integers in between.
     "big-vision": {"resize": "short-side", "interpolation": "area", "rounding": "truncate", **_TENSORFLOW},
     # timm's ViTs: crop_pct 0.9, bicubic.
     "timm": {"resize": "short-side", "interpolation": "bicubic"},
@@ -212,7 +219,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
     },
-    # The training set's own moments; its images are not resized at 32 pixels.
+    # Mean and std of the training set; at 32 pixels its images are not resized.
     "cifar": {
         "resize": "square",
         "interpolation": "bicubic",
@@ -224,26 +231,26 @@ PRESETS = tuple(_PRESETS)
 
 
 def preset(name: str, *, size: int | tuple[int, int] | None = None, channels: int = 3, bits: int = 8) -> Preprocess:
-    """A published preprocessing by name, at the size wanted (224, or 32 for `cifar`, where none is given)."""
+    """Return a published preprocessing by name. Default size: 224, or 32 for `cifar`."""
     if name not in _PRESETS:
-        raise VitrailError(f"There is no preprocessing {name!r}.{nearest(name, PRESETS)} There are {', '.join(PRESETS)}.")
+        raise VitrailError(f"There is no preprocessing {name!r}.{did_you_mean(name, PRESETS)} There are {', '.join(PRESETS)}.")
     if size is None:
         size = 32 if name == "cifar" else 224
     rows, columns = (size, size) if isinstance(size, int) else size
     values = {"mean": (0.5,) * 3, "std": (0.5,) * 3, **_PRESETS[name]}
-    if channels != 3:  # statistics of red, green and blue say nothing of other channels: take their mean
+    if channels != 3:  # no statistics are known for other channels: use the mean over RGB
         values["mean"], values["std"] = ((round(sum(values[key]) / 3, 6),) * channels for key in ("mean", "std"))
     if values["resize"] == "short-side":
         values["resize_to"] = _short_side(name, min(rows, columns))
     return Preprocess(size=(rows, columns), channels=channels, bits=bits, name=name, **values)
 
 
-def _short_side(name: str, cut: int) -> int:
+def _short_side(name: str, crop: int) -> int:
     if name == "timm":
-        return int(cut / 0.9)
-    if name == "big-vision" and cut == 384:
+        return int(crop / 0.9)
+    if name == "big-vision" and crop == 384:
         return 448  # its transfer recipes: resize_small(448) | central_crop(384)
-    return round(cut * 256 / 224)
+    return round(crop * 256 / 224)
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:

@@ -1,7 +1,7 @@
-"""The words the data room speaks: a source has splits, a split has images and targets.
+"""The types of this package: a source has splits, a split has images and targets.
 
-A split is made to be held many times over: it pickles into a freshly spawned worker, keeps names and targets in a few
-flat arrays rather than millions of Python objects, and reads an image only when asked for that one.
+Every worker holds a copy of the split. So it can be pickled, stores names and targets in a few flat arrays instead of
+millions of Python objects, and reads an image only when it is requested.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from vitrail.errors import VitrailError
 Task = Literal["classify", "multilabel", "regress", "unlabelled"]
 Array = npt.NDArray[Any]
 Payload = bytes | Array
-"""An encoded file as it lies on the disk, or a decoded image as uint8 or uint16 [height, width, channels]."""
+"""The bytes of an encoded file, or a decoded image as uint8 or uint16 [height, width, channels]."""
 
 
 class BadImage(VitrailError):
-    """One image that cannot be used. It knows which and why, so that a loader may skip and list exactly these."""
+    """An image that cannot be used, with its name and the reason, so that a loader can skip and list it."""
 
-    def __init__(self, name: str, fault: str, advice: str = "Replace or remove it, or pass --bad-images skip.") -> None:
-        super().__init__(f"{name}: {fault}. {advice}")
-        self.name, self.fault, self.advice = name, fault, advice
+    def __init__(self, name: str, reason: str, advice: str = "Replace or remove it, or pass --bad-images skip.") -> None:
+        super().__init__(f"{name}: {reason}. {advice}")
+        self.name, self.reason, self.advice = name, reason, advice
 
     def __reduce__(self) -> tuple[type[BadImage], tuple[str, str, str]]:
-        return type(self), (self.name, self.fault, self.advice)  # it must survive the way out of a worker process
+        return type(self), (self.name, self.reason, self.advice)  # pickled when a worker returns it
 
 
 class Split(ABC):
-    """One split of a source: images by position, each with a unique name and a row of `targets`."""
+    """One split of a source: a sequence of images, each with a unique name and a row of `targets`."""
 
     name: str
     task: Task
     classes: tuple[str, ...]
-    """Class names in the order of their indices; for a regression the names of the targets."""
+    """Class names in index order; for regression the names of the targets."""
     targets: Array
     """Classify: int64 [N]. Multilabel: float32 [N, classes] of 0 and 1. Regress: float32 [N, K]. Unlabelled: [N, 0]."""
 
@@ -48,60 +48,60 @@ class Split(ABC):
 
     @abstractmethod
     def image_name(self, index: int) -> str:
-        """The path or key of an image, unique within the split."""
+        """Return the path or key of an image, unique within the split."""
 
     @abstractmethod
     def payload(self, index: int) -> Payload:
-        """The image itself, encoded or decoded. What cannot be read raises `BadImage`."""
+        """Return the image, encoded or decoded. Raise `BadImage` if it cannot be read."""
 
     @property
     def arrays(self) -> Array | None:
-        """All images as one uint8 array [N, height, width, channels] where they have a common size, else None."""
+        """All images as one uint8 array [N, height, width, channels], if they are stored that way, else None."""
         return None
 
     def subset(self, indices: Sequence[int] | Array) -> Split:
-        """The images at these positions, in this order."""
+        """Return the images at these positions, in this order."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
 
 
 class Subset(Split):
-    """A view on some images of another split, with the same classes."""
+    """Some images of another split, with the same classes."""
 
-    def __init__(self, whole: Split, indices: Array) -> None:
-        # A subset of a subset looks straight into the whole.
-        self.whole: Split = whole.whole if isinstance(whole, Subset) else whole
-        self.indices: Array = whole.indices[indices] if isinstance(whole, Subset) else indices
-        self.name, self.task, self.classes = whole.name, whole.task, whole.classes
-        self.targets = whole.targets[indices]
+    def __init__(self, parent: Split, indices: Array) -> None:
+        # A subset of a subset refers to the original split, so that lookups do not chain.
+        self.parent: Split = parent.parent if isinstance(parent, Subset) else parent
+        self.indices: Array = parent.indices[indices] if isinstance(parent, Subset) else indices
+        self.name, self.task, self.classes = parent.name, parent.task, parent.classes
+        self.targets = parent.targets[indices]
 
     def image_name(self, index: int) -> str:
-        return self.whole.image_name(int(self.indices[index]))
+        return self.parent.image_name(int(self.indices[index]))
 
     def payload(self, index: int) -> Payload:
-        return self.whole.payload(int(self.indices[index]))
+        return self.parent.payload(int(self.indices[index]))
 
     @property
     def arrays(self) -> Array | None:
-        """Only an unbroken run can be a view on a memory-mapped array; copying another choice could fill the memory."""
-        everything = self.whole.arrays
+        """Only a contiguous range can be a view of a memory-mapped array; a copy might not fit in memory."""
+        everything = self.parent.arrays
         if everything is None or len(self.indices) == 0:
             return None
         first = int(self.indices[0])
-        unbroken = bool((self.indices == np.arange(first, first + len(self.indices))).all())
-        return everything[first : first + len(self.indices)] if unbroken else None
+        contiguous = bool((self.indices == np.arange(first, first + len(self.indices))).all())
+        return everything[first : first + len(self.indices)] if contiguous else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Everything one reference such as `folder:photos` stands for."""
+    """A dataset opened from a reference such as `folder:photos`."""
 
     reference: str
     kind: str
     splits: dict[str, Split]
     detail: str = ""
-    """What was recognised, in a few words: the layout of a folder, the columns of a table."""
-    left_out: tuple[BadImage, ...] = field(default=())
-    """Images refused while opening, when bad images are to be skipped."""
+    """What was recognised, for example the layout of a folder or the columns of a table."""
+    skipped: tuple[BadImage, ...] = field(default=())
+    """Images skipped while opening with `bad_images="skip"`."""
 
     @property
     def task(self) -> Task:
@@ -117,40 +117,40 @@ class Source:
         return self.splits[name]
 
     def describe(self) -> str:
-        """One line for the log: what was recognised, and how much of it."""
+        """Return one line for the log: what was recognised, and the number of images."""
         sizes = ", ".join(f"{name} {len(split):,}" for name, split in self.splits.items())
         labels = {
-            "classify": f"{len(self.classes)} classes",
-            "multilabel": f"{len(self.classes)} labels, several an image",
+            "classify": counted(len(self.classes), "class", "classes"),
+            "multilabel": f"{counted(len(self.classes), 'label')}, several per image",
             "regress": counted(len(self.classes), "numeric target"),
             "unlabelled": "no labels",
         }[self.task]
-        skipped = f"; {counted(len(self.left_out), 'image')} left out" if self.left_out else ""
+        skipped = f"; {counted(len(self.skipped), 'image')} skipped" if self.skipped else ""
         return f"{self.kind}{f' ({self.detail})' if self.detail else ''}: {sizes} images; {labels}{skipped}"
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 image`, `2,000 images`."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return `1 image` or `2,000 images`."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-class Names:
-    """A list of strings as one block of bytes: a tenth of the memory of Python's own, and pickled in one piece."""
+class PackedStrings:
+    """A list of strings in one bytes object: a tenth of the memory of a Python list, and fast to pickle."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = [string.encode("utf-8", "surrogateescape") for string in strings]
         self._block = b"".join(encoded)
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._ends = np.cumsum([len(string) for string in encoded], dtype=np.int64)
 
     @classmethod
-    def from_arrays(cls, block: Array, ends: Array) -> Names:
-        """The inverse of `to_arrays`."""
-        names = cls.__new__(cls)
-        names._block, names._ends = block.tobytes(), ends
-        return names
+    def from_arrays(cls, block: Array, ends: Array) -> PackedStrings:
+        """Invert `to_arrays`."""
+        strings = cls.__new__(cls)
+        strings._block, strings._ends = block.tobytes(), ends
+        return strings
 
     def to_arrays(self) -> tuple[Array, Array]:
-        """(bytes, where each name ends), for a file."""
+        """Return (bytes, end offset of each string), to store in a file."""
         return np.frombuffer(self._block, np.uint8), self._ends
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitrail.lazy import fetched_from
+from vitrail.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitrail.evaluate.context import EvalContext as EvalContext
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vitrail.evaluate.ridge import fit_ridge as fit_ridge
     from vitrail.evaluate.ridge import ridge_scores as ridge_scores
 
-_HOMES = {
+_MODULES = {
     "Embeddings": "vitrail.evaluate.embeddings",
     "FeatureSpec": "vitrail.evaluate.features",
     "FewShotResult": "vitrail.evaluate.fewshot",
@@ -50,4 +50,4 @@ _HOMES = {
     "ridge_scores": "vitrail.evaluate.ridge",
 }
 
-__getattr__, __dir__ = fetched_from(__name__, _HOMES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch, HostBatch
-from vitrail.data.eval_read import eval_slices
+from vitrail.data.data_wait import max_workers
+from vitrail.data.eval_reader import eval_slices
 from vitrail.data.loader import EvalLoader
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sampler import Slice
+from vitrail.data.sampler import BatchSlice
 from vitrail.data.types import BadImage, Split
-from vitrail.data.waiting import most_workers
 from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.models.features import evaluating
@@ -108,7 +108,7 @@ class Pass(Iterator[tuple[T, Batch]]):
             batch=self._batch,
             rank=world.rank,
             ranks=world.ranks,
-            ranks_here=world.ranks_here,
+            local_ranks=world.local_ranks,
             # Reading one batch takes less time than starting a worker.
             workers=0 if len(split) <= self._batch else context.workers,
             bad_images=context.bad_images,
@@ -140,7 +140,7 @@ class Pass(Iterator[tuple[T, Batch]]):
         """
         loader, world = self._loader, self._context.world
         slices = eval_slices(len(loader.split), self._batch, world.rank, world.ranks)
-        workers = most_workers(world.ranks_here) if self._context.workers is None else loader.workers
+        workers = max_workers(world.local_ranks) if self._context.workers is None else loader.workers
         workers, torch_threads, remaining = max(1, min(workers, len(slices))), torch.get_num_threads(), iter(slices)
         per_worker = max(1, torch_threads // workers)  # a single batch still gets all of them
         with (
@@ -161,7 +161,7 @@ class Pass(Iterator[tuple[T, Batch]]):
                     future.cancel()
                 torch.set_num_threads(torch_threads)  # new threads would inherit the workers' setting
 
-    def _read_and_apply(self, part: Slice) -> tuple[HostBatch, tuple[T, Batch] | None]:
+    def _read_and_apply(self, part: BatchSlice) -> tuple[HostBatch, tuple[T, Batch] | None]:
         host = self._loader.reader[part]
         if len(host.indices) == 0:
             return host, None  # every image of the batch was bad

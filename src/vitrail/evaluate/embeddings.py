@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints import Bundle
 from vitrail.data.types import BadImage, Split, counted
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec, extract_features
@@ -81,7 +81,7 @@ class Embeddings:
                 "Give more of the path."
             )
         raise VitrailError(
-            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}).{nearest(name, self.names)}"
+            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}).{did_you_mean(name, self.names)}"
         )
 
 

@@ -58,7 +58,7 @@ def _in_order(split: Split, results: Pass[list[list[Prediction]]]) -> Iterator[I
 def _bad_image(split: Split, results: Pass[list[list[Prediction]]], index: int) -> ImagePredictions:
     name = split.image_name(index)
     bad = results.bad.get(name)
-    return ImagePredictions(name, error=bad.fault if bad is not None else "cannot be read")
+    return ImagePredictions(name, error=bad.reason if bad is not None else "cannot be read")
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> Split:

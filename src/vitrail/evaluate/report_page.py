@@ -74,7 +74,7 @@ def _interval_text(name: str, interval: Sequence[float]) -> str:
 def _notes(result: EvalResult) -> str:
     notes = [escape(note) for note in result.notes]
     if result.bad:
-        listed = "".join(f"<li>{escape(one.name)}: {escape(one.fault)}</li>" for one in result.bad[:100])
+        listed = "".join(f"<li>{escape(one.name)}: {escape(one.reason)}</li>" for one in result.bad[:100])
         more = f"<li>and {len(result.bad) - 100} more</li>" if len(result.bad) > 100 else ""
         notes.append(f"{counted(len(result.bad), 'image')} could not be read and skipped:<ul>{listed}{more}</ul>")
     return f"<ul class='notes'>{''.join(f'<li>{note}</li>' for note in notes)}</ul>" if notes else ""

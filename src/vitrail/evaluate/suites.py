@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 Group = Literal["natural", "specialized", "structured"]
 SplitRule = Literal["own", "train", "test-is-val", "whole", "half-test"]
@@ -186,7 +186,7 @@ def tasks_of(suite: str, names: tuple[str, ...] = ()) -> tuple[SuiteTask, ...]:
         matches = {task.name: task for task in tasks.values() if name in (task.name, task.group)}
         if not matches:
             raise VitrailError(
-                f"There is no task {name!r} in {suite}.{nearest(name, [*tasks, *GROUPS])} The tasks are {', '.join(tasks)}."
+                f"There is no task {name!r} in {suite}.{did_you_mean(name, [*tasks, *GROUPS])} The tasks are {', '.join(tasks)}."
             )
         chosen |= matches
     return tuple(chosen.values())

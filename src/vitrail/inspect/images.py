@@ -65,7 +65,7 @@ def views(bundle: Bundle, originals: RawImages, shown: int) -> PreprocessedImage
     try:
         images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])
     except BadImage as bad:
-        raise VitrailError(f"{bad.name}: {bad.fault}. Replace it, or look at other images.") from bad
+        raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or look at other images.") from bad
     return PreprocessedImages(originals.names, images, [picture(image, preprocess) for image in images[:shown]])
 
 

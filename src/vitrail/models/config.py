@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 T = TypeVar("T")
 Pair = tuple[int, int]
@@ -275,7 +275,7 @@ def _refuse_unknown(values: Mapping[str, Any], kind: type[Any], extra: tuple[str
     known = (*_names(kind), *extra)
     for key in values:
         if key not in known:
-            raise VitrailError(f"{kind.__name__} has no field {key!r}.{nearest(key, known)} Its fields: {', '.join(known)}.")
+            raise VitrailError(f"{kind.__name__} has no field {key!r}.{did_you_mean(key, known)} Its fields: {', '.join(known)}.")
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:

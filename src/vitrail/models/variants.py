@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.models.config import BiTConfig, ModelConfig, Pair, ResNetConfig, ViTConfig
 
 #              width   mlp  heads depth
@@ -64,7 +64,7 @@ def canonical_name(name: str) -> str:
             return matches[0]
         if matches:
             raise VitrailError(f"{name!r} could be {' or '.join(matches)}: here capitals matter.")
-    raise VitrailError(f"There is no model {name!r}.{nearest(name, VARIANTS)} `vitrail models` lists them all.")
+    raise VitrailError(f"There is no model {name!r}.{did_you_mean(name, VARIANTS)} `vitrail models` lists them all.")
 
 
 def _spellings(word: str) -> list[str]:

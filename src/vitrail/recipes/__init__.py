@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.train.config import Recipe
 
 # Each file, and the recipes in it, in the order in which they are listed.
@@ -28,7 +28,7 @@ RECIPES = _collected()
 def recipe_named(name: str) -> Recipe:
     """The recipe of that name, as it was written down."""
     if name not in RECIPES:
-        raise VitrailError(f"There is no recipe {name!r}.{nearest(name, RECIPES)} `vitrail train --recipes` lists them.")
+        raise VitrailError(f"There is no recipe {name!r}.{did_you_mean(name, RECIPES)} `vitrail train --recipes` lists them.")
     return RECIPES[name]()
 
 

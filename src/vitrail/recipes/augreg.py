@@ -40,7 +40,7 @@ def _augreg(model: str, data: str, level: str, *, head_bias: float, expected: st
         name=f"augreg-{slug(model)}-{data}",
         model=ModelSpec(name=model, image_size=224, pre_logits=config.width, head_bias=head_bias),
         data=DataSpec(source="", preprocess="big-vision"),
-        augment=augment_level(level, crop="inception-reference", antialias=False),
+        augment=augment_level(level, crop="inception-tensorflow", antialias=False),
         task=TaskSpec(loss="sigmoid"),
         optim=OptimSpec(name="adam", lr=1e-3, weight_decay=1e-4, decay="independent-of-lr", clip=1.0),
         schedule=ScheduleSpec(kind="cosine", warmup=10_000),

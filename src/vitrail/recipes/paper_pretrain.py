@@ -19,7 +19,7 @@ from vitrail.models import ViTConfig, model_config
 from vitrail.recipes.names import slug
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
 
-CROP_AND_FLIP = Augment(crop="inception-reference", antialias=False)
+CROP_AND_FLIP = Augment(crop="inception-tensorflow", antialias=False)
 
 # Model: epochs, peak learning rate.
 JFT: dict[str, tuple[int, float]] = {

@@ -18,7 +18,7 @@ def plain_vit() -> Recipe:
         model=ModelSpec(name="ViT-S/16", image_size=224, pooling="mean", position="sincos2d", pre_logits=384),
         data=DataSpec(source="", preprocess="big-vision"),
         augment=Augment(
-            crop="inception-reference",
+            crop="inception-tensorflow",
             antialias=False,
             randaugment="big-vision",
             randaugment_count=2,

@@ -34,10 +34,10 @@ class PatchTarget(ABC):
     """Along each side of a patch: in how many parts its colours are counted."""
 
     def __init__(self, preprocess: Preprocess, stride: Pair) -> None:
-        self.channels, self.stride, self.brightest = preprocess.channels, stride, preprocess.brightest
+        self.channels, self.stride, self.max_value = preprocess.channels, stride, preprocess.max_value
         self.grid = preprocess.size[0] // stride[0], preprocess.size[1] // stride[1]
         mean, std = (torch.tensor(values, dtype=torch.float64) for values in (preprocess.mean, preprocess.std))
-        self._scale, self._shift = ((one * self.brightest).float()[:, None, None] for one in (std, mean))
+        self._scale, self._shift = ((one * self.max_value).float()[:, None, None] for one in (std, mean))
         self._places = LEVELS ** torch.arange(min(self.channels, 3) - 1, -1, -1)
 
     @property
@@ -50,7 +50,7 @@ class PatchTarget(ABC):
 
     def pixels(self, images: Tensor) -> Tensor:
         """Normalised images [image, channel, row, column] as the whole pixel values they were, in float32."""
-        return torch.addcmul(self._shift, images.float(), self._scale).round_().clamp_(0, self.brightest)
+        return torch.addcmul(self._shift, images.float(), self._scale).round_().clamp_(0, self.max_value)
 
     def bins(self, images: Tensor) -> Tensor:
         """The colour of every patch as a class [image, patch, cell]: 3 bits for each of (at most three) channels."""
@@ -63,12 +63,12 @@ class PatchTarget(ABC):
         shape = (len(images), -1, rows, self.cells, height, columns, self.cells, width)
         sums = pixels.reshape(shape).sum(dim=(4, 7)).permute(0, 2, 4, 3, 5, 1)
         sums = sums.reshape(len(images), rows * columns, self.cells**2, -1)
-        levels = (sums * LEVELS).div(self.brightest * height * width, rounding_mode="floor").clamp(max=LEVELS - 1)
+        levels = (sums * LEVELS).div(self.max_value * height * width, rounding_mode="floor").clamp(max=LEVELS - 1)
         return (levels * self._places).sum(dim=-1)
 
     def patches(self, images: Tensor) -> Tensor:
         """Pixels from 0 to 1, cut into patches [image, patch, channel · row · column]."""
-        return patchify(self.pixels(images) / self.brightest, self.stride)
+        return patchify(self.pixels(images) / self.max_value, self.stride)
 
     @abstractmethod
     def of(self, images: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitrail.lazy import fetched_from
+from vitrail.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitrail.train.callbacks import Callback as Callback
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vitrail.train.loop import train as train
     from vitrail.train.prepare import Prepared as Prepared
 
-_HOMES = {
+_MODULES = {
     "CapturedStep": "vitrail.train.captured_step",
     "Callback": "vitrail.train.callbacks",
     "Prepared": "vitrail.train.prepare",
@@ -28,4 +28,4 @@ _HOMES = {
     "train": "vitrail.train.loop",
 }
 
-__getattr__, __dir__ = fetched_from(__name__, _HOMES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -13,7 +13,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vitrail.data.augment.spec import Augment
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ def from_plain(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
     hints = get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise VitrailError(f"There is no setting {path}{unknown[0]}.{nearest(unknown[0], hints)}")
+        raise VitrailError(f"There is no setting {path}{unknown[0]}.{did_you_mean(unknown[0], hints)}")
     given = {name: _fitted(hints[name], value, f"{path}{name}.") for name, value in values.items()}
     return kind(**given)
 
@@ -299,7 +299,8 @@ def _check_choices(part: Any) -> None:
         choices = _literals(hint)
         value = getattr(part, name)
         if choices and isinstance(value, str) and value not in choices:
-            raise VitrailError(f"{name} is {value!r}; it can be {', '.join(map(str, choices))}.{nearest(value, map(str, choices))}")
+            allowed = [str(choice) for choice in choices]
+            raise VitrailError(f"{name} is {value!r}; it can be {', '.join(allowed)}.{did_you_mean(value, allowed)}")
 
 
 def _literals(hint: Any) -> tuple[Any, ...]:

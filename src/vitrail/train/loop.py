@@ -133,7 +133,7 @@ class Loop:
             sampling=recipe.data.sampling,
             rank=world.rank,
             ranks=world.ranks,
-            ranks_here=world.ranks_here,
+            local_ranks=world.local_ranks,
             micro_batch=self.micro_batch,
             workers=recipe.data.workers,
             bad_images=recipe.data.bad_images,
@@ -270,7 +270,7 @@ class Loop:
         while True:
             batch = next(self.batches)
             yield batch
-            if batch.last:
+            if batch.completes_step:
                 return
 
     def _talk_and_save(self, window: MovingAverage) -> None:

@@ -29,7 +29,7 @@ class MovingAverage:
             torch.cuda.synchronize(loop.world.device)
         self.first, self.fresh = loop.done, False
         loop.clock.restart()
-        loop.loader.wait.reset()
+        loop.loader.data_wait.reset()
 
     def record(self) -> dict[str, Any]:
         loop = self.loop
@@ -40,7 +40,7 @@ class MovingAverage:
         speed = {
             "images_per_second": round(images, 3),
             "mfu": round(per_device * loop.prepared.flops / self.peak, 5) if self.peak else None,
-            "data_wait": round(loop.loader.wait.share(), 5),
+            "data_wait": round(loop.loader.data_wait.fraction(), 5),
             "memory": memory(loop.world.device),
             "seconds": round(seconds, 4),
         }
@@ -64,6 +64,6 @@ class MovingAverage:
         loop = self.loop
         self.records += 1
         if self.records == 3:
-            advice = loop.loader.wait.advice(loop.loader.workers, loop.world.ranks_here)
+            advice = loop.loader.data_wait.advice(loop.loader.workers, loop.world.local_ranks)
             if advice:
                 loop.say(advice)

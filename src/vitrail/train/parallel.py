@@ -28,7 +28,7 @@ class World:
     device: torch.device
     rank: int = 0
     ranks: int = 1
-    ranks_here: int = 1
+    local_ranks: int = 1
     mode: Mode = "single"
 
     @property
@@ -166,11 +166,11 @@ def mesh_of(world: World) -> Any:
 
     if world.mode != "hybrid":
         return init_device_mesh(world.device.type, (world.ranks,), mesh_dim_names=("shards",))
-    if world.ranks % world.ranks_here:
+    if world.ranks % world.local_ranks:
         raise VitrailError(
-            f"Hybrid sharding needs equally many ranks a machine; {world.ranks} do not divide by {world.ranks_here}."
+            f"Hybrid sharding needs equally many ranks a machine; {world.ranks} do not divide by {world.local_ranks}."
         )
-    shape = (world.ranks // world.ranks_here, world.ranks_here)
+    shape = (world.ranks // world.local_ranks, world.local_ranks)
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("copies", "shards"))
 
 

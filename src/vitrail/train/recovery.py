@@ -76,7 +76,7 @@ def _fault_of(loop: Loop, batch: Batch, number: int) -> str:
     step = loop.step
 
     def compute() -> Tensor:
-        seed_part(loop.recipe.seed, number, batch.part, loop.world)
+        seed_part(loop.recipe.seed, number, batch.micro_step, loop.world)
         # Every rank looks at its own images and waits for nobody.
         with step.runner.accumulating(last=False), autocast(loop.precision, loop.world.device):
             return loop.prepared.task.objective(step.runner, batch.images, batch.targets).sum() / batch.total

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, write_text
 from vitrail.train.config import FREE, Recipe, differences, flatten
 
@@ -77,7 +77,7 @@ class RunFolder:
         allowed = tuple(name.replace("-", "_") for name in allowed)
         for name in allowed:
             if name not in flatten(recipe):
-                raise VitrailError(f"--allow-change names {name!r}, which is no setting.{nearest(name, flatten(recipe))}")
+                raise VitrailError(f"--allow-change names {name!r}, which is no setting.{did_you_mean(name, flatten(recipe))}")
         saved = self.saved_recipe()
         if saved is None:
             return {}

@@ -101,7 +101,7 @@ class Step:
         self.optimizer.set_rate(self.rate(number))
         images, loss = 0, torch.zeros((), device=self.world.device)
         for batch in batches:
-            seed_part(self.recipe.seed, number, batch.part, self.world)
+            seed_part(self.recipe.seed, number, batch.micro_step, self.world)
             loss += self.backward(batch)
             images += len(batch)
         self._update(loss, number)
@@ -115,7 +115,7 @@ class Step:
         whole = self.world.mode != "ddp" or batch.parts == 1
         if self._captured is not None and whole and batch.total == self.recipe.batch:
             return self._captured(batch.images, batch.targets)  # type: ignore[no-any-return]
-        with on_stream(self.runner.stream), self.runner.accumulating(batch.last):
+        with on_stream(self.runner.stream), self.runner.accumulating(batch.completes_step):
             return self._backward(batch.images, batch.targets, batch.total)
 
     def why_not_captured(self) -> str:

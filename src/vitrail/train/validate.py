@@ -33,7 +33,7 @@ def validate(
         batch=batch,
         rank=world.rank,
         ranks=world.ranks,
-        ranks_here=world.ranks_here,
+        local_ranks=world.local_ranks,
         workers=workers,
         bad_images=bad_images,  # type: ignore[arg-type]
         device=world.device,

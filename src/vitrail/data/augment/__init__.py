@@ -1,4 +1,4 @@
-"""Augmentation: what is done to training images by chance, on the CPU or batched on the GPU."""
+"""Random augmentation of training images, per image on the CPU or batched on the GPU."""
 
 from vitrail.data.augment.spec import LEVELS as LEVELS
 from vitrail.data.augment.spec import Augment as Augment

@@ -1,7 +1,7 @@
-"""RandAugment on a batch: images that got the same kind of operation go through it together.
+"""Apply RandAugment to a batch: images with the same kind of operation are processed together.
 
-The decisions are known on the host, so the batch can be sorted into groups without asking the device anything; all the
-small arrays travel to it in one copy.
+The operations are drawn on the host, so grouping the images needs no device synchronisation. All parameters are copied to
+the device at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vitrail.data.augment import batch_ops
 from vitrail.data.augment.randaugment import (
     FILL,
     GEOMETRIC,
-    LOOKED_UP,
+    LOOKUP,
     OPERATIONS,
     Operations,
     factor,
@@ -28,21 +28,22 @@ from vitrail.data.augment.randaugment import (
 from vitrail.data.augment.spec import RandAugmentVariant
 from vitrail.data.types import Array
 
-_Change = Callable[[Tensor, Tensor], Tensor]
+_Transform = Callable[[Tensor, Tensor], Tensor]
 
 
-class Courier:
-    """Carries many small arrays to a device in one copy from pinned memory, which no earlier work has to wait for."""
+class HostToDeviceCopy:
+    """Copy many small arrays to a device in one transfer from pinned memory, asynchronously."""
 
     def __init__(self) -> None:
         self._arrays: list[Array] = []
 
     def add(self, array: Array) -> int:
-        """Hand in an array of numbers (whole ones below 2²⁴); the answer is its place in what `deliver` returns."""
+        """Add an array and return its index in the result of `to`. Values become float32 (integers must be below 2²⁴)."""
         self._arrays.append(np.asarray(array, dtype=np.float32))
         return len(self._arrays) - 1
 
-    def deliver(self, device: torch.device) -> list[Tensor]:
+    def to(self, device: torch.device) -> list[Tensor]:
+        """Copy all arrays, and return them as tensors on the device."""
         sizes = [array.size for array in self._arrays]
         if not sizes:
             return []
@@ -53,74 +54,73 @@ class Courier:
 
 
 def plan_randaugment(
-    courier: Courier, operations: Operations, size: tuple[int, int], device: torch.device
-) -> list[tuple[int, int, _Change]]:
-    """Pack what every group needs; each entry is (place of its rows, place of its parameters, what to do with both)."""
-    plan: list[tuple[int, int, _Change]] = []
-    for turn in range(operations.codes.shape[1]):
-        codes, signs, spots = operations.codes[:, turn], operations.signs[:, turn], operations.spots[:, turn]
+    copy: HostToDeviceCopy, operations: Operations, size: tuple[int, int], device: torch.device
+) -> list[tuple[int, int, _Transform]]:
+    """Group the images by operation. Each entry is (index of the rows, index of the parameters, transform)."""
+    plan: list[tuple[int, int, _Transform]] = []
+    for k in range(operations.codes.shape[1]):
+        codes, signs, centres = operations.codes[:, k], operations.signs[:, k], operations.centres[:, k]
         names = np.array(OPERATIONS[operations.variant])[codes]
-        for kinds in _GROUPS:
-            rows = np.flatnonzero(np.isin(names, kinds))
+        for group in _GROUPS:
+            rows = np.flatnonzero(np.isin(names, group))
             if len(rows):
-                parameters, change = _group(operations, names[rows], signs[rows], spots[rows], size, device)
-                plan.append((courier.add(rows), courier.add(parameters), change))
+                parameters, transform = _group(operations, names[rows], signs[rows], centres[rows], size, device)
+                plan.append((copy.add(rows), copy.add(parameters), transform))
     return plan
 
 
-def run_randaugment(images: Tensor, plan: list[tuple[int, int, _Change]], parcels: list[Tensor]) -> Tensor:
+def run_randaugment(images: Tensor, plan: list[tuple[int, int, _Transform]], params: list[Tensor]) -> Tensor:
     """Apply a plan to uint8 images [n, C, H, W], in place."""
-    for rows, parameters, change in plan:
-        index = parcels[rows].long()
-        images.index_copy_(0, index, change(images.index_select(0, index), parcels[parameters]))
+    for rows, parameters, transform in plan:
+        index = params[rows].long()
+        images.index_copy_(0, index, transform(images.index_select(0, index), params[parameters]))
     return images
 
 
 def randaugment(images: Tensor, operations: Operations) -> Tensor:
-    """RandAugment as decided, in place, wherever the images are."""
-    courier = Courier()
-    plan = plan_randaugment(courier, operations, (images.shape[2], images.shape[3]), images.device)
-    return run_randaugment(images, plan, courier.deliver(images.device))
+    """Apply the drawn operations to uint8 images [n, C, H, W], in place, on their device."""
+    copy = HostToDeviceCopy()
+    plan = plan_randaugment(copy, operations, (images.shape[2], images.shape[3]), images.device)
+    return run_randaugment(images, plan, copy.to(images.device))
 
 
-_GROUPS = (GEOMETRIC, LOOKED_UP, ("Color",), ("Contrast",), ("Sharpness",), ("AutoContrast",), ("Equalize",), ("Cutout",))
+_GROUPS = (GEOMETRIC, LOOKUP, ("Color",), ("Contrast",), ("Sharpness",), ("AutoContrast",), ("Equalize",), ("Cutout",))
 
 
 def _group(
-    operations: Operations, names: Array, signs: Array, spots: Array, size: tuple[int, int], device: torch.device
-) -> tuple[Array, _Change]:
+    operations: Operations, names: Array, signs: Array, centres: Array, size: tuple[int, int], device: torch.device
+) -> tuple[Array, _Transform]:
     variant, magnitude = operations.variant, operations.magnitude
     kind = str(names[0])
-    fill, reference = FILL[variant], variant == "big-vision"
+    fill, tensorflow = FILL[variant], variant == "big-vision"
     amount = strength(variant, kind, magnitude, size)
     if kind in GEOMETRIC:
-        places = np.zeros((len(names), 2, 3))
+        affine = np.zeros((len(names), 2, 3))
         for name in set(names.tolist()):
-            here = names == name
-            places[here] = matrices(variant, name, strength(variant, name, magnitude, size), signs[here], size)
-        return places, lambda images, where: batch_ops.affine(images, where, fill)
-    if kind in LOOKED_UP:
-        number = np.array([LOOKED_UP.index(name) * 2 for name in names]) + (signs > 0)
-        tables = _tables(variant, magnitude, device)
-        return number, lambda images, which: batch_ops.look_up(images, tables[which.long()])
+            rows = names == name
+            affine[rows] = matrices(variant, name, strength(variant, name, magnitude, size), signs[rows], size)
+        return affine, lambda images, m: batch_ops.affine(images, m, fill)
+    if kind in LOOKUP:
+        numbers = np.array([LOOKUP.index(name) * 2 for name in names]) + (signs > 0)
+        tables = _lookup_tables(variant, magnitude, device)
+        return numbers, lambda images, n: batch_ops.apply_lookup(images, tables[n.long()])
     if kind == "Color":
-        return factor(variant, amount, signs), lambda images, f: batch_ops.saturate(images, f, reference=reference)
+        return factor(variant, amount, signs), lambda images, f: batch_ops.adjust_saturation(images, f, tensorflow=tensorflow)
     if kind == "Contrast":
-        return factor(variant, amount, signs), lambda images, f: batch_ops.contrast(images, f, reference=reference)
+        return factor(variant, amount, signs), lambda images, f: batch_ops.adjust_contrast(images, f, tensorflow=tensorflow)
     if kind == "Sharpness":
-        return factor(variant, amount, signs), lambda images, f: batch_ops.sharpen(images, f, reference=reference)
+        return factor(variant, amount, signs), lambda images, f: batch_ops.adjust_sharpness(images, f, tensorflow=tensorflow)
     if kind == "Cutout":
-        centres = np.floor(spots * np.array(size))
-        return centres, lambda images, where: batch_ops.cut_out(images, where, int(amount), fill)
-    change = batch_ops.autocontrast if kind == "AutoContrast" else batch_ops.equalize
-    return np.zeros(0), lambda images, _: change(images)
+        return np.floor(centres * np.array(size)), lambda images, c: batch_ops.cutout(images, c, int(amount), fill)
+    transform = batch_ops.autocontrast if kind == "AutoContrast" else batch_ops.equalize
+    return np.zeros(0), lambda images, _: transform(images)
 
 
 @lru_cache(maxsize=32)
-def _tables(variant: RandAugmentVariant, magnitude: float, device: torch.device) -> Tensor:
-    """Two rows for each looked-up operation, weakening and strengthening; the strength is one for the whole run."""
+def _lookup_tables(variant: RandAugmentVariant, magnitude: float, device: torch.device) -> Tensor:
+    """Return two tables per operation, for signs −1 and +1. The magnitude is fixed during a run, so they are cached."""
     rows = []
-    for name in LOOKED_UP:
+    for name in LOOKUP:
         amount = strength(variant, name, magnitude, (1, 1))
         signs = np.array([-1.0, 1.0])
         arguments = factor(variant, amount, signs) if name == "Brightness" else np.full(2, amount)

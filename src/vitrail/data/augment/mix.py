@@ -1,8 +1,8 @@
-"""Mixing images and labels: mixup, cutmix, label smoothing.
+"""Mix images and labels: mixup, cutmix, label smoothing.
 
 An image is always mixed with the one before it in the *global* batch, the first with the last. The order of an epoch is
-random, so a neighbour is a random partner; and a rank that holds a part of the batch needs only one image more, whatever
-the number of ranks. Batches of any size work, odd ones too; an image alone in its batch meets itself.
+random, so this is a random partner, and a rank needs only one extra image, for any number of ranks. Batches of any size
+work, odd ones too; a single image is mixed with itself.
 """
 
 from __future__ import annotations
@@ -14,81 +14,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.data.augment.rng import Purpose, generator
 from vitrail.data.augment.spec import Augment
-from vitrail.data.augment.streams import Stream, generator
 from vitrail.data.types import Array, Task
 from vitrail.errors import VitrailError
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """One step's decisions, for each of n images: the share that stays its own, and the rectangle that is replaced.
+    """The mixing of one step, per image: the weight of the image itself, and the box to paste from its partner.
 
-    With an empty rectangle the images are blended, with another the partner's pixels are pasted in.
+    With an empty box the images are blended (mixup), otherwise the partner's pixels are pasted (cutmix).
     """
 
-    shares: Array
+    weights: Array
     boxes: Array
     """[n, 4]: top, left, bottom, right."""
 
     def part(self, first: int, count: int) -> Mixing:
-        return Mixing(self.shares[first : first + count], self.boxes[first : first + count])
+        return Mixing(self.weights[first : first + count], self.boxes[first : first + count])
 
 
 def draw_mixing(augment: Augment, seed: int, epoch: int, step: int, count: int, size: tuple[int, int]) -> Mixing | None:
-    """The mixing of a step's global batch of `count` images; None where augmentation does not mix."""
+    """Draw the mixing of a global batch of `count` images; None if images are not mixed."""
     if not augment.mixes:
         return None
-    chance = generator(seed, epoch, Stream.MIX, step)
-    together = augment.mix == "reference"
-    draws = 1 if together else count
-    mixed = chance.random(draws) < augment.mix_probability
-    pasted = chance.random(draws) < (augment.cutmix_share if augment.mixup > 0 else 1.0)
-    pasted &= augment.cutmix > 0
-    blended = chance.beta(augment.mixup, augment.mixup, draws) if augment.mixup > 0 else np.ones(draws)
-    kept = chance.beta(augment.cutmix, augment.cutmix, draws) if augment.cutmix > 0 else np.ones(draws)
-    if together:
-        blended = np.maximum(blended, 1 - blended)  # the reference's: an image stays at least half itself
-    boxes = _boxes(kept, chance.random((draws, 2)), size)
-    boxes[~(mixed & pasted)] = 0
-    covered = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) / (size[0] * size[1])
-    shares = np.where(mixed, np.where(pasted, 1 - covered, blended), 1.0)
-    if together:
-        shares, boxes = shares.repeat(count), boxes.repeat(count, axis=0)
-    return Mixing(shares, boxes)
+    rng = generator(seed, epoch, Purpose.MIX, step)
+    per_batch = augment.mix == "batch"
+    draws = 1 if per_batch else count
+    mixed = rng.random(draws) < augment.mix_probability
+    use_cutmix = rng.random(draws) < (augment.cutmix_share if augment.mixup > 0 else 1.0)
+    use_cutmix &= augment.cutmix > 0
+    mixup_lam = rng.beta(augment.mixup, augment.mixup, draws) if augment.mixup > 0 else np.ones(draws)
+    cutmix_lam = rng.beta(augment.cutmix, augment.cutmix, draws) if augment.cutmix > 0 else np.ones(draws)
+    if per_batch:
+        mixup_lam = np.maximum(mixup_lam, 1 - mixup_lam)  # big_vision's rule: the image itself has at least half the weight
+    boxes = _cutmix_boxes(cutmix_lam, rng.random((draws, 2)), size)
+    boxes[~(mixed & use_cutmix)] = 0
+    area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) / (size[0] * size[1])
+    weights = np.where(mixed, np.where(use_cutmix, 1 - area, mixup_lam), 1.0)
+    if per_batch:
+        weights, boxes = weights.repeat(count), boxes.repeat(count, axis=0)
+    return Mixing(weights, boxes)
 
 
-def _boxes(kept: Array, centres: Array, size: tuple[int, int]) -> Array:
-    """Rectangles of the image's own shape covering 1 − kept of it, cut off where they stick out."""
+def _cutmix_boxes(lam: Array, centres: Array, size: tuple[int, int]) -> Array:
+    """Return boxes with the image's aspect ratio and 1 − lam of its area, clipped at the border."""
     sides = np.array(size)
-    half = np.floor(sides * np.sqrt(1 - kept)[:, None]).astype(np.int64)
-    low = np.floor(centres * sides).astype(np.int64) - half // 2
-    return np.concatenate([np.clip(low, 0, sides), np.clip(low + half, 0, sides)], axis=1)
+    lengths = np.floor(sides * np.sqrt(1 - lam)[:, None]).astype(np.int64)
+    low = np.floor(centres * sides).astype(np.int64) - lengths // 2
+    return np.concatenate([np.clip(low, 0, sides), np.clip(low + lengths, 0, sides)], axis=1)
 
 
-def mix_images(images: Tensor, partners: Tensor, shares: Tensor, boxes: Tensor) -> Tensor:
-    """Float images [n, C, H, W] blended with their partners, or with a rectangle of them pasted in."""
+def mix_images(images: Tensor, partners: Tensor, weights: Tensor, boxes: Tensor) -> Tensor:
+    """Blend float images [n, C, H, W] with their partners, or paste a box of the partner."""
     y = torch.arange(images.shape[2], device=images.device)[None, :, None]
     x = torch.arange(images.shape[3], device=images.device)[None, None, :]
     top, left, bottom, right = (side[:, None, None] for side in boxes.unbind(1))
     pasted = (y >= top) & (y < bottom) & (x >= left) & (x < right)
-    blends = (boxes[:, 2] <= boxes[:, 0]) | (boxes[:, 3] <= boxes[:, 1])
-    own = torch.where(blends[:, None, None], shares[:, None, None], (~pasted).to(shares.dtype))[:, None]
-    return partners.lerp(images, own)
+    blended = (boxes[:, 2] <= boxes[:, 0]) | (boxes[:, 3] <= boxes[:, 1])
+    pixel_weights = torch.where(blended[:, None, None], weights[:, None, None], (~pasted).to(weights.dtype))[:, None]
+    return partners.lerp(images, pixel_weights)
 
 
 def soft_targets(targets: Tensor, task: Task, classes: int, smoothing: float) -> Tensor:
-    """Targets as they can be mixed: class numbers become shares of classes, smoothed; numbers stay numbers."""
+    """Convert targets so that they can be mixed: class indices become smoothed one-hot rows, others are unchanged."""
     if task == "classify":
         return F.one_hot(targets, classes).float().mul_(1 - smoothing).add_(smoothing / classes)
     return targets.float()
 
 
 def check_targets(augment: Augment, task: Task, classes: int) -> None:
-    """Refuse what has no meaning for a task before any image is read."""
+    """Refuse settings that the task does not support, before any image is read."""
     if augment.smoothing > 0 and task != "classify":
         raise VitrailError(
-            f"Label smoothing is for one class an image, and this data is for the task {task!r}. Set smoothing to 0."
+            f"Label smoothing needs one class per image, but this dataset has the task {task!r}. Set smoothing to 0."
         )
     if task == "classify" and classes < 1:
         raise VitrailError("The training split has no classes. Check the data with `vitrail data check`.")

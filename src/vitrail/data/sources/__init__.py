@@ -1,4 +1,4 @@
-"""Data sources: one string says where images come from, whatever form they lie in."""
+"""Data sources: one string says where images come from, in any of several formats."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vitrail.data.classes import align
-from vitrail.data.sources.reference import BadImages, Opened, Request, taken_apart
+from vitrail.data.sources.reference import BadImages, OpenResult, Request, parse_reference
 from vitrail.data.types import Source
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 log = logging.getLogger("vitrail.data")
 
@@ -33,45 +33,45 @@ def open_source(
     ignore_unknown: bool = False,
     bad_images: BadImages = "error",
 ) -> Source:
-    """Open `kind:location?option=value`, or a bare path, with the classes of all splits in one order.
+    """Open `kind:location?option=value`, or a path, with the same class order in all splits.
 
-    `classes` are those of a checkpoint; without them the training split gives the order. A class unknown to it is an
-    error unless `ignore_unknown`; a missing one is a warning. `seed` decides what is held out where a source has no
-    splits of its own. `bad_images="skip"` leaves out rows of a table whose file is missing.
+    `classes` are those of a checkpoint; default: the classes of the training split. An unknown class is an error unless
+    `ignore_unknown`; a missing one is a warning. `seed` selects the held-out images if the source has no splits.
+    `bad_images="skip"` skips rows of a table whose file is missing.
     """
-    kind, location, options = taken_apart(reference)
+    kind, location, options = parse_reference(reference)
     if kind is None:
-        kind = _recognised(location)
+        kind = _infer_kind(location)
     elif kind not in KINDS:
         raise VitrailError(
-            f"{reference!r}: there is no source kind {kind!r}.{nearest(kind, KINDS)} "
-            f"Sources are digits, {', '.join(f'{name}:…' for name in KINDS if name != 'digits')} or a path."
+            f"{reference!r}: there is no source kind {kind!r}.{did_you_mean(kind, KINDS)} "
+            f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name != 'digits')} or a path."
         )
     module, function = KINDS[kind].split(":")
-    reader: Callable[[Request], Opened] = getattr(importlib.import_module(module), function)
+    reader: Callable[[Request], OpenResult] = getattr(importlib.import_module(module), function)
     opened = reader(Request(reference, kind, location, options, seed, bad_images))
     splits = align(opened.splits, classes, ignore_unknown=ignore_unknown)
-    source = Source(reference=reference, kind=kind, splits=splits, detail=opened.detail, left_out=opened.left_out)
+    source = Source(reference=reference, kind=kind, splits=splits, detail=opened.detail, skipped=opened.skipped)
     log.info("%s", source.describe())
     return source
 
 
-def _recognised(location: str) -> str:
-    """The kind of a bare path, by what lies there."""
+def _infer_kind(location: str) -> str:
+    """Infer the kind of a path without a kind."""
     path = Path(location).expanduser()
     if location == "digits":
         return "digits"
     if path.is_dir():
         return "packed" if (path / "packed.json").exists() else "folder"
-    endings = {".csv": "csv", ".tsv": "csv", ".tar": "wds", ".parquet": "hf"}
-    if path.suffix.lower() in endings:
-        return endings[path.suffix.lower()]
+    suffixes = {".csv": "csv", ".tsv": "csv", ".tar": "wds", ".parquet": "hf"}
+    if path.suffix.lower() in suffixes:
+        return suffixes[path.suffix.lower()]
     if path.exists():
         raise VitrailError(
-            f"{location} is a file, but not a table (.csv), a tar (.tar) or a .parquet file. "
+            f"{location} is not a table (.csv), a tar (.tar) or a .parquet file. "
             "A data source is one of these, or a folder of images."
         )
     raise VitrailError(
-        f"{location!r} is neither a path that exists nor a source.{nearest(location, KINDS)} "
-        f"Sources are digits, {', '.join(f'{name}:…' for name in KINDS if name != 'digits')} or a path."
+        f"{location!r} is neither an existing path nor a source.{did_you_mean(location, KINDS)} "
+        f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name != 'digits')} or a path."
     )

@@ -1,4 +1,4 @@
-"""Decoded images of one size, held in memory."""
+"""Decoded images of one size, in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vitrail.data.types import Array, Payload, Split, Task
 
 
 class ArraySplit(Split):
-    """A split of a small set such as MNIST or CIFAR: all its images as one array."""
+    """A split of a small dataset such as MNIST or CIFAR: all its images in one array."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`csv:FILE`: a table of `path,label[,split]`. Several labels as `a|b`, numbers with a fraction for a regression."""
+"""`csv:FILE`: a table `path,label[,split]`. Several labels are written `a|b`; decimal numbers are regression targets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.sources.labels import own_classes, targets_of, task_of
-from vitrail.data.sources.reference import Opened, Request
-from vitrail.data.split import held_out, renamed
-from vitrail.data.types import BadImage, Split
+from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
+from vitrail.data.sources.reference import OpenResult, Request
+from vitrail.data.split import hold_out, rename
+from vitrail.data.types import BadImage, Split, counted
 from vitrail.errors import VitrailError
 
 _COLUMNS = {
@@ -28,7 +28,7 @@ _COLUMNS = {
 
 @dataclass
 class Table:
-    """The rows that are to be used, column by column, with the line each came from."""
+    """The rows to use, column by column, with their line numbers."""
 
     lines: list[int]
     paths: list[str]
@@ -37,55 +37,56 @@ class Table:
     targets: tuple[str, ...]
     """Names of the label columns: one, or several numeric ones."""
 
-    def keep(self, rows: list[int]) -> None:
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
         self.lines = [self.lines[row] for row in rows]
         self.paths = [self.paths[row] for row in rows]
         self.labels = [self.labels[row] for row in rows]
         self.splits = [self.splits[row] for row in rows] if self.splits else []
 
 
-def open_csv(request: Request) -> Opened:
-    request.allow("root", "task", "targets", "val")
+def open_csv(request: Request) -> OpenResult:
+    request.allow_options("root", "task", "targets", "val")
     file = Path(request.location).expanduser()
     root = Path(request.options.get("root", file.parent)).expanduser()
     table = _read(file, request)
-    left_out = _missing_files(table, root, file, request)
-    _refuse_repeats(table, file)
-    wanted = request.options.get("task", "regress" if "targets" in request.options else None)
-    task = task_of(table.labels, wanted)
-    targets, classes = targets_of(table.labels, task, table.targets, lambda row: f"{file}, line {table.lines[row]}")
-    whole = FileSplit("train", task, root, table.paths, targets, classes)
+    skipped = _missing_files(table, root, file, request)
+    _refuse_duplicates(table, file)
+    task_option = request.options.get("task", "regress" if "targets" in request.options else None)
+    task = infer_task(table.labels, task_option)
+    targets, classes = parse_targets(table.labels, task, table.targets, lambda row: f"{file}, line {table.lines[row]}")
+    images = FileSplit("train", task, root, table.paths, targets, classes)
     if table.splits:
         if request.fraction("val", 0):
-            raise VitrailError(f"val={request.options['val']} in {request.reference}: the table has a column of splits.")
+            raise VitrailError(f"val={request.options['val']} in {request.reference}: the table already has a split column.")
         names = [name for name in ("train", "val", "test") if name in set(table.splits)]
         column = np.array(table.splits)
         splits: dict[str, Split] = {}
         for name in names:
-            splits[name] = own_classes(renamed(whole.subset(np.flatnonzero(column == name)), name))
-        detail = f"{task}, splits from its column"
+            splits[name] = drop_unused_classes(rename(images.subset(np.flatnonzero(column == name)), name))
+        detail = f"{task}, with a split column"
     else:
         fraction = request.fraction("val", 0.1)
-        record = file.with_name(f"{file.stem}-vitrail-split-seed{request.seed}-val{fraction:g}.csv")
-        splits = held_out(whole, fraction, seed=request.seed, record=record)
-        detail = f"{task}{f', {fraction:.0%} held out as in {record.name}' if record.exists() else ''}"
-    return Opened(splits=splits, detail=detail, left_out=left_out)
+        split_file = file.with_name(f"{file.stem}-vitrail-split-seed{request.seed}-val{fraction:g}.csv")
+        splits = hold_out(images, fraction, seed=request.seed, split_file=split_file)
+        detail = f"{task}{f', {fraction:.0%} held out, saved in {split_file.name}' if split_file.exists() else ''}"
+    return OpenResult(splits=splits, detail=detail, skipped=skipped)
 
 
 def _read(file: Path, request: Request) -> Table:
     rows = _rows(file)
     first = next(rows, None)
     if first is None:
-        raise VitrailError(f"{file} is empty; the first line should be path,label or path,label,split.")
+        raise VitrailError(f"{file} is empty. The first line should be path,label or path,label,split.")
     columns, header = _columns(first[1], file, request)
     body = list(rows) if header else [first, *rows]
     if not body:
-        raise VitrailError(f"{file} has a header and no rows; each row names an image and its label.")
+        raise VitrailError(f"{file} has a header but no rows. Add a row with path and label for each image.")
     for line, cells in body:
         if len(cells) != len(first[1]):
             raise VitrailError(
-                f"{file}, line {line}: {len(cells)} cells where the first line has {len(first[1])}. "
-                'A comma inside a name must be quoted: "a, b.jpg",cat'
+                f"{file}, line {line}: {counted(len(cells), 'cell')}, but the first line has {len(first[1])}. "
+                'Quote names that contain a comma: "a, b.jpg",cat'
             )
     path, labels, split = columns["path"][0], columns["label"], columns["split"]
     table = Table(
@@ -97,20 +98,20 @@ def _read(file: Path, request: Request) -> Table:
     )
     blank = next((line for line, name in zip(table.lines, table.paths, strict=True) if not name), None)
     if blank:
-        raise VitrailError(f"{file}, line {blank}: the path is empty. Fill it in, or remove the row.")
+        raise VitrailError(f"{file}, line {blank}: the path is empty. Add it, or remove the row.")
     return table
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     try:
-        text = file.read_bytes().decode("utf-8-sig")  # spreadsheets put a byte order mark in front
+        text = file.read_bytes().decode("utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
         raise VitrailError(f"Cannot read the table {file}: {error.strerror}. Check the path.") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise VitrailError(f"{file}, line {line} is not UTF-8 text. Save the table as 'CSV UTF-8'.") from error
     if "\0" in text:
-        raise VitrailError(f"{file} holds zero bytes, so it is no table of text. Save it as 'CSV UTF-8'.")
+        raise VitrailError(f"{file} contains zero bytes, so it is not a text file. Save it as 'CSV UTF-8'.")
     head = text.partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
     reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
@@ -119,28 +120,28 @@ def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
             if cells and any(map(str.strip, cells)):
                 yield reader.line_num, cells
     except csv.Error as error:
-        raise VitrailError(f"{file}, line {reader.line_num}: {error}. Check the quotes in it.") from error
+        raise VitrailError(f"{file}, line {reader.line_num}: {error}. Check its quotes.") from error
 
 
 def _columns(first: list[str], file: Path, request: Request) -> tuple[dict[str, list[int]], bool]:
-    """Where the path, label and split stand, and whether the first line is a header."""
+    """Find the columns of path, label and split, and whether the first line is a header."""
     words = [cell.strip().casefold() for cell in first]
     found = {key: [k for k, word in enumerate(words) if word in names] for key, names in _COLUMNS.items()}
     if "targets" in request.options:
-        wanted = [word.strip().casefold() for word in request.options["targets"].split(",")]
-        absent = [word for word in wanted if word not in words]
+        targets = [word.strip().casefold() for word in request.options["targets"].split(",")]
+        absent = [word for word in targets if word not in words]
         if absent:
             raise VitrailError(f"{file} has no column {absent[0]!r}; it has {', '.join(first)}.")
-        found["label"] = [words.index(word) for word in wanted]
+        found["label"] = [words.index(word) for word in targets]
     if not found["path"]:
         if words[0].endswith(SUFFIXES) and len(words) in (2, 3):
             return {"path": [0], "label": [1], "split": [2] if len(words) == 3 else []}, False
         raise VitrailError(
-            f"{file} has no column for the image; its first line is {', '.join(first)!r}. "
+            f"{file} has no column with image paths; its first line is {', '.join(first)!r}. "
             "Name the columns path,label or path,label,split."
         )
     if not found["label"] and request.options.get("task") != "unlabelled":
-        raise VitrailError(f"{file} has no column 'label' (it has {', '.join(first)}). Add one, or ?task=unlabelled.")
+        raise VitrailError(f"{file} has no column 'label' (it has {', '.join(first)}). Add one, or use ?task=unlabelled.")
     if "targets" not in request.options:
         found["label"] = found["label"][:1]
     return found, True
@@ -149,16 +150,16 @@ def _columns(first: list[str], file: Path, request: Request) -> tuple[dict[str, 
 def _split(cell: str, line: int, file: Path) -> str:
     name = split_name(cell)
     if name is None:
-        raise VitrailError(f"{file}, line {line}: the split is {cell!r}; train, val or test is expected.")
+        raise VitrailError(f"{file}, line {line}: the split is {cell!r}; expected train, val or test.")
     return name
 
 
 def _missing_files(table: Table, root: Path, file: Path, request: Request) -> tuple[BadImage, ...]:
-    """Refuse rows without a file, or leave them out. Folders are listed once each rather than asked file by file."""
+    """Refuse or skip rows whose file is missing. Each folder is listed once, which is faster than one stat per file."""
     listed: dict[str, set[str]] = {}
     missing = []
     for row, name in enumerate(table.paths):
-        if not _exists(os.path.join(root, name), listed):  # noqa: PTH118 - a Path a row takes seconds for a million
+        if not _exists(os.path.join(root, name), listed):  # noqa: PTH118 - a million Path objects take seconds
             slashes = name.replace("\\", "/")
             if slashes != name and _exists(os.path.join(root, slashes), listed):  # noqa: PTH118
                 table.paths[row] = slashes  # written on Windows
@@ -170,34 +171,36 @@ def _missing_files(table: Table, root: Path, file: Path, request: Request) -> tu
         listing = "\n".join(f"  line {table.lines[row]}: {table.paths[row]}" for row in missing[:5])
         more = f"\n  … and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise VitrailError(
-            f"{file} names {len(missing)} of {len(table.paths)} images that are not there:\n{listing}{more}\n"
-            f"Paths are taken from {root}; another folder is csv:{file}?root=DIR. --bad-images skip leaves them out."
+            f"{file} lists {counted(len(table.paths), 'image')}, of which {len(missing)} cannot be found:\n{listing}{more}\n"
+            f"Paths are relative to {root}; use csv:{file}?root=DIR for another folder, or --bad-images skip to skip them."
         )
-    faults = tuple(BadImage(table.paths[row], f"no such file (line {table.lines[row]} of {file})") for row in missing)
-    gone = set(missing)
-    table.keep([row for row in range(len(table.paths)) if row not in gone])
+    skipped = tuple(BadImage(table.paths[row], f"no such file (line {table.lines[row]} of {file})") for row in missing)
+    missing_rows = set(missing)
+    table.select([row for row in range(len(table.paths)) if row not in missing_rows])
     if not table.paths:
-        raise VitrailError(f"{file}: none of its images is there. Paths are taken from {root}.")
-    return faults
+        raise VitrailError(
+            f"{file}: none of its images can be found. Paths are relative to {root}; use ?root=DIR for another folder."
+        )
+    return skipped
 
 
 def _exists(path: str, listed: dict[str, set[str]]) -> bool:
     folder, name = os.path.split(os.path.normpath(path))
     if folder not in listed:
         try:
-            listed[folder] = set(os.listdir(folder))  # noqa: PTH208 - names are all we need
+            listed[folder] = set(os.listdir(folder))  # noqa: PTH208 - only names are needed
         except OSError:
             listed[folder] = set()
     return name in listed[folder]
 
 
-def _refuse_repeats(table: Table, file: Path) -> None:
+def _refuse_duplicates(table: Table, file: Path) -> None:
     seen: dict[tuple[str, str], int] = {}
     for row, name in enumerate(table.paths):
         key = (table.splits[row] if table.splits else "", name)
         if key in seen:
             raise VitrailError(
-                f"{file}: lines {seen[key]} and {table.lines[row]} both name {name}. "
-                "Give an image one row; several labels are written a|b."
+                f"{file}: lines {seen[key]} and {table.lines[row]} both list {name}. "
+                "Use one row per image; write several labels as a|b."
             )
         seen[key] = table.lines[row]

@@ -1,17 +1,17 @@
-"""`digits`: scikit-learn's 1,797 handwritten digits of 8×8 pixels, which need no file and no network."""
+"""`digits`: scikit-learn's 1,797 handwritten digits of 8×8 pixels; needs no file and no network."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from vitrail.data.sources.arrays import ArraySplit
-from vitrail.data.sources.reference import Opened, Request
-from vitrail.data.split import renamed, stratified
+from vitrail.data.sources.reference import OpenResult, Request
+from vitrail.data.split import rename, stratified
 
 
-def open_digits(request: Request) -> Opened:
-    """A fifth of each digit is held out as `val`, always the same images whatever the seed, so that figures compare."""
-    request.allow()
+def open_digits(request: Request) -> OpenResult:
+    """Hold out a fifth of each digit as `val`: always the same images, for any seed, so that results are comparable."""
+    request.allow_options()
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -20,7 +20,7 @@ def open_digits(request: Request) -> Opened:
     whole = ArraySplit("train", "classify", images, bunch.target.astype(np.int64), classes)
     val = stratified(whole, 0.2, seed=0)
     train = np.setdiff1d(np.arange(len(whole)), val)
-    return Opened(
-        splits={"train": renamed(whole.subset(train), "train"), "val": renamed(whole.subset(val), "val")},
+    return OpenResult(
+        splits={"train": rename(whole.subset(train), "train"), "val": rename(whole.subset(val), "val")},
         detail="8×8 grey images embedded in scikit-learn",
     )

@@ -1,4 +1,4 @@
-"""Images as single files under one folder: what folders and tables of paths have in common."""
+"""Images stored as single files; used for folders and for tables of paths."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from vitrail.data.types import Array, BadImage, Names, Payload, Split, Task
+from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
 
 
 class FileSplit(Split):
-    """A split whose images are files; their names are paths relative to `root`, or absolute ones."""
+    """A split whose images are files; their names are absolute paths or relative to `root`."""
 
     def __init__(self, name: str, task: Task, root: Path, files: Iterable[str], targets: Array, classes: tuple[str, ...]) -> None:
         self.name, self.task, self.root, self.targets, self.classes = name, task, str(root), targets, classes
-        self._files = Names(files)
+        self._files = PackedStrings(files)
 
     def image_name(self, index: int) -> str:
         return self._files[index]
 
     def path(self, index: int) -> str:
-        return os.path.join(self.root, self._files[index])  # noqa: PTH118 - a Path costs more than a small read
+        return os.path.join(self.root, self._files[index])  # noqa: PTH118 - creating a Path takes longer than a small read
 
     def payload(self, index: int) -> Payload:
         path = self.path(index)
@@ -29,12 +29,12 @@ class FileSplit(Split):
             with open(path, "rb") as file:  # noqa: PTH123
                 return file.read()
         except OSError as error:
-            raise BadImage(path, _why(path, error)) from error
+            raise BadImage(path, _read_error(path, error)) from error
 
 
-def _why(path: str, error: OSError) -> str:
+def _read_error(path: str, error: OSError) -> str:
     file = Path(path)
     if file.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
-        kind = "a link in a circle" if error.errno == errno.ELOOP else "a broken link"
+        kind = "a circular link" if error.errno == errno.ELOOP else "a broken link"
         return f"{kind} to {file.readlink()}"
     return "no such file" if error.errno == errno.ENOENT else f"cannot be read ({error.strerror})"

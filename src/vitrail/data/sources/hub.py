@@ -1,4 +1,4 @@
-"""`hf:NAME`: a set from the Hugging Face hub, or local parquet files, through the `datasets` package."""
+"""`hf:NAME`: a dataset from the Hugging Face Hub, or local parquet files, through the `datasets` package."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.classes import split_name
-from vitrail.data.sources.labels import own_classes, targets_of, task_of
-from vitrail.data.sources.reference import Opened, Request
-from vitrail.data.split import held_out
+from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
+from vitrail.data.sources.reference import OpenResult, Request
+from vitrail.data.split import hold_out
 from vitrail.data.types import Array, BadImage, Payload, Split, Task
 from vitrail.errors import VitrailError
 
@@ -41,8 +41,8 @@ class HubSplit(Split):
         return content
 
 
-def open_hub(request: Request) -> Opened:
-    request.allow("config", "revision", "image", "label", "task", "val", "cache")
+def open_hub(request: Request) -> OpenResult:
+    request.allow_options("config", "revision", "image", "label", "task", "val", "cache")
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -51,14 +51,14 @@ def open_hub(request: Request) -> Opened:
     first = next(iter(loaded.values()))
     image, label = _columns(datasets, first.features, request)
     splits: dict[str, Split] = {}
-    for theirs, table in loaded.items():
-        name = split_name(theirs) or theirs
+    for hub_name, table in loaded.items():
+        name = split_name(hub_name) or hub_name
         splits[name] = _split(datasets, name, table, image, label, request)
     if request.fraction("val", 0):
         if list(splits) != ["train"]:
             raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {', '.join(splits)}.")
-        splits = held_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, record=None)
-    return Opened(splits=splits, detail=f"{request.location}, columns {image} and {label or 'no label'}")
+        splits = hold_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, split_file=None)
+    return OpenResult(splits=splits, detail=f"{request.location}, columns {image} and {label or 'no label'}")
 
 
 def _load(datasets: Any, request: Request) -> dict[str, Any]:
@@ -84,16 +84,16 @@ def _load(datasets: Any, request: Request) -> dict[str, Any]:
     except Exception as error:  # `datasets` raises its own, the hub's, Arrow's and Python's errors
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise VitrailError(
-            f"{request.reference} could not be opened: {lines[0].rstrip('.')}. "
-            "Check the name and the connection; a set with several parts needs ?config=PART, and a folder of parquet "
-            "files is given by its path."
+            f"{request.reference} cannot be opened: {lines[0].rstrip('.')}. "
+            "Check the name and the connection. A dataset with several configs needs ?config=NAME. "
+            "For a folder of parquet files, give its path."
         ) from error
 
 
 def _parquet_files(path: Path) -> dict[str, list[str]]:
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
-        raise VitrailError(f"There is no .parquet file in {path}. For a folder of images use folder:{path}.")
+        raise VitrailError(f"There is no .parquet file in {path}. For a folder of images, use folder:{path}.")
     parts: dict[str, list[str]] = {}
     for file in files:
         words = re.split(r"[^a-zA-Z]+", str(file.relative_to(path)) if path.is_dir() else file.stem)
@@ -112,7 +112,7 @@ def _columns(datasets: Any, features: Any, request: Request) -> tuple[str, str |
         next((name for name in ("image", "img", "jpg", "png") if name in features), None),
     )
     if image is None:
-        raise VitrailError(f"{request.reference} has no column of images; it has {', '.join(features)}. Name it: ?image=COLUMN.")
+        raise VitrailError(f"{request.reference} has no image column; it has {', '.join(features)}. Name it with ?image=COLUMN.")
     if request.options.get("task") == "unlabelled":
         return image, None
     label = request.options.get("label") or next(
@@ -121,7 +121,7 @@ def _columns(datasets: Any, features: Any, request: Request) -> tuple[str, str |
     )
     if label is None:
         raise VitrailError(
-            f"{request.reference} has no column of labels; it has {', '.join(features)}. "
+            f"{request.reference} has no label column; it has {', '.join(features)}. "
             "Name it with ?label=COLUMN, or use the images alone with ?task=unlabelled."
         )
     return image, label
@@ -129,7 +129,7 @@ def _columns(datasets: Any, features: Any, request: Request) -> tuple[str, str |
 
 def _split(datasets: Any, name: str, table: Any, image: str, label: str | None, request: Request) -> Split:
     if isinstance(table.features[image], datasets.Image):
-        table = table.cast_column(image, datasets.Image(decode=False))  # we decode ourselves, and no more than needed
+        table = table.cast_column(image, datasets.Image(decode=False))  # decoded later, only as far as needed
     images = table.select_columns([image])
     if label is None:
         return HubSplit(name, images, image, "unlabelled", np.empty((len(table), 0), np.float32), ())
@@ -138,7 +138,7 @@ def _split(datasets: Any, name: str, table: Any, image: str, label: str | None, 
     inner = getattr(feature, "feature", None)
     if isinstance(feature, datasets.ClassLabel):
         targets = values.to_numpy().astype(np.int64)
-        if len(targets) and (targets < 0).all():  # the hub's way to withhold the labels of a test set
+        if len(targets) and (targets < 0).all():  # the Hub's convention for a test set with hidden labels
             return HubSplit(name, images, image, "unlabelled", np.empty((len(table), 0), np.float32), ())
         return HubSplit(name, images, image, "classify", targets, tuple(feature.names))
     if inner is not None:
@@ -147,6 +147,6 @@ def _split(datasets: Any, name: str, table: Any, image: str, label: str | None, 
         task: Task = "multilabel"
     else:
         texts = [["" if value is None else str(value)] for value in values.to_pylist()]
-        task = task_of(texts, request.options.get("task"))
-    targets, classes = targets_of(texts, task, (label,), lambda row: f"{request.reference}, {name} row {row}")
-    return own_classes(HubSplit(name, images, image, task, targets, classes))
+        task = infer_task(texts, request.options.get("task"))
+    targets, classes = parse_targets(texts, task, (label,), lambda row: f"{request.reference}, {name} row {row}")
+    return drop_unused_classes(HubSplit(name, images, image, task, targets, classes))

@@ -1,4 +1,4 @@
-"""From labels as they are written, one text (or several numbers) an image, to targets and class names."""
+"""Convert labels as written, one text (or several numbers) per image, to targets and class names."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vitrail.data.classes import in_natural_order
+from vitrail.data.classes import natural_sort
 from vitrail.data.types import Array, Split, Task
 from vitrail.errors import VitrailError
 
 TASKS: tuple[Task, ...] = ("classify", "multilabel", "regress", "unlabelled")
 
 
-def task_of(labels: list[list[str]], wanted: str | None) -> Task:
-    """The task asked for; else several labels where one is written a|b, numbers where one has a fraction, or classes."""
+def infer_task(labels: list[list[str]], requested: str | None) -> Task:
+    """Return the requested task; else multilabel if a label is written a|b, regression if one has a decimal point, or classes."""
     for task in TASKS:
-        if wanted == task:
+        if requested == task:
             return task
-    if wanted is not None:
-        raise VitrailError(f"task={wanted}: the task must be one of {', '.join(TASKS)}.")
+    if requested is not None:
+        raise VitrailError(f"task={requested}: expected one of {', '.join(TASKS)}.")
     if any("|" in cell for cells in labels for cell in cells):
         return "multilabel"
     numbers = all(_number(cell) is not None for cells in labels for cell in cells)
-    whole = all(cell.lstrip("+-").isdigit() for cells in labels for cell in cells)
-    return "regress" if numbers and not whole else "classify"
+    integers = all(cell.lstrip("+-").isdigit() for cells in labels for cell in cells)
+    return "regress" if numbers and not integers else "classify"
 
 
-def targets_of(
+def parse_targets(
     labels: list[list[str]], task: Task, columns: tuple[str, ...], where: Callable[[int], str]
 ) -> tuple[Array, tuple[str, ...]]:
-    """(targets, class names). `where(row)` says in an error where a row was written."""
+    """Return (targets, class names). `where(row)` names the origin of a row in error messages."""
     if task == "unlabelled":
         return np.empty((len(labels), 0), np.float32), ()
     if task == "regress":
@@ -39,9 +39,9 @@ def targets_of(
         return _multi_hot([[word.strip() for word in cells[0].split("|") if word.strip()] for cells in labels])
     for row, cells in enumerate(labels):
         if not cells[0]:
-            raise VitrailError(f"{where(row)}: the label is empty. Fill it in, or remove the image.")
-    classes = in_natural_order({cells[0] for cells in labels})
-    index = {name: place for place, name in enumerate(classes)}
+            raise VitrailError(f"{where(row)}: the label is empty. Add it, or remove the image.")
+    classes = natural_sort({cells[0] for cells in labels})
+    index = {name: k for k, name in enumerate(classes)}
     return np.array([index[cells[0]] for cells in labels], np.int64), classes
 
 
@@ -57,8 +57,8 @@ def _numeric(labels: list[list[str]], where: Callable[[int], str]) -> Array:
 
 
 def _multi_hot(sets: list[list[str]]) -> tuple[Array, tuple[str, ...]]:
-    classes = in_natural_order({word for words in sets for word in words})
-    index = {name: place for place, name in enumerate(classes)}
+    classes = natural_sort({word for words in sets for word in words})
+    index = {name: k for k, name in enumerate(classes)}
     hot = np.zeros((len(sets), len(classes)), np.float32)
     for row, words in enumerate(sets):
         hot[row, [index[word] for word in words]] = 1
@@ -73,8 +73,8 @@ def _number(cell: str) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def own_classes(split: Split) -> Split:
-    """Only the classes this split really has, so that the training split decides and another cannot add to it."""
+def drop_unused_classes(split: Split) -> Split:
+    """Remove classes without images, in place, so that the classes of a split are those it contains."""
     if split.task not in ("classify", "multilabel"):
         return split
     used = np.unique(split.targets) if split.task == "classify" else np.flatnonzero(split.targets.any(0))

@@ -1,10 +1,10 @@
-"""`packed:DIR`: what `vitrail data pack` wrote, mapped into memory and read without decoding anything.
+"""`packed:DIR`: a dataset written by `vitrail data pack`, memory-mapped and read without decoding.
 
-A packed set is a folder:
+A packed dataset is a folder:
 
-    packed.json              what it is: classes, task, settings, and for every file its size and checksums
-    train.images.bin         uint8 (or uint16) [count, height, width, channels], row-major; or encoded files end to end
-    train.index.npz          targets, names, and for encoded files where each begins
+    packed.json              description: classes, task, settings, and the size and checksums of every file
+    train.images.bin         uint8 (or uint16) [count, height, width, channels], row-major; or concatenated encoded files
+    train.index.npz          targets, names, and the end offset of each encoded file
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.sources.reference import Opened, Request
-from vitrail.data.types import Array, Names, Payload, Split, Task
+from vitrail.data.sources.reference import OpenResult, Request
+from vitrail.data.types import Array, PackedStrings, Payload, Split, Task, counted
 from vitrail.errors import VitrailError
 
-FORMAT, VERSION = "vitrail-packed", 1
+FORMAT, VERSION = "vitrail-packed", 2
 
 
 class PackedSplit(Split):
-    """Images in one memory-mapped file; the map is opened where it is used, so a pickled split is small."""
+    """Images in one memory-mapped file. The map is opened on first use, so a pickled split is small."""
 
-    def __init__(self, folder: Path, name: str, about: dict[str, Any], task: Task, classes: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, name: str, entry: dict[str, Any], task: Task, classes: tuple[str, ...]) -> None:
         self.name, self.task, self.classes = name, task, classes
-        self.file = folder / about["images"]
-        self._shape = tuple(about["shape"]) if about["shape"] else None
-        self._dtype = np.dtype(about["dtype"])
-        with np.load(folder / about["index"], allow_pickle=False) as index:
+        self.file = folder / entry["images"]
+        self._shape = tuple(entry["shape"]) if entry["shape"] else None
+        self._dtype = np.dtype(entry["dtype"])
+        with np.load(folder / entry["index"], allow_pickle=False) as index:
             self.targets = index["targets"]
-            self._names = Names.from_arrays(index["name_block"], index["name_ends"])
+            self._names = PackedStrings.from_arrays(index["name_block"], index["name_ends"])
             self._ends = index["ends"] if self._shape is None else None
         self._map: Array | None = None
 
@@ -42,7 +42,7 @@ class PackedSplit(Split):
         return self._names[index]
 
     def payload(self, index: int) -> Payload:
-        content = self._opened()
+        content = self._mapped()
         if self._ends is None:
             image: Array = content[index]
             return image
@@ -51,9 +51,9 @@ class PackedSplit(Split):
 
     @property
     def arrays(self) -> Array | None:
-        return self._opened() if self._shape is not None else None
+        return self._mapped() if self._shape is not None else None
 
-    def _opened(self) -> Array:
+    def _mapped(self) -> Array:
         if self._map is None:
             empty = len(self) == 0  # an empty file cannot be mapped
             if self._shape is None:
@@ -66,62 +66,76 @@ class PackedSplit(Split):
         return self._map
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}  # a memory map would be pickled as everything in it
+        return {**self.__dict__, "_map": None}  # pickling a memory map would copy its content
 
 
-def open_packed(request: Request) -> Opened:
-    request.allow("verify")
+def open_packed(request: Request) -> OpenResult:
+    request.allow_options("verify")
     folder = Path(request.location).expanduser()
-    about = read_about(folder)
+    description = read_description(folder)
     if request.flag("verify"):
-        for fault in damages(folder, about):
-            raise VitrailError(f"{fault} Pack the set again.")
-    classes = tuple(about["classes"])
+        for error in checksum_errors(folder, description):
+            raise VitrailError(f"{error} Pack the dataset again.")
+    classes = tuple(description["classes"])
     splits: dict[str, Split] = {
-        name: PackedSplit(folder, name, part, about["task"], classes) for name, part in about["splits"].items()
+        name: PackedSplit(folder, name, part, description["task"], classes) for name, part in description["splits"].items()
     }
-    shapes = {tuple(part["shape"]) for part in about["splits"].values() if part["shape"]}
+    shapes = {tuple(part["shape"]) for part in description["splits"].values() if part["shape"]}
     detail = "encoded files" if not shapes else ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
-    return Opened(splits=splits, detail=f"{detail}, made from {about['made_from']}")
+    return OpenResult(splits=splits, detail=f"{detail}, packed from {description['made_from']}")
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """The description of a packed set, after a check that its files have the sizes it names."""
+def read_description(folder: Path) -> dict[str, Any]:
+    """Read the description of a packed dataset, and check that its files have the sizes stored there."""
     unfinished = folder.with_name(f"{folder.name}.partial")
     if not (folder / "packed.json").exists():
         hint = (
-            f" {unfinished} is an unfinished one: run the same `vitrail data pack` again to finish it."
+            f" {unfinished} is unfinished: run the same `vitrail data pack` again to resume."
             if unfinished.exists()
-            else f" Make one with `vitrail data pack SOURCE {folder}`."
+            else f" Create one with `vitrail data pack SOURCE {folder}`."
         )
-        raise VitrailError(f"{folder} is not a packed data set: it has no packed.json.{hint}")
+        raise VitrailError(f"{folder} is not a packed dataset: it has no packed.json.{hint}")
     try:
-        about: dict[str, Any] = json.loads((folder / "packed.json").read_text(encoding="utf-8"))
-        if about["format"] != FORMAT or about["version"] != VERSION:
+        description: dict[str, Any] = json.loads((folder / "packed.json").read_text(encoding="utf-8"))
+        description = upgrade(description)
+        if description["format"] != FORMAT or description["version"] != VERSION:
             raise VitrailError(
-                f"{folder} is {about['format']} version {about['version']}; this Vitrail reads {FORMAT} version {VERSION}. "
-                "Pack the set again, or use the Vitrail that wrote it."
+                f"{folder} is {description['format']} version {description['version']}, but this Vitrail reads {FORMAT} "
+                f"version {VERSION}. "
+                "Pack the dataset again, or use the version of Vitrail that wrote it."
             )
-        for part in about["splits"].values():
+        for part in description["splits"].values():
             for file, size in ((part["images"], part["bytes"]), (part["index"], part["index_bytes"])):
                 found = (folder / file).stat().st_size if (folder / file).exists() else None
                 if found != size:
-                    there = "is missing" if found is None else f"has {found:,} bytes"
-                    raise VitrailError(f"{folder / file} {there}; {size:,} bytes are expected. Pack the set again.")
+                    state = "is missing" if found is None else f"has {counted(found, 'byte')}"
+                    raise VitrailError(f"{folder / file} {state}, but {size:,} are expected. Pack the dataset again.")
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise VitrailError(f"{folder / 'packed.json'} is damaged ({error!r}). Pack the set again.") from error
-    return about
+        raise VitrailError(f"{folder / 'packed.json'} is corrupted ({error!r}). Pack the dataset again.") from error
+    return description
 
 
-def damages(folder: Path, about: dict[str, Any]) -> Iterator[str]:
-    """A sentence for every stretch of a packed set whose checksum is not the one written down."""
-    for part in about["splits"].values():
+def upgrade(description: dict[str, Any]) -> dict[str, Any]:
+    """Convert a description of version 1 to the current names; return any other unchanged.
+
+    Version 1 called the chunks `stretches` and the skipped images `left_out`.
+    """
+    if (description["format"], description["version"]) != (FORMAT, 1):
+        return description
+    renamed = {"stretches": "chunks", "left_out": "skipped"}
+    splits = {name: {renamed.get(key, key): value for key, value in part.items()} for name, part in description["splits"].items()}
+    return {**{renamed.get(key, key): value for key, value in description.items()}, "version": VERSION, "splits": splits}
+
+
+def checksum_errors(folder: Path, description: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence for every chunk of a packed dataset whose checksum is wrong."""
+    for part in description["splits"].values():
         index = folder / part["index"]
         if hashlib.sha256(index.read_bytes()).hexdigest() != part["index_sha256"]:
-            yield f"{index} is damaged: its checksum has changed."
+            yield f"{index} is corrupted: its checksum has changed."
         start = 0
         with (folder / part["images"]).open("rb") as file:
-            for end, digest in part["stretches"]:
+            for end, digest in part["chunks"]:
                 if hashlib.sha256(file.read(end - start)).hexdigest() != digest:
-                    yield f"{folder / part['images']} is damaged between byte {start:,} and {end:,}."
+                    yield f"{folder / part['images']} is corrupted between bytes {start:,} and {end:,}."
                 start = end

@@ -1,4 +1,4 @@
-"""What a source string says: `kind:location?option=value&option=value`."""
+"""Parse source strings: `kind:location?option=value&option=value`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from vitrail.data.types import BadImage, Split
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 BadImages = Literal["error", "skip"]
 CACHE = Path("~/.cache/vitrail")
-"""Where downloaded sets and indices of tars lie unless an option names another folder."""
+"""Default folder for downloaded datasets and tar indices."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A source string taken apart, with what the caller wants of it."""
+    """A parsed source string, with the options of the caller."""
 
     reference: str
     kind: str
@@ -26,12 +26,12 @@ class Request:
     seed: int = 0
     bad_images: BadImages = "error"
 
-    def allow(self, *names: str) -> None:
-        """Refuse an option that this kind of source does not have: it may be a mistyped one."""
+    def allow_options(self, *names: str) -> None:
+        """Refuse options that this kind of source does not have."""
         for option in self.options:
             if option not in names:
-                known = f"It has {', '.join(names)}." if names else "It has none."
-                raise VitrailError(f"{self.kind}: has no option {option!r}.{nearest(option, names)} {known}")
+                known = f"Its options are {', '.join(names)}." if names else "It has no options."
+                raise VitrailError(f"{self.kind}: has no option {option!r}.{did_you_mean(option, names)} {known}")
 
     def fraction(self, option: str, default: float) -> float:
         text = self.options.get(option, str(default))
@@ -40,28 +40,28 @@ class Request:
         except ValueError:
             value = -1.0
         if not 0 <= value < 1:
-            raise VitrailError(f"{option}={text} in {self.reference}: a share from 0 up to (not including) 1 is expected.")
+            raise VitrailError(f"{option}={text} in {self.reference}: a fraction from 0 to below 1 is expected.")
         return value
 
     def flag(self, option: str) -> bool:
         value = self.options.get(option, "0").casefold()
         if value not in ("0", "1", "true", "false", "yes", "no"):
-            raise VitrailError(f"{option}={value} in {self.reference}: write {option}=1 or leave it out.")
+            raise VitrailError(f"{option}={value} in {self.reference}: write {option}=1, or remove it.")
         return value in ("1", "true", "yes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
-    """What the reader of one kind of source gives back: splits whose classes are not yet aligned."""
+class OpenResult:
+    """What opening one kind of source returns: splits whose classes are not yet aligned."""
 
     splits: dict[str, Split]
     detail: str = ""
-    left_out: tuple[BadImage, ...] = field(default=())
+    skipped: tuple[BadImage, ...] = field(default=())
 
 
-def taken_apart(reference: str) -> tuple[str | None, str, dict[str, str]]:
-    """(kind or None, location, options). A single letter before the colon is a Windows drive and not a kind."""
-    reference = reference.strip()  # a trailing blank from a shell script is no reason to fail
+def parse_reference(reference: str) -> tuple[str | None, str, dict[str, str]]:
+    """Return (kind or None, location, options). A single letter before the colon is a Windows drive, not a kind."""
+    reference = reference.strip()  # shell scripts often leave trailing blanks
     if Path(reference).exists():
         return None, reference, {}
     location, mark, tail = reference.rpartition("?")

@@ -1,8 +1,8 @@
-"""`wds:PATTERN`: webdataset tars, read in any order through an index of where each image lies.
+"""`wds:PATTERN`: WebDataset tars, read in any order through an index of byte offsets.
 
-The usual reader of such tars streams them and shuffles in a buffer, so that what an epoch sees depends on the number of
-workers. With an index any image is one read away, and the order is the sampler's alone. The index is made once per tar
-and kept in the cache; a tar behind a URL is read through fsspec.
+WebDataset itself streams tars and shuffles in a buffer, so that the order of an epoch depends on the number of workers.
+With an index, every image is one read, and only the sampler decides the order. The index is made once per tar and
+cached. Tars at a URL are read through fsspec.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 
 from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
-from vitrail.data.sources.labels import own_classes, targets_of, task_of
-from vitrail.data.sources.reference import CACHE, Opened, Request
-from vitrail.data.types import Array, BadImage, Names, Payload, Split, Task
+from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
+from vitrail.data.sources.reference import CACHE, OpenResult, Request
+from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task, counted
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file
 
@@ -33,46 +33,45 @@ _INDEX_VERSION = 1
 
 
 class TarSplit(Split):
-    """Images inside tars: for each the number of its tar, and the bytes it takes up there."""
+    """Images inside tars. Each row of `spans` is (tar number, offset, size)."""
 
     def __init__(
         self, name: str, task: Task, tars: list[str], keys: list[str], spans: Array, targets: Array, classes: tuple[str, ...]
     ) -> None:
         self.name, self.task, self.targets, self.classes = name, task, targets, classes
-        self._tars, self._keys, self._spans = Names(tars), Names(keys), spans
+        self._tars, self._keys, self._spans = PackedStrings(tars), PackedStrings(keys), spans
 
     def image_name(self, index: int) -> str:
         tar = self._tars[int(self._spans[index, 0])]
         return f"{tar.rpartition('/')[2]}/{self._keys[index]}"
 
     def payload(self, index: int) -> Payload:
-        number, start, size = (int(value) for value in self._spans[index])
+        number, offset, size = (int(value) for value in self._spans[index])
         tar = self._tars[number]
         try:
-            content = _read(tar, start, size)
+            content = _read(tar, offset, size)
         except OSError as error:
             raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({error})") from error
         if len(content) != size:
-            raise BadImage(f"{tar}: {self._keys[index]}", "the tar ends before the image does")
+            raise BadImage(f"{tar}: {self._keys[index]}", "the tar ends before the image is complete")
         return content
 
 
-def open_tars(request: Request) -> Opened:
-    request.allow("train", "val", "test", "label", "image", "task", "classes", "index")
+def open_tars(request: Request) -> OpenResult:
+    request.allow_options("train", "val", "test", "label", "image", "task", "classes", "index")
     patterns = {name: request.options[name] for name in ("train", "val", "test") if name in request.options}
     if bool(patterns) == bool(request.location):
         raise VitrailError(
-            f"{request.reference}: give one pattern, as in wds:DIR/train-{{000..146}}.tar, "
-            "or one for each split, as in wds:?train=PATTERN&val=PATTERN."
+            f"{request.reference}: expected one pattern, as in wds:DIR/train-{{000..146}}.tar, "
+            "or one per split, as in wds:?train=PATTERN&val=PATTERN."
         )
-    shards = {name: _expanded(pattern) for name, pattern in patterns.items()} or _by_name(_expanded(request.location))
+    shards = {name: _expand(pattern) for name, pattern in patterns.items()} or _by_name(_expand(request.location))
     splits = {name: _split(name, tars, request) for name, tars in shards.items()}
-    count = sum(map(len, shards.values()))
-    return Opened(splits=splits, detail=f"{count} tar{'s' * (count != 1)}")
+    return OpenResult(splits=splits, detail=counted(sum(map(len, shards.values())), "tar"))
 
 
-def _expanded(pattern: str) -> list[str]:
-    """Every tar a pattern means: {000..146}, {train,val}, and on this machine also *."""
+def _expand(pattern: str) -> list[str]:
+    """Return all tars of a pattern with {000..146}, {train,val} and, for local files, *."""
     found = []
     for word in _braces(pattern):
         if _is_remote(word):
@@ -83,7 +82,7 @@ def _expanded(pattern: str) -> list[str]:
             found.append(str(Path(word).expanduser()))
     absent = [tar for tar in found if not _is_remote(tar) and not Path(tar).is_file()]
     if absent or not found:
-        what = f"{len(absent)} of {len(found)} tars are not there, such as {absent[0]}" if absent else "no tar is there"
+        what = f"{len(absent)} of {counted(len(found), 'tar')} not found, for example {absent[0]}" if absent else "no tars found"
         raise VitrailError(f"wds:{pattern}: {what}. Check the path and the numbers in braces.")
     return found
 
@@ -104,7 +103,7 @@ def _braces(pattern: str) -> list[str]:
 
 
 def _by_name(tars: list[str]) -> dict[str, list[str]]:
-    """Shards named train-0000.tar and val-0000.tar say which split they are; others are all for training."""
+    """Group tars by the split in their name, as in train-0000.tar and val-0000.tar. Default: train."""
     parts: dict[str, list[str]] = {}
     for tar in tars:
         words = re.split(r"[^a-zA-Z]+", tar.rpartition("/")[2])
@@ -114,31 +113,33 @@ def _by_name(tars: list[str]) -> dict[str, list[str]]:
 
 def _split(name: str, tars: list[str], request: Request) -> Split:
     cache = Path(request.options.get("index", CACHE / "tars")).expanduser()
-    wanted = (request.options.get("image"), request.options.get("label"))
-    with ThreadPoolExecutor(8) as pool:  # a tar behind a URL is mostly waited for
-        indices = list(pool.map(lambda tar: _index(tar, cache, wanted), tars))
+    members = (request.options.get("image"), request.options.get("label"))
+    with ThreadPoolExecutor(8) as pool:  # reading from a URL is mostly waiting
+        indices = list(pool.map(lambda tar: _index(tar, cache, members), tars))
     spans = np.concatenate(
         [np.column_stack([np.full(len(index["spans"]), k), index["spans"]]) for k, index in enumerate(indices)]
     ).astype(np.int64)
     keys, labels = ([text for index in indices for text in index[part]] for part in ("keys", "labels"))
     if not keys:
-        raise VitrailError(f"{request.reference}: no image in {tars[0]}{' and the others' * (len(tars) > 1)}. Check what it holds.")
-    if wanted[1] and not any(label is not None for label in labels):
-        raise VitrailError(f"{request.reference}: no image has a label {wanted[1]!r}. Check ?label, or leave it out.")
+        raise VitrailError(
+            f"{request.reference}: no images in {tars[0]}{' and the others' * (len(tars) > 1)}. Check their content."
+        )
+    if members[1] and not any(label is not None for label in labels):
+        raise VitrailError(f"{request.reference}: no image has a label {members[1]!r}. Check ?label=, or remove it.")
     task: Task = "unlabelled"
     if any(label is not None for label in labels) and request.options.get("task") != "unlabelled":
         texts = [["" if label is None else label] for label in labels]
-        task = task_of(texts, request.options.get("task"))
-        targets, classes = targets_of(texts, task, ("label",), lambda row: f"{tars[spans[row, 0]]}: {keys[row]}")
-        classes, targets = _named(classes, targets, request) if task == "classify" else (classes, targets)
+        task = infer_task(texts, request.options.get("task"))
+        targets, classes = parse_targets(texts, task, ("label",), lambda row: f"{tars[spans[row, 0]]}: {keys[row]}")
+        classes, targets = _with_names(classes, targets, request) if task == "classify" else (classes, targets)
     else:
         targets, classes = np.empty((len(keys), 0), np.float32), ()
     split = TarSplit(name, task, tars, keys, spans, targets, classes)
-    return split if "classes" in request.options else own_classes(split)
+    return split if "classes" in request.options else drop_unused_classes(split)
 
 
-def _named(numbers: tuple[str, ...], targets: Array, request: Request) -> tuple[tuple[str, ...], Array]:
-    """Names for the numbers in .cls files, from a file with one name a line (or a JSON list) where one is given."""
+def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> tuple[tuple[str, ...], Array]:
+    """Replace the numbers in .cls files by class names, if ?classes= gives a file (one name per line, or a JSON list)."""
     if "classes" not in request.options:
         return numbers, targets
     file = Path(request.options["classes"]).expanduser()
@@ -146,26 +147,28 @@ def _named(numbers: tuple[str, ...], targets: Array, request: Request) -> tuple[
         text = file.read_text(encoding="utf-8-sig")
         names = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
     except (OSError, json.JSONDecodeError) as error:
-        raise VitrailError(f"Cannot read the class names {file}: {error}. One name a line is expected.") from error
+        raise VitrailError(f"Cannot read the class names from {file}: {error}. Expected one name per line.") from error
     wrong = [number for number in numbers if not number.isdigit() or int(number) >= len(names)]
     if wrong:
-        raise VitrailError(f"{request.reference}: label {wrong[0]!r}, but {file} names {len(names)} classes (0–{len(names) - 1}).")
+        raise VitrailError(
+            f"{request.reference}: label {wrong[0]!r}, but {file} has {counted(len(names), 'name')} (0–{len(names) - 1})."
+        )
     return tuple(map(str, names)), np.array([int(number) for number in numbers], np.int64)[targets]
 
 
-def _index(tar: str, cache: Path, wanted: tuple[str | None, str | None]) -> dict[str, Any]:
-    """{keys, labels, spans} of one tar, from the cache where the tar is still the same."""
-    mark = hashlib.sha256(repr((_INDEX_VERSION, tar, _state(tar), wanted)).encode()).hexdigest()[:32]
-    file = cache / f"{mark}.json"
+def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dict[str, Any]:
+    """Return {keys, labels, spans} of one tar, from the cache if the tar has not changed."""
+    digest = hashlib.sha256(repr((_INDEX_VERSION, tar, _state(tar), members)).encode()).hexdigest()[:32]
+    file = cache / f"{digest}.json"
     if file.exists():
         stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {**stored, "spans": np.array(stored["spans"], np.int64).reshape(-1, 2)}
     keys, labels, spans = [], [], []
-    for key, parts in _samples(tar, wanted[1]).items():
-        image = _image_part(parts, wanted[0])
+    for key, parts in _samples(tar, members[1]).items():
+        image = _image_part(parts, members[0])
         if image is not None:
             keys.append(f"{key}.{image}")
-            labels.append(_label(parts, wanted[1], f"{tar}: {key}"))
+            labels.append(_label(parts, members[1], f"{tar}: {key}"))
             spans.append(parts[image][:2])
     with atomic_file(file) as temporary:
         temporary.write_text(json.dumps({"keys": keys, "labels": labels, "spans": spans}), encoding="utf-8")
@@ -173,7 +176,7 @@ def _index(tar: str, cache: Path, wanted: tuple[str | None, str | None]) -> dict
 
 
 Part = tuple[int, int, bytes]
-"""Where a member begins, how long it is, and for a label what it says."""
+"""Offset and size of a tar member and, for a label, its content."""
 
 
 def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
@@ -192,20 +195,24 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
                 key = f"{folder}/{stem}" if folder else stem
                 samples.setdefault(key, {})[ending.lower()] = (member.offset_data, member.size, text)
     except tarfile.ReadError as error:
-        gzip = tar.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))
-        advice = "Compressed tars have no random access: unpack it to a plain .tar." if gzip else "Is it whole? Copy it again."
+        compressed = tar.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))
+        advice = (
+            "Compressed tars have no random access: decompress it to a plain .tar."
+            if compressed
+            else "It may be truncated: copy it again."
+        )
         raise VitrailError(f"{tar} cannot be read as a tar: {error}. {advice}") from error
     return samples
 
 
-def _image_part(parts: dict[str, Part], wanted: str | None) -> str | None:
-    if wanted is not None:
-        return wanted if wanted in parts else None
+def _image_part(parts: dict[str, Part], extension: str | None) -> str | None:
+    if extension is not None:
+        return extension if extension in parts else None
     return next((ending for ending in parts if f".{ending}" in SUFFIXES), None)
 
 
-def _label(parts: dict[str, Part], wanted: str | None, where: str) -> str | None:
-    extension, _, key = (wanted or "").partition(".")
+def _label(parts: dict[str, Part], member: str | None, where: str) -> str | None:
+    extension, _, key = (member or "").partition(".")
     if not extension:
         extension = "cls" if "cls" in parts else "json"
     if extension not in parts:
@@ -217,7 +224,7 @@ def _label(parts: dict[str, Part], wanted: str | None, where: str) -> str | None
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise VitrailError(
-            f"{where}.json is not JSON: {error}. Correct it, or name another label with ?label=EXTENSION."
+            f"{where}.json is not JSON: {error}. Correct it, or choose another label with ?label=EXTENSION."
         ) from error
     value = content.get(key or "label") if isinstance(content, dict) else content
     return None if value is None else "|".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -231,7 +238,7 @@ def _file_system(tar: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ModuleNotFoundError as error:
-        raise VitrailError(f"{tar} is not on this machine; to read it: pip install 'vitrail[web]'.") from error
+        raise VitrailError(f"{tar} is a URL. To read it: pip install 'vitrail[web]'.") from error
     try:
         system, path = fsspec.core.url_to_fs(tar)
     except (ValueError, ImportError) as error:
@@ -240,16 +247,16 @@ def _file_system(tar: str) -> tuple[Any, str]:
 
 
 def _state(tar: str) -> tuple[Any, ...]:
-    """What changes when a tar does."""
+    """Return a value that changes when the tar changes."""
     if not _is_remote(tar):
         status = Path(tar).stat()
         return status.st_size, status.st_mtime_ns
     system, path = _file_system(tar)
     try:
-        about = system.info(path)
+        info = system.info(path)
     except (OSError, ValueError) as error:
-        raise VitrailError(f"{tar} cannot be reached: {error}. Check the address and the connection.") from error
-    return about.get("size"), str(about.get("ETag") or about.get("LastModified") or about.get("mtime") or "")
+        raise VitrailError(f"{tar} cannot be reached: {error}. Check the URL and the connection.") from error
+    return info.get("size"), str(info.get("ETag") or info.get("LastModified") or info.get("mtime") or "")
 
 
 @contextmanager
@@ -263,11 +270,11 @@ def _opened(tar: str) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _read(tar: str, start: int, size: int) -> bytes:
+def _read(tar: str, offset: int, size: int) -> bytes:
     if _is_remote(tar):
         system, path = _file_system(tar)
-        content: bytes = system.cat_file(path, start=start, end=start + size)
+        content: bytes = system.cat_file(path, start=offset, end=offset + size)
         return content
     with open(tar, "rb") as file:  # noqa: PTH123 - called for every image
-        file.seek(start)
+        file.seek(offset)
         return file.read(size)

@@ -1,4 +1,4 @@
-"""`torchvision:NAME`: the data sets torchvision knows, downloaded only where `?download=1` asks for it."""
+"""`torchvision:NAME`: the datasets of torchvision; downloaded only with `?download=1`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.sources.labels import own_classes
-from vitrail.data.sources.reference import CACHE, Opened, Request
-from vitrail.data.split import held_out
+from vitrail.data.sources.labels import drop_unused_classes
+from vitrail.data.sources.reference import CACHE, OpenResult, Request
+from vitrail.data.split import hold_out
 from vitrail.data.types import Array, Split
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import VitrailError, did_you_mean
 
 _TRAIN_FLAG = {"train": {"train": True}, "test": {"train": False}}
 _TWO = {"train": {"split": "train"}, "test": {"split": "test"}}
 _THREE = {"train": {"split": "train"}, "val": {"split": "val"}, "test": {"split": "test"}}
 _TRAIN_VAL = {"train": {"split": "train"}, "val": {"split": "val"}}
-_WHOLE: dict[str, dict[str, Any]] = {"train": {}}
-SETS: dict[str, dict[str, dict[str, Any]]] = {
+_NO_SPLITS: dict[str, dict[str, Any]] = {"train": {}}
+DATASETS: dict[str, dict[str, dict[str, Any]]] = {
     "CIFAR10": _TRAIN_FLAG,
     "CIFAR100": _TRAIN_FLAG,
     "MNIST": _TRAIN_FLAG,
@@ -39,50 +39,50 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
     "ImageNet": _TRAIN_VAL,
     "Country211": {"train": {"split": "train"}, "val": {"split": "valid"}, "test": {"split": "test"}},
     "CLEVRClassification": _TRAIN_VAL,
-    "EuroSAT": _WHOLE,
-    "SUN397": _WHOLE,
+    "EuroSAT": _NO_SPLITS,
+    "SUN397": _NO_SPLITS,
 }
 
 
-def open_torchvision(request: Request) -> Opened:
-    request.allow("root", "download", "val")
-    by_name = {name.casefold(): name for name in SETS}
+def open_torchvision(request: Request) -> OpenResult:
+    request.allow_options("root", "download", "val")
+    by_name = {name.casefold(): name for name in DATASETS}
     name = by_name.get(request.location.casefold())
     if name is None:
         raise VitrailError(
-            f"{request.reference}: torchvision set {request.location!r} is not among those Vitrail reads."
-            f"{nearest(request.location, SETS)} They are {', '.join(SETS)}."
+            f"{request.reference}: Vitrail cannot read the torchvision dataset {request.location!r}."
+            f"{did_you_mean(request.location, DATASETS)} Supported are {', '.join(DATASETS)}."
         )
     root = Path(request.options.get("root", CACHE / "torchvision")).expanduser()
     splits: dict[str, Split] = {
-        split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in SETS[name].items()
+        split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in DATASETS[name].items()
     }
-    if SETS[name] is _WHOLE:
-        splits = held_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, record=None)
+    if DATASETS[name] is _NO_SPLITS:
+        splits = hold_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, split_file=None)
     elif request.fraction("val", 0):
-        raise VitrailError(f"val={request.options['val']} in {request.reference}: it has splits of its own, {', '.join(splits)}.")
-    return Opened(splits=splits, detail=f"{name} in {root}")
+        raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has the splits {', '.join(splits)}.")
+    return OpenResult(splits=splits, detail=f"{name} in {root}")
 
 
 def _dataset(name: str, root: Path, arguments: dict[str, Any], request: Request) -> Any:
     import torchvision.datasets
 
     kind = getattr(torchvision.datasets, name)
-    wanted = {"download": True} if request.flag("download") and name != "ImageNet" else {}
+    download = {"download": True} if request.flag("download") and name != "ImageNet" else {}
     try:
-        if wanted:
+        if download:
             root.mkdir(parents=True, exist_ok=True)
-        return kind(root=str(root), **arguments, **wanted)
+        return kind(root=str(root), **arguments, **download)
     except ModuleNotFoundError as error:
         raise VitrailError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
-    except (RuntimeError, OSError) as error:  # not found, spoiled, or the network is not there
+    except (RuntimeError, OSError) as error:  # not found, corrupted, or no network
         first = str(error).partition("\n")[0]
         advice = (
-            "Check the connection, or bring the files there yourself."
-            if wanted
-            else f"Download it with torchvision:{name}?download=1, or say where it lies with ?root=DIR."
+            "Check the connection, or copy the files there yourself."
+            if download
+            else f"Download it with torchvision:{name}?download=1, or give its folder with ?root=DIR."
         )
-        raise VitrailError(f"{name} could not be opened in {root}: {first.rstrip('.')}. {advice}") from error
+        raise VitrailError(f"{name} cannot be opened in {root}: {first.rstrip('.')}. {advice}") from error
 
 
 def _split(name: str, dataset: Any, root: Path) -> Split:
@@ -94,12 +94,12 @@ def _split(name: str, dataset: Any, root: Path) -> Split:
     else:
         split = ArraySplit(name, "classify", _images(dataset), labels, classes)
     if not hasattr(dataset, "classes") and not hasattr(dataset, "wnids"):
-        own_classes(split)  # names are the numbers themselves, and gaps between them are no classes
+        drop_unused_classes(split)  # classes are named by their numbers, and unused numbers are not classes
     return split
 
 
 def _files_and_labels(dataset: Any) -> tuple[list[Any] | None, Array]:
-    """torchvision keeps lists of files under various names; sets without one keep arrays."""
+    """Return (files or None, labels). torchvision stores lists of files under various names, and arrays otherwise."""
     for attribute in ("_samples", "samples"):
         if hasattr(dataset, attribute):
             files, labels = zip(*((sample[0], sample[1]) for sample in getattr(dataset, attribute)), strict=True)
@@ -112,7 +112,7 @@ def _files_and_labels(dataset: Any) -> tuple[list[Any] | None, Array]:
 
 
 def _class_names(dataset: Any, labels: Array) -> tuple[str, ...]:
-    # Two of ImageNet's classes are both called "crane", so its classes go by their WordNet numbers.
+    # Two classes of ImageNet are called "crane", so its classes are named by their WordNet ids.
     names = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None)
     if names is None:
         return tuple(map(str, range(int(labels.max()) + 1)))

@@ -12,12 +12,12 @@ from vitrail.data.types import Array, BadImage, Payload, Split, Task
 
 def picture(seed: int, height: int, width: int, channels: int = 3) -> Array:
     """Smooth colours with some grain: what a JPEG keeps well."""
-    chance = np.random.default_rng(seed)
-    small = chance.integers(0, 256, (6, 8, channels), dtype=np.uint8)
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (6, 8, channels), dtype=np.uint8)
     planes = [
         np.asarray(Image.fromarray(small[:, :, c]).resize((width, height), Image.Resampling.BICUBIC)) for c in range(channels)
     ]
-    grain = chance.integers(-8, 9, (height, width, channels))
+    grain = rng.integers(-8, 9, (height, width, channels))
     return (np.stack(planes, -1).astype(int) + grain).clip(0, 255).astype(np.uint8)
 
 

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import vitrail.data.read as reading
-from tests.data.flow_splits import Memory, Stored, jpeg, picture
+import vitrail.data.train_reader as reading
+from tests.data.memory_splits import Memory, Stored, jpeg, picture
 from vitrail.data.augment import Augment
 from vitrail.data.augment.crop import draw_boxes, draw_flips
 from vitrail.data.batch import HostBatch
 from vitrail.data.decode import decode
 from vitrail.data.preprocess import preset
-from vitrail.data.read import TrainReader, jpeg_scale, plain_jpeg_size
-from vitrail.data.sampler import Slice
+from vitrail.data.sampler import BatchSlice
+from vitrail.data.train_reader import TrainReader, jpeg_downscale, plain_jpeg_size
 from vitrail.data.types import Payload, Split
 
 
 def read(split: Split, augment: Augment | None = None, size: int = 32) -> HostBatch:
     preprocess = preset("imagenet", size=size)
-    reader = TrainReader(split, preprocess, augment or Augment(), 1, skip_bad=False, pieces=4)
+    reader = TrainReader(split, preprocess, augment or Augment(), 1, skip_bad=False, num_buffers=4)
     n = len(split)
-    return reader[Slice(0, 0, 0, 1, np.arange(n), ((0, n),), 0, n, n)]
+    return reader[BatchSlice(0, 0, 0, 1, np.arange(n), ((0, n),), 0, n, n)]
 
 
 def expected(payloads: list[Payload], size: int = 32) -> np.ndarray:
@@ -71,7 +71,7 @@ def test_jpegs_of_every_kind_show_what_they_show(fast: bool, monkeypatch: pytest
 def test_a_scaled_jpeg_still_shows_the_crop() -> None:
     payloads: list[Payload] = [jpeg(picture(i, 420 + i, 500)) for i in range(8)]
     boxes = draw_boxes(Augment(), 1, 0, 0, np.array([420 + i for i in range(8)]), np.full(8, 500))
-    assert max(jpeg_scale(tuple(box), (32, 32)) for box in boxes.tolist()) >= 4
+    assert max(jpeg_downscale(tuple(box), (32, 32)) for box in boxes.tolist()) >= 4
     images = read(Memory(payloads)).images.float().numpy()
     # The other filter costs a few levels. A crop at another place would cost dozens.
     assert np.abs(images - expected(payloads)).mean() < 5
@@ -83,7 +83,7 @@ def test_a_scaled_jpeg_still_shows_the_crop() -> None:
 @settings(max_examples=100, deadline=None)
 @given(tall=st.integers(1, 3000), wide=st.integers(1, 3000), size=st.integers(8, 300))
 def test_scaling_never_makes_a_crop_smaller_than_asked(tall: int, wide: int, size: int) -> None:
-    scale = jpeg_scale((7, 13, tall, wide), (size, size))
+    scale = jpeg_downscale((7, 13, tall, wide), (size, size))
     if scale > 1:
         assert tall / scale >= size and wide / scale >= size
     if scale < 8:
@@ -122,6 +122,6 @@ def test_stored_images_are_cropped_as_files_are() -> None:
 def test_whole_images_go_to_the_gpu_as_they_are() -> None:
     arrays = np.stack([picture(i, 40, 40) for i in range(6)])
     host = read(Stored(arrays), Augment(device="gpu"))
-    assert host.whole and (host.images.numpy() == arrays).all()
+    assert host.uncropped and (host.images.numpy() == arrays).all()
     photographs = read(Memory([jpeg(image) for image in arrays]), Augment(device="gpu"))
-    assert not photographs.whole and photographs.images.shape == (6, 3, 32, 32)
+    assert not photographs.uncropped and photographs.images.shape == (6, 3, 32, 32)

@@ -1,0 +1,49 @@
+"""Read images for evaluation: fully decoded, and preprocessed exactly as the checkpoint says."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vitrail.data.batch import HostBatch
+from vitrail.data.buffers import BatchBuffers
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sampler import BatchSlice
+from vitrail.data.types import BadImage, Split
+
+
+class EvalReader:
+    """Build a worker's batches for evaluation. With `skip_bad`, a bad image is skipped and not replaced."""
+
+    def __init__(self, split: Split, preprocess: Preprocess, *, skip_bad: bool, num_buffers: int) -> None:
+        self.split, self.preprocess, self.skip_bad = split, preprocess, skip_bad
+        self.buffers = BatchBuffers(num_buffers)
+
+    def __getitem__(self, batch_slice: BatchSlice) -> HostBatch:
+        arrays, read, bad = [], [], list[BadImage]()
+        for index in batch_slice.indices.tolist():
+            try:
+                name = self.split.image_name(index)
+                arrays.append(self.preprocess.pixels(self.split.payload(index), name=name))
+                read.append(index)
+            except BadImage as error:
+                if not self.skip_bad:
+                    raise
+                bad.append(error)
+        indices = np.array(read, dtype=np.int64)
+        # uint8 is a quarter of the bytes to copy; 16-bit and unrounded pixels need float32.
+        dtype = torch.uint8 if all(array.dtype == np.uint8 for array in arrays) else torch.float32
+        images = self.buffers.empty((len(arrays), *self.preprocess.size, self.preprocess.channels), dtype)
+        for row, array in enumerate(arrays):
+            images.numpy()[row] = array
+        targets = torch.from_numpy(self.split.targets[indices])
+        return HostBatch(images.permute(0, 3, 1, 2), targets, torch.from_numpy(indices), batch_slice, bad=tuple(bad))
+
+
+def eval_slices(length: int, batch: int, rank: int, ranks: int) -> list[BatchSlice]:
+    """Return the batches of a rank: every `ranks`-th image, so sizes differ by at most one and nothing is padded or dropped."""
+    own = np.arange(rank, length, ranks)
+    return [
+        BatchSlice(0, step, 0, 1, indices, (), 0, len(indices), len(indices))
+        for step, indices in enumerate(np.split(own, range(batch, len(own), batch)) if len(own) else [])
+    ]

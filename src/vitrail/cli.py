@@ -21,7 +21,7 @@ COMMANDS = {
     "eval": ("vitrail.commands.evaluate:evaluate", "Evaluate a checkpoint on labelled images."),
     "fewshot": (
         "vitrail.commands.fewshot:fewshot",
-        "Evaluate few-shot accuracy, with a closed-form linear classifier on frozen features.",
+        "Evaluate few-shot accuracy with a closed-form linear classifier.",
     ),
     "probe": ("vitrail.commands.probe:probe", "Fit a linear or k-NN classifier on frozen features."),
     "vtab": ("vitrail.commands.vtab:vtab", "Fine-tune on the tasks of VTAB-1k, or of the paper's transfer suite."),

@@ -18,3 +18,8 @@ def did_you_mean(word: str, known: Iterable[str], *, count: int = 3) -> str:
     by_key = {name.casefold(): name for name in known}
     close = difflib.get_close_matches(word.casefold(), by_key, n=count, cutoff=0.5)
     return f" Did you mean {' or '.join(by_key[key] for key in close)}?" if close else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """Return the number with its noun: "1 image", "2 images", "1,000 images"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""One thread is fastest for models this small, and leaves the other cores to other tests."""
+"""Use one thread: it is fastest for models this small, and leaves the other cores to other tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of every kind a format can hold, with weights that make every part count."""
+"""Small models of every kind that a format can store, with weights that make every parameter matter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS: dict[str, ModelConfig] = {
     "relative": ViTConfig(name="small", position="relative", position_at="every-layer", position_prefix=False, **SMALL),
 }
 
-HOLDS: dict[str, tuple[str, ...]] = {
+STORABLE: dict[str, tuple[str, ...]] = {
     "google": ("plain", "no-head", "pre-logits", "gap", "no-qkv-bias", "rectangle", "grey", "hybrid", "hybrid-stem"),
     "big-vision": ("plain", "no-head", "pre-logits", "gap", "rectangle", "free-class", "map", "sincos"),
     "bit": ("bit",),
@@ -64,7 +64,7 @@ SUFFIX = {
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype | None = None) -> Model:
-    """A model whose every parameter is away from zero and one, so that none can be mixed up or left out unnoticed."""
+    """Return a model with no parameter at zero or one, so that a swapped or missing one changes the outputs."""
     model = build_model(config, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -77,12 +77,12 @@ def random_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype | None =
 
 def bundle_of(config: ModelConfig, seed: int = 0, dtype: torch.dtype | None = None) -> Bundle:
     model = random_model(config, seed, dtype)
-    prepared = preset("timm", size=config.image_size, channels=config.channels)
-    return Bundle(model, prepared, None, "classify", Report("here", "vitrail"))
+    preprocess = preset("timm", size=config.image_size, channels=config.channels)
+    return Bundle(model, preprocess, None, "classify", Report("here", "vitrail"))
 
 
 def needed_fields(config: ModelConfig) -> dict[str, Any]:
-    """What a reader has to be told of these models, whose sizes are in no table."""
+    """Return what a reader cannot infer for these models, which have no published sizes."""
     fields: dict[str, Any] = {"grid": config.grid}
     return fields | ({"heads": config.heads} if isinstance(config, ViTConfig) else {})
 

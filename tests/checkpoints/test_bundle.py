@@ -1,4 +1,4 @@
-"""Using what was loaded: predictions, zero heads, another head, other channels, another size, the hub."""
+"""Using a loaded checkpoint: predictions, zero-initialised and new heads, channels, image sizes, the Hub."""
 
 from __future__ import annotations
 
@@ -23,40 +23,42 @@ from vitrail.models import resize_grid
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    prepared = preset("google-vit", size=(32, 32))
-    vitrail.save(tmp_path / "ckpt", random_model(KINDS["plain"]), preprocess=prepared, classes=("ant", "bee", "cat", "dog", "eel"))
+    preprocess = preset("google-vit", size=(32, 32))
+    vitrail.save(
+        tmp_path / "ckpt", random_model(KINDS["plain"]), preprocess=preprocess, classes=("ant", "bee", "cat", "dog", "eel")
+    )
     return tmp_path / "ckpt"
 
 
-def picture(seed: int, size: tuple[int, int] = (40, 50)) -> np.ndarray:
+def noise_image(seed: int, size: tuple[int, int] = (40, 50)) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
 
 
-def test_predictions_are_the_softmax_of_the_model_on_the_recorded_preprocessing(folder: Path, tmp_path: Path) -> None:
+def test_predictions_are_the_softmax_after_the_stored_preprocessing(folder: Path, tmp_path: Path) -> None:
     bundle = vitrail.load(folder)
     assert bundle.preprocess is not None
-    Image.fromarray(picture(0)).save(tmp_path / "a.png")
-    answers = bundle.predict([tmp_path / "a.png", picture(1), Image.fromarray(picture(2))], top=3)
-    inputs = torch.stack([bundle.preprocess(picture(i)) for i in range(3)])
+    Image.fromarray(noise_image(0)).save(tmp_path / "a.png")
+    predictions = bundle.predict([tmp_path / "a.png", noise_image(1), Image.fromarray(noise_image(2))], top=3)
+    inputs = torch.stack([bundle.preprocess(noise_image(i)) for i in range(3)])
     expected = bundle.model(inputs).detach().softmax(dim=1)
-    for row, answer in zip(expected, answers, strict=True):
+    for row, found in zip(expected, predictions, strict=True):
         best = row.argsort(descending=True)[:3].tolist()
-        assert [item.index for item in answer] == best
-        assert [item.label for item in answer] == [("ant", "bee", "cat", "dog", "eel")[i] for i in best]
-        assert [item.score for item in answer] == pytest.approx([float(row[i]) for i in best], abs=1e-6)
+        assert [item.index for item in found] == best
+        assert [item.label for item in found] == [("ant", "bee", "cat", "dog", "eel")[i] for i in best]
+        assert [item.score for item in found] == pytest.approx([float(row[i]) for i in best], abs=1e-6)
     one = bundle.predict(str(tmp_path / "a.png"))
     assert len(one) == 1 and len(one[0]) == 5
-    assert bundle.predict(inputs)[0][0] == answers[0][0]
+    assert bundle.predict(inputs)[0][0] == predictions[0][0]
 
 
-def test_predicting_does_not_change_the_mode(folder: Path) -> None:
+def test_predict_does_not_change_the_training_mode(folder: Path) -> None:
     bundle = vitrail.load(folder, dropout=0.5)
     bundle.model.train()
-    assert bundle.predict(picture(0)) == bundle.predict(picture(0))
+    assert bundle.predict(noise_image(0)) == bundle.predict(noise_image(0))
     assert bundle.model.training
 
 
-def test_tasks_have_their_own_scores(tmp_path: Path) -> None:
+def test_scores_depend_on_the_task(tmp_path: Path) -> None:
     model = random_model(KINDS["plain"])
     images = images_for(KINDS["plain"])
     for task in ("multilabel", "regress"):
@@ -67,7 +69,7 @@ def test_tasks_have_their_own_scores(tmp_path: Path) -> None:
         assert {item.index: item.score for item in row} == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-6)
 
 
-def test_a_head_of_zeros_is_recognised_and_not_used(tmp_path: Path) -> None:
+def test_a_zero_head_is_detected_and_does_not_predict(tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"])
     with torch.no_grad():
         for parameter in bundle.model.head.parameters():
@@ -75,43 +77,43 @@ def test_a_head_of_zeros_is_recognised_and_not_used(tmp_path: Path) -> None:
     write(bundle, tmp_path / "i21k.npz", "google")
     loaded = vitrail.load(tmp_path / "i21k.npz")
     assert loaded.head == "zero"
-    with pytest.raises(VitrailError, match=r"Head is all zeros: .*i21k\.npz is a backbone only.*finetune"):
-        loaded.predict(picture(0))
+    with pytest.raises(VitrailError, match=r"The head is all zeros: .*i21k\.npz is only a backbone.*finetune"):
+        loaded.predict(noise_image(0))
     with pytest.raises(VitrailError, match="There is no head"):
-        bundle_of(KINDS["no-head"]).predict(picture(0))
+        bundle_of(KINDS["no-head"]).predict(noise_image(0))
     assert bundle_of(KINDS["distilled"]).head == "set"
 
 
-def test_no_preprocessing_is_never_guessed(tmp_path: Path) -> None:
+def test_missing_preprocessing_is_never_guessed(tmp_path: Path) -> None:
     vitrail.save(tmp_path / "x", random_model(KINDS["plain"]))
-    with pytest.raises(VitrailError, match=r"No preprocessing is recorded in .*preprocess='google-vit'"):
-        vitrail.load(tmp_path / "x").predict(picture(0))
-    assert vitrail.load(tmp_path / "x", preprocess="google-vit").predict(picture(0))
+    with pytest.raises(VitrailError, match=r"No preprocessing is stored in .*preprocess='google-vit'"):
+        vitrail.load(tmp_path / "x").predict(noise_image(0))
+    assert vitrail.load(tmp_path / "x", preprocess="google-vit").predict(noise_image(0))
     with pytest.raises(VitrailError, match="no preprocessing 'gogle'"):
         vitrail.load(tmp_path / "x", preprocess="gogle")
-    with pytest.raises(VitrailError, match="the model takes 3 of"):
+    with pytest.raises(VitrailError, match="but the model takes"):
         vitrail.load(tmp_path / "x", preprocess=preset("timm", size=64))
 
 
-def test_what_is_assumed_is_said(tmp_path: Path) -> None:
+def test_assumptions_are_noted(tmp_path: Path) -> None:
     write(bundle_of(KINDS["plain"]), tmp_path / "x.npz", "google")
     bundle = vitrail.load(tmp_path / "x.npz")
     assert bundle.preprocess == preset("google-vit", size=(32, 32))
-    assert any("'google-vit' assumed" in note for note in bundle.report.notes)
+    assert any("assumed 'google-vit'" in note for note in bundle.report.notes)
 
 
-def test_another_head(folder: Path) -> None:
+def test_replacing_the_head(folder: Path) -> None:
     bundle = vitrail.load(folder, outputs=10)
     assert bundle.model.config.outputs == 10 and bundle.classes is None and bundle.head == "zero"
     assert not bundle.model(images_for(KINDS["plain"])).any()
-    assert "a new head of zeros for 10 outputs in place of the one with 5" in bundle.report.notes
+    assert "zero-initialised head with 10 outputs, was 5 outputs" in bundle.report.notes
     assert vitrail.load(folder, outputs=0).head == "none"
     assert vitrail.load(folder, outputs=3, classes=("x", "y", "z")).classes == ("x", "y", "z")
-    with pytest.raises(VitrailError, match="2 class names"):
+    with pytest.raises(VitrailError, match="5 outputs, but the list of classes has 2 names"):
         vitrail.load(folder, classes=("x", "y"))
 
 
-def test_another_image_size_resamples_by_the_sources_rule(tmp_path: Path) -> None:
+def test_another_image_size_resamples_with_the_source_librarys_rule(tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"])
     for name, file, rule in (
         ("google", "g.npz", "reference"),
@@ -129,18 +131,18 @@ def test_another_image_size_resamples_by_the_sources_rule(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["plain", "hybrid", "bit"])
-def test_grey_input_by_the_sum_rule_is_exact_for_a_vit(kind: str, tmp_path: Path) -> None:
+def test_grey_input_with_the_sum_stem_is_exact_for_a_vit(kind: str, tmp_path: Path) -> None:
     vitrail.save(tmp_path / "x", random_model(KINDS[kind]), preprocess=preset("imagenet", size=KINDS[kind].image_size))
-    with pytest.raises(VitrailError, match=r"channels=1 was asked for.*stem='sum'"):
+    with pytest.raises(VitrailError, match=r"3 input channels.*channels=1.*stem='sum'"):
         vitrail.load(tmp_path / "x", channels=1)
     colour, grey = vitrail.load(tmp_path / "x"), vitrail.load(tmp_path / "x", channels=1, stem="sum")
     image = torch.randn(2, 1, *KINDS[kind].image_size)
     if kind == "plain":
         torch.testing.assert_close(grey.model(image), colour.model(image.expand(-1, 3, -1, -1)), rtol=0, atol=1e-5)
-    rescaled = any("standardisation rescales" in note for note in grey.report.notes)
+    rescaled = any("weight standardisation rescales" in note for note in grey.report.notes)
     assert rescaled == (kind != "plain")
     assert grey.preprocess is not None and (grey.preprocess.channels, len(grey.preprocess.mean)) == (1, 1)
-    assert any("by the rule 'sum'" in note for note in grey.report.notes)
+    assert any("with stem='sum'" in note for note in grey.report.notes)
 
 
 def test_the_other_stem_rules(folder: Path) -> None:
@@ -150,23 +152,23 @@ def test_the_other_stem_rules(folder: Path) -> None:
     fresh = vitrail.load(folder, channels=13, stem="random").model
     assert fresh.patches.weight.shape == (32, 13, 8, 8) and fresh.patches.weight.requires_grad  # type: ignore[union-attr]
     assert vitrail.load(folder, channels=3).report.notes == []
-    with pytest.raises(VitrailError, match="it can be sum, repeat, random"):
+    with pytest.raises(VitrailError, match="it must be one of sum, repeat, random"):
         vitrail.load(folder, channels=1, stem="mean")  # type: ignore[arg-type]
 
 
 def test_device_and_precision(folder: Path) -> None:
     bundle = vitrail.load(folder, device="cpu", dtype=torch.bfloat16)
     assert bundle.model.norm.weight.dtype is torch.bfloat16
-    assert bundle.predict(picture(0))[0][0].score > 0
-    with pytest.raises(VitrailError, match="it can be 'none', 'quick' or 'full'"):
+    assert bundle.predict(noise_image(0))[0][0].score > 0
+    with pytest.raises(VitrailError, match="it must be 'none', 'quick' or 'full'"):
         vitrail.load(folder, verify="some")  # type: ignore[arg-type]
 
 
-# The hub, from a cache made by hand and with the network switched off
+# The Hub, from a hand-made cache and without a network
 
 
 def cached(home: Path, name: str, fill: Path) -> None:
-    """Lay files out as huggingface_hub caches them."""
+    """Store files as huggingface_hub caches them."""
     repository = home / "hub" / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / ("0123456789" * 4)
     snapshot.mkdir(parents=True)
@@ -206,7 +208,7 @@ def test_hub_repositories_work_offline_from_the_cache(tmp_path: Path) -> None:
         assert found[name] == [name, pytest.approx(expected, abs=1e-4), list("abcde"), "short-side"]
 
 
-def test_what_is_not_in_the_cache_is_a_sentence(tmp_path: Path) -> None:
+def test_a_clear_error_for_what_is_not_in_the_cache(tmp_path: Path) -> None:
     code = (
         "import vitrail\n"
         "for name in ('someone/absent', 'not a name!'):\n"
@@ -217,4 +219,4 @@ def test_what_is_not_in_the_cache_is_a_sentence(tmp_path: Path) -> None:
     )
     done = offline(tmp_path, code)
     assert done.returncode == 0, done.stderr
-    assert "hf:someone/absent is not in the local cache" in done.stdout and "hf:not a name! cannot be fetched" in done.stdout
+    assert "hf:someone/absent is not in the local cache" in done.stdout and "Cannot download hf:not a name!" in done.stdout

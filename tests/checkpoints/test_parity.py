@@ -1,4 +1,4 @@
-"""Files written here and loaded by their own libraries, and theirs loaded here, give the same logits."""
+"""The same logits from our files in other libraries, and from their files in Vitrail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIMM_RESNET = {"group_norm_eps": 1e-5, "standardise": "sqrt(var+eps)", "standard
 
 @torch.no_grad()
 def close(one: Tensor, two: Tensor, tolerance: float = 2e-5) -> None:
-    assert one.abs().max() > 0.1, "logits this small would prove nothing"
+    assert one.abs().max() > 0.1, "logits this small would not show a difference"
     assert float((one - two).abs().max()) <= tolerance
 
 
@@ -100,7 +100,7 @@ TIMM_KINDS = (
 
 
 @pytest.mark.parametrize("kind", TIMM_KINDS)
-def test_timm_computes_the_same_from_our_file(kind: str, tmp_path: Path) -> None:
+def test_timm_computes_our_logits_from_our_file(kind: str, tmp_path: Path) -> None:
     config = as_timm(kind)
     bundle = bundle_of(config)
     report = write(bundle, tmp_path / "out.safetensors", "timm")
@@ -113,7 +113,7 @@ def test_timm_computes_the_same_from_our_file(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", TIMM_KINDS)
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_a_file_of_timm_computes_the_same_here(kind: str, suffix: str, tmp_path: Path) -> None:
+def test_we_compute_timms_logits_from_its_file(kind: str, suffix: str, tmp_path: Path) -> None:
     config = as_timm(kind)
     torch.manual_seed(0)
     theirs = timm_model(config).eval()
@@ -127,7 +127,7 @@ def test_a_file_of_timm_computes_the_same_here(kind: str, suffix: str, tmp_path:
     close(theirs(images), ours(images), 1e-4 if getattr(config, "resnet", None) else 2e-5)
 
 
-def test_the_table_gives_the_heads_of_published_sizes(tmp_path: Path) -> None:
+def test_heads_of_published_sizes_are_inferred(tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval()
     nn.init.normal_(theirs.head.weight, std=0.1)
@@ -139,7 +139,7 @@ def test_the_table_gives_the_heads_of_published_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("R+ViT-Ti/16", "vit_tiny_r_s16_p8_224"), ("BiT-R50x1", "resnetv2_50x1_bit")])
-def test_timms_own_hybrid_and_bit(name: str, theirs: str, tmp_path: Path) -> None:
+def test_hybrid_and_bit_of_timm(name: str, theirs: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model(theirs, num_classes=7).eval()
     for head in (getattr(model.head, "fc", None), model.head):
@@ -153,8 +153,8 @@ def test_timms_own_hybrid_and_bit(name: str, theirs: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["plain", "distilled", "registers", "map", "rectangle"])
-def test_timm_loads_our_folder_by_itself(kind: str, tmp_path: Path) -> None:
-    config = KINDS[kind]  # with tanh GELU, which the folder's config.json can say
+def test_timm_loads_our_folder(kind: str, tmp_path: Path) -> None:
+    config = KINDS[kind]  # with tanh GELU, which config.json can store
     bundle = bundle_of(config)
     write(bundle, tmp_path / "folder", "timm")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
@@ -171,7 +171,7 @@ def test_timm_loads_our_folder_by_itself(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "no-qkv-bias", "rectangle", "grey"])
 @pytest.mark.parametrize("gelu", ["erf", "tanh"])
-def test_hugging_face_computes_the_same_from_our_folder(kind: str, gelu: str, tmp_path: Path) -> None:
+def test_hugging_face_computes_our_logits_from_our_folder(kind: str, gelu: str, tmp_path: Path) -> None:
     config = KINDS[kind].replace(gelu=gelu, norm_eps=1e-12)
     bundle = bundle_of(config)
     bundle.classes = tuple("abcde")
@@ -193,11 +193,13 @@ def test_the_pooler_of_vitmodel_is_our_pre_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", ["hub", "transformers 5"])
 @pytest.mark.parametrize("kind", ["classifier", "model"])
-def test_a_folder_of_hugging_face_computes_the_same_here(names: str, kind: str, tmp_path: Path) -> None:
+def test_we_compute_hugging_faces_logits_from_its_folder(names: str, kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    said = HFConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8)
-    said.id2label = {0: "cat", 1: "dog", 2: "owl"}
-    theirs = (ViTForImageClassification if kind == "classifier" else ViTModel)(said).eval()
+    hf_config = HFConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
+    )
+    hf_config.id2label = {0: "cat", 1: "dog", 2: "owl"}
+    theirs = (ViTForImageClassification if kind == "classifier" else ViTModel)(hf_config).eval()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.2)
     theirs.save_pretrained(tmp_path)
@@ -211,7 +213,7 @@ def test_a_folder_of_hugging_face_computes_the_same_here(names: str, kind: str, 
     assert bundle.classes == (("cat", "dog", "owl") if kind == "classifier" else None)
 
 
-def test_preprocessing_of_hugging_face_travels(tmp_path: Path) -> None:
+def test_the_preprocessing_of_hugging_face_is_read(tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"])
     write(bundle, tmp_path / "out", "hf")
     ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path / "out")
@@ -220,14 +222,14 @@ def test_preprocessing_of_hugging_face_travels(tmp_path: Path) -> None:
     assert (ours.mean, ours.resize, ours.interpolation, ours.size) == ((0.1, 0.2, 0.3), "square", "bilinear", (32, 32))
     image = np.random.default_rng(0).integers(0, 256, (48, 60, 3), dtype=np.uint8)
     theirs = ViTImageProcessor.from_pretrained(tmp_path / "out")(image, return_tensors="pt").pixel_values[0]
-    assert float((theirs - ours(image)).abs().max()) <= 1.01 / 255 / 0.5  # a rounding step of one pixel value
+    assert float((theirs - ours(image)).abs().max()) <= 1.01 / 255 / 0.5  # rounding by one pixel value
 
 
 # torchvision
 
 
 @pytest.mark.parametrize("representation", [None, 24])
-def test_torchvision_both_ways(representation: int | None, tmp_path: Path) -> None:
+def test_torchvision_in_both_directions(representation: int | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
     theirs = torchvision.models.VisionTransformer(**shape, num_classes=5, representation_size=representation).eval()
@@ -243,11 +245,11 @@ def test_torchvision_both_ways(representation: int | None, tmp_path: Path) -> No
     assert torch.equal(again(images), theirs(images))
 
 
-# Google's files, through timm's own reader of them
+# Google's files, compared with timm's own reader
 
 
 def google_arrays(config: ViTConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """A file as Google publishes it, made from the naming alone and not by our writer."""
+    """Build a file with Google's names, independently of our writer."""
     rng = np.random.default_rng(seed)
     width, heads, each = config.width, config.heads, config.width // config.heads
 
@@ -303,20 +305,20 @@ def google_arrays(config: ViTConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "hybrid", "hybrid-stem"])
-def test_googles_npz_through_timms_reader_and_ours(kind: str, tmp_path: Path) -> None:
+def test_googles_npz_with_timms_reader_and_ours(kind: str, tmp_path: Path) -> None:
     config = KINDS[kind]
     assert isinstance(config, ViTConfig)
     np.savez(tmp_path / "google.npz", **google_arrays(config))
     theirs = timm_model(config, act_layer=GELUTanh).eval()
     theirs.load_pretrained(str(tmp_path / "google.npz"))
-    # timm's GroupNorm and standardisation add other epsilons, so ours are set to its own for the comparison
+    # timm uses other epsilons in GroupNorm and weight standardisation, so ours are set to the same values
     same = TIMM_RESNET if config.resnet else {}
     ours = load(tmp_path / "google.npz", **same).model
     images = images_for(config)
     close(theirs(images), ours(images), 1e-4 if config.resnet else 2e-5)
 
 
-def test_a_whole_s16_through_timms_reader_and_ours(tmp_path: Path) -> None:
+def test_a_full_s16_with_timms_reader_and_ours(tmp_path: Path) -> None:
     from vitrail.models import model_config
 
     config = model_config("S/16", outputs=50)
@@ -331,7 +333,7 @@ def test_a_whole_s16_through_timms_reader_and_ours(tmp_path: Path) -> None:
     close(theirs(images), bundle.model(images))
 
 
-def test_big_vision_with_attention_pooling_through_timms_reader(tmp_path: Path) -> None:
+def test_big_vision_attention_pooling_with_timms_reader(tmp_path: Path) -> None:
     config = KINDS["map"]
     bundle = bundle_of(config)
     write(bundle, tmp_path / "map.npz", "big-vision")
@@ -341,7 +343,7 @@ def test_big_vision_with_attention_pooling_through_timms_reader(tmp_path: Path) 
     close(theirs(images), bundle.model(images))
 
 
-def test_bit_through_timms_reader(tmp_path: Path) -> None:
+def test_bit_with_timms_reader(tmp_path: Path) -> None:
     config = KINDS["bit"]
     bundle = bundle_of(config)
     write(bundle, tmp_path / "bit.npz", "bit")
@@ -352,8 +354,8 @@ def test_bit_through_timms_reader(tmp_path: Path) -> None:
     close(theirs(images), ours(images), 1e-4)
 
 
-def test_timms_numerics_are_what_its_code_says() -> None:
-    """The installed timm's own modules, so that a change there is noticed here."""
+def test_timms_numerics_have_not_changed() -> None:
+    """Check the installed timm, so that a change there is noticed here."""
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=0)
     assert vit.norm.eps == 1e-6 and isinstance(vit.blocks[0].mlp.act, nn.GELU) and vit.blocks[0].mlp.act.approximate == "none"
     hybrid = timm.create_model("vit_tiny_r_s16_p8_224", num_classes=0).patch_embed.backbone

@@ -1,4 +1,4 @@
-"""Out into every format and back again, bit for bit, for every kind of model the format can hold."""
+"""Write every format and read it back bit for bit, for every kind of model the format can store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vitrail
-from tests.checkpoints.small_models import HOLDS, KINDS, SUFFIX, bundle_of, images_for, needed_fields, random_model
+from tests.checkpoints.small_models import KINDS, STORABLE, SUFFIX, bundle_of, images_for, needed_fields, random_model
 from vitrail.checkpoints import FORMATS, write
 from vitrail.checkpoints.loading import load
 from vitrail.errors import VitrailError
 from vitrail.models import ViTConfig
 
-CASES = [(name, kind) for name, kinds in HOLDS.items() for kind in kinds]
+CASES = [(name, kind) for name, kinds in STORABLE.items() for kind in kinds]
 
 
 def same_state(one: torch.nn.Module, two: torch.nn.Module) -> None:
@@ -29,7 +29,7 @@ def same_state(one: torch.nn.Module, two: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_weights_come_back_bit_for_bit(name: str, kind: str, tmp_path: Path) -> None:
+def test_weights_round_trip_bit_for_bit(name: str, kind: str, tmp_path: Path) -> None:
     bundle = bundle_of(KINDS[kind])
     target = tmp_path / f"out{SUFFIX[name]}"
     write(bundle, target, name)
@@ -41,8 +41,8 @@ def test_weights_come_back_bit_for_bit(name: str, kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_shapes_alone_give_the_architecture_back(name: str, kind: str, tmp_path: Path) -> None:
-    """Whatever decides the shapes and the parts of a model is found again; numerics are the format's own."""
+def test_the_architecture_is_inferred_from_shapes(name: str, kind: str, tmp_path: Path) -> None:
+    """Shapes and parts of the model are inferred; numerics are the format's own."""
     config = KINDS[kind]
     write(bundle_of(config), tmp_path / f"out{SUFFIX[name]}", name)
     again = load(tmp_path / f"out{SUFFIX[name]}", **({} if name == "vitrail" else needed_fields(config))).model.config
@@ -59,9 +59,9 @@ def test_shapes_alone_give_the_architecture_back(name: str, kind: str, tmp_path:
         assert getattr(again, field, getattr(getattr(again, "resnet", None), field, None)) == value, field
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in FORMATS for kind in KINDS if kind not in HOLDS[name]])
-def test_what_a_format_cannot_say_is_refused(name: str, kind: str, tmp_path: Path) -> None:
-    """Either the file reads back as the same model, or nothing is written; never a file that computes something else."""
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in FORMATS for kind in KINDS if kind not in STORABLE[name]])
+def test_models_that_a_format_cannot_store_are_rejected(name: str, kind: str, tmp_path: Path) -> None:
+    """Either the file reads back as the same model, or nothing is written; never a file of another function."""
     config, target = KINDS[kind], tmp_path / f"out{SUFFIX[name]}"
     try:
         report = write(bundle_of(config), target, name)
@@ -71,7 +71,7 @@ def test_what_a_format_cannot_say_is_refused(name: str, kind: str, tmp_path: Pat
         return
     again = load(target, **needed_fields(config))
     numerics = {field: getattr(config, field) for field in FORMATS[name].numerics(config) if hasattr(config, field)}
-    if any("cannot say" in note for note in report.notes):
+    if any("cannot store" in note for note in report.notes):
         again = load(target, **needed_fields(config), **numerics)
     images = images_for(config)
     torch.testing.assert_close(again.model(images), random_model(config)(images), rtol=0, atol=2e-3)
@@ -79,7 +79,7 @@ def test_what_a_format_cannot_say_is_refused(name: str, kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["google", "timm", "hf", "vitrail", "torchvision", "big-vision"])
-def test_precisions_are_kept(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtypes_are_preserved(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"], dtype=dtype)
     target = tmp_path / f"out{SUFFIX[name]}"
     write(bundle, target, name)
@@ -100,7 +100,7 @@ def test_precisions_are_kept(name: str, dtype: torch.dtype, tmp_path: Path) -> N
     channels=st.integers(1, 4),
     name=st.sampled_from(["google", "big-vision", "timm", "hf"]),
 )
-def test_any_size_makes_the_round_trip(tmp_path: Path, heads, size, depth, mlp, patch, grid, outputs, channels, name) -> None:  # type: ignore[no-untyped-def]
+def test_any_size_round_trips(tmp_path: Path, heads, size, depth, mlp, patch, grid, outputs, channels, name) -> None:  # type: ignore[no-untyped-def]
     config = ViTConfig(
         name="any",
         width=heads * size,

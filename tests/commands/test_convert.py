@@ -1,4 +1,4 @@
-"""`vitrail convert` as it is run."""
+"""`vitrail convert` on the command line."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.checkpoints.small_models import KINDS, SUFFIX, bundle_of
 from vitrail.checkpoints import write
 from vitrail.cli import main
 
-WAYS = ("google", "big-vision", "timm", "hf", "torchvision", "vitrail")
+CONVERTIBLE = ("google", "big-vision", "timm", "hf", "torchvision", "vitrail")
 SIZES = ["--heads", "4", "--grid", "4", "4"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stop:
-        main(words)
+        main(arguments)
     captured = capsys.readouterr()
     return int(stop.value.code or 0), captured.out, captured.err
 
 
-@pytest.mark.parametrize("source", WAYS)
-@pytest.mark.parametrize("to", WAYS)
+@pytest.mark.parametrize("source", CONVERTIBLE)
+@pytest.mark.parametrize("to", CONVERTIBLE)
 def test_every_format_into_every_other(source: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = bundle_of(KINDS["plain"])
     write(bundle, tmp_path / f"in{SUFFIX[source]}", source)
@@ -34,12 +34,12 @@ def test_every_format_into_every_other(source: str, to: str, tmp_path: Path, cap
         capsys, "convert", str(tmp_path / f"in{SUFFIX[source]}"), str(tmp_path / f"out{SUFFIX[to]}"), "--to", to, *sizes
     )
     assert code == 0, err
-    assert "100.0 %" in out and "read back and found equal" in out.replace("\n", " ")
+    assert "100.0 %" in out and "read back and verified" in out.replace("\n", " ")
     again = vitrail.load(tmp_path / f"out{SUFFIX[to]}", **({} if to == "vitrail" else {"heads": 4, "grid": (4, 4)}))
     assert all(torch.equal(tensor, again.model.state_dict()[name]) for name, tensor in bundle.model.state_dict().items())
 
 
-def test_the_table_tells_what_became_of_each_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_the_mapping_of_each_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(bundle_of(KINDS["plain"]), tmp_path / "in.npz", "google")
     code, out, _ = run(capsys, "convert", str(tmp_path / "in.npz"), str(tmp_path / "out"), "--json")
     found = json.loads(out)
@@ -52,11 +52,11 @@ def test_the_table_tells_what_became_of_each_tensor(tmp_path: Path, capsys: pyte
     assert out.count("HWIO") == 1
 
 
-def test_class_names_and_preprocessing_travel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_names_and_preprocessing_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(bundle_of(KINDS["plain"]), tmp_path / "in.npz", "google")
     (tmp_path / "names.txt").write_text("ant\nbee\ncat\ndog\neel\n")
-    words = ["convert", str(tmp_path / "in.npz"), str(tmp_path / "out"), "--classes", str(tmp_path / "names.txt")]
-    code, _, err = run(capsys, *words, "--preprocess", "imagenet")
+    arguments = ["convert", str(tmp_path / "in.npz"), str(tmp_path / "out"), "--classes", str(tmp_path / "names.txt")]
+    code, _, err = run(capsys, *arguments, "--preprocess", "imagenet")
     assert code == 0, err
     bundle = vitrail.load(tmp_path / "out")
     assert bundle.classes == ("ant", "bee", "cat", "dog", "eel")
@@ -64,7 +64,7 @@ def test_class_names_and_preprocessing_travel(tmp_path: Path, capsys: pytest.Cap
     assert bundle.provenance["format"] == "google" and len(bundle.provenance["sha256"]) == 64
 
 
-def test_errors_are_sentences_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_clear_and_leave_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 not really")
     code, _, err = run(capsys, "convert", str(tmp_path / "bad.npz"), str(tmp_path / "out"))
     assert code == 2 and err.startswith("vitrail: ") and "Traceback" not in err

@@ -1,4 +1,4 @@
-"""`vitrail doctor` tells what works here, and how to get what is missing."""
+"""`vitrail doctor` shows what works, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vitrail.commands import doctor
 
 
 def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.EXTRAS, "hub", ("a_package_nobody_has",))
+    monkeypatch.setitem(doctor.EXTRAS, "hub", ("a_missing_package",))
     with pytest.raises(SystemExit) as exit_:
         main(["doctor"])
     out = capsys.readouterr().out
     assert not exit_.value.code and "float32 ✓" in out and "math ✓" in out
-    assert "needs a_package_nobody_has: pip install 'vitrail[hub]'" in out
+    assert "needs a_missing_package: pip install 'vitrail[hub]'" in out
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`vitrail info` as it is run."""
+"""`vitrail info` on the command line."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ import pytest
 import torch
 
 import vitrail
-from tests.checkpoints.small_models import HOLDS, KINDS, SUFFIX, bundle_of
+from tests.checkpoints.small_models import KINDS, STORABLE, SUFFIX, bundle_of
 from vitrail.checkpoints import write
 from vitrail.cli import main
 from vitrail.models import ViTConfig
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as stop:
-        main(words)
+        main(arguments)
     captured = capsys.readouterr()
     return int(stop.value.code or 0), captured.out + captured.err
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in HOLDS.items() for kind in (kinds[0], kinds[-1])])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in STORABLE.items() for kind in (kinds[0], kinds[-1])])
 def test_every_format_is_described(name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = KINDS[kind]
     write(bundle_of(config), tmp_path / f"x{SUFFIX[name]}", name)
-    words = ["info", str(tmp_path / f"x{SUFFIX[name]}"), "--json"]
+    arguments = ["info", str(tmp_path / f"x{SUFFIX[name]}"), "--json"]
     if name != "vitrail":
-        words += ["--grid", *map(str, config.grid)] + (["--heads", str(config.heads)] if isinstance(config, ViTConfig) else [])
-    code, out = run(capsys, *words)
+        arguments += ["--grid", *map(str, config.grid)] + (["--heads", str(config.heads)] if isinstance(config, ViTConfig) else [])
+    code, out = run(capsys, *arguments)
     assert code == 0, out
     found = json.loads(out)
     assert found["format"] == name and found["head"] == ("set" if config.outputs else "none")
     assert found["parameters"] == sum(tensor.numel() for tensor in bundle_of(config).model.state_dict().values())
     assert found["model"]["outputs"] == config.outputs and found["preprocess"]["size"] == list(found["model"]["image_size"])
-    code, out = run(capsys, *[word for word in words if word != "--json"])
+    code, out = run(capsys, *[one for one in arguments if one != "--json"])
     assert code == 0 and "preprocessing" in out and "parameters" in out
 
 
-def test_a_zero_head_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_zero_head_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = bundle_of(KINDS["plain"])
     bundle.model.replace_head(21)
     write(bundle, tmp_path / "x.npz", "google")
-    assert "all zeros: a backbone only" in run(capsys, "info", str(tmp_path / "x.npz"))[1]
+    assert "all zeros: only a backbone" in run(capsys, "info", str(tmp_path / "x.npz"))[1]
 
 
-def test_verify_finds_exchanged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_detects_replaced_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vitrail.save(tmp_path / "x", bundle_of(KINDS["plain"]).model)
     code, out = run(capsys, "info", str(tmp_path / "x"), "--verify")
     assert code == 0 and "SHA-256" in out
@@ -56,6 +56,6 @@ def test_verify_finds_exchanged_weights(tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 2 and "SHA-256" in out
 
 
-def test_a_missing_checkpoint_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_checkpoint_gives_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, "info", "nowhere")
     assert code == 2 and "There is no checkpoint 'nowhere'" in out

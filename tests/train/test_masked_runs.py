@@ -96,7 +96,7 @@ def test_the_model_is_a_plain_headless_checkpoint_and_the_rest_lies_beside_it(na
 
     bundle = vitrail.load(runs[name], verify="full")
     assert (bundle.head, bundle.task, bundle.classes) == ("none", "unlabelled", None)
-    assert bundle.reading["kind"] == TASKS[name].kind
+    assert bundle.task_info["kind"] == TASKS[name].kind
     parts = load_file(runs[name] / "reconstruction" / "parts.safetensors")
     assert {"mask_token", "head.weight", "head.bias"} <= parts.keys() and not any("encoder" in key for key in parts)
     with pytest.raises(VitrailError, match=r"no head.*finetune"):

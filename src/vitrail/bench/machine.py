@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from vitrail.errors import plural
+
 PACKAGES = ("vitrail", "torch", "timm", "transformers", "torchvision")
 
 
@@ -19,7 +21,7 @@ def hardware(device: torch.device) -> str:
     if device.type == "mps":
         return f"Apple GPU, {platform.processor()}"
     threads = torch.get_num_threads()
-    return f"{_cpu_name()}, {threads} thread{'s' * (threads > 1)}"
+    return f"{_cpu_name()}, {plural(threads, 'thread')}"
 
 
 def _cpu_name() -> str:

@@ -1,9 +1,9 @@
-"""Weights in and out: Vitrail's own folders, and everyone else's files in both directions."""
+"""Load, save and convert checkpoints: Vitrail's own folders, and the formats of other libraries."""
 
 from __future__ import annotations
 
 from vitrail.checkpoints.bundle import Bundle, Prediction
-from vitrail.checkpoints.converting import convert, write
+from vitrail.checkpoints.conversion import convert, write
 from vitrail.checkpoints.formats import FORMATS
 from vitrail.checkpoints.loading import load
 from vitrail.checkpoints.native import save

@@ -1,4 +1,4 @@
-"""Changes to a loaded model: another head, other input channels, another image size. Each says what it did."""
+"""Adapt a loaded model: new head, input channels, image size. Each change is noted in the report."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.native import fill
+from vitrail.checkpoints.native import assign_weights
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, plural
 from vitrail.models import empty_model
 from vitrail.models.initialise import lecun_normal_
 
@@ -19,52 +19,55 @@ Stem = Literal["sum", "repeat", "random"]
 
 
 def change_outputs(bundle: Bundle, outputs: int) -> None:
-    """A new head of zeros, as fine-tuning begins with (§3.2)."""
+    """Replace the head by a zero-initialised one, as for fine-tuning (§3.2)."""
     old = bundle.model.config.outputs
     bundle.model.replace_head(outputs)
     bundle.classes = None
-    what = f"a new head of zeros for {outputs} outputs" if outputs else "no head"
-    bundle.report.notes.append(f"{what} in place of {f'the one with {old}' if old else 'none'}")
+    new = f"zero-initialised head with {plural(outputs, 'output')}" if outputs else "no head"
+    bundle.report.notes.append(f"{new}, was {plural(old, 'output') if old else 'no head'}")
 
 
 def change_size(bundle: Bundle, size: int | tuple[int, int]) -> None:
+    """Change the image size; position embeddings are resampled by the rule in the model's config."""
     old = bundle.model.config.image_size
     bundle.model.resize(size)
     new = bundle.model.config.image_size
     if bundle.preprocess is not None:
         bundle.preprocess = bundle.preprocess.with_size(new)
     rule = getattr(bundle.model.config, "position_resize", None)
-    how = f", positions resampled by the rule {rule!r}" if rule else ""
+    how = f", position embedding resampled with rule {rule!r}" if rule else ""
     bundle.report.notes.append(f"image size {old[0]}×{old[1]} → {new[0]}×{new[1]}{how}")
 
 
 def change_channels(bundle: Bundle, channels: int, stem: Stem | None) -> None:
-    """Give the first layer another number of input channels, by a rule that must be named."""
+    """Change the number of input channels of the first layer; `stem` says how its weights are adapted."""
     config = bundle.model.config
     if channels == config.channels:
         return
     if stem is None:
         raise VitrailError(
-            f"The model takes {config.channels} channels, and channels={channels} was asked for. Say what its first layer becomes: "
-            f"stem='sum' (equal shares of the old sum; a ViT then takes grey images exactly), 'repeat' or 'random'."
+            f"The model has {plural(config.channels, 'input channel')}. For channels={channels}, choose the rule: "
+            f"stem='sum' (sum over the old channels, exact for grey images in a ViT), 'repeat' or 'random'."
         )
     if stem not in get_args(Stem):
-        raise VitrailError(f"stem is {stem!r}; it can be {', '.join(get_args(Stem))}.")
+        raise VitrailError(f"stem is {stem!r}; it must be one of {', '.join(get_args(Stem))}.")
     state = bundle.model.state_dict()
     first = next(name for name in ("resnet.root.weight", "root.weight", "patches.weight") if name in state)
     state[first] = _stem(state[first], channels, stem)
     mode = bundle.model.training
-    bundle.model = fill(empty_model(config.replace(channels=channels)), state)
+    bundle.model = assign_weights(empty_model(config.replace(channels=channels)), state)
     bundle.model.train(mode)
     if bundle.preprocess is not None:
         bundle.preprocess = _with_channels(bundle.preprocess, channels)
-    bundle.report.notes.append(f"input channels {config.channels} → {channels}: {first} by the rule {stem!r}")
+    bundle.report.notes.append(f"input channels {config.channels} → {channels}: {first} adapted with stem={stem!r}")
     if first != "patches.weight" and stem != "random":
-        bundle.report.notes.append("its standardisation rescales these filters one by one: a start for fine-tuning, no more")
+        bundle.report.notes.append(
+            "weight standardisation rescales each of these filters, so the outputs change: fine-tune before use"
+        )
 
 
 def _stem(weight: Tensor, channels: int, stem: Stem) -> Tensor:
-    """A first layer [filters, channels, height, width] for other channels; `sum` and `repeat` keep the response's scale."""
+    """Adapt a weight [filters, channels, height, width] to `channels`; `sum` and `repeat` keep the scale of the output."""
     old = weight.shape[1]
     if stem == "random":
         new = weight.new_empty(weight.shape[0], channels, *weight.shape[2:])
@@ -76,6 +79,6 @@ def _stem(weight: Tensor, channels: int, stem: Stem) -> Tensor:
 
 
 def _with_channels(preprocess: Preprocess, channels: int) -> Preprocess:
-    """Statistics of red, green and blue say nothing of other channels: each gets their mean."""
+    """Use the mean over the RGB statistics for every new channel."""
     mean, std = (tuple([round(sum(values) / len(values), 6)] * channels) for values in (preprocess.mean, preprocess.std))
     return dataclasses.replace(preprocess, channels=channels, mean=mean, std=std)

@@ -1,7 +1,7 @@
-"""Weight files as named tensors: shapes first, values only on demand, and never a pickle that could run code.
+"""Read weight files as named tensors: shapes first, values on demand, and never a pickle that could run code.
 
-Every file is taken for hostile. Sizes are compared with the file before anything is allocated, and whatever goes wrong in a
-library on the way becomes a sentence.
+No file is trusted. Stored sizes are checked against the file before anything is allocated, and any error of a library becomes
+one message that names the file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUMPY = {np.dtype(np.float16): torch.float16, np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
 _SAFE = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
-# An archive that grows by more than this when unpacked, beyond a size no one minds, was made to fill a memory.
+# Limits against zip bombs: the allowed ratio of unpacked to packed size, for files that unpack to more than 256 MiB.
 _BOMB_RATIO, _BOMB_SIZE = 200, 1 << 28
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One stored tensor. `dtype` is None for what is no floating-point tensor; such an entry can only be dropped."""
+class StoredTensor:
+    """One tensor in a file. `dtype` is None if it is not a floating-point tensor; then it can only be dropped."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -42,18 +42,18 @@ class Entry:
 
 @dataclass
 class Archive:
-    """The tensors of a file by name, what was said on the way, and whatever the file holds besides."""
+    """The tensors of a file by name, and notes for the report."""
 
     path: Path
     kind: str  # "npz", "safetensors" or "pth"
-    entries: dict[str, Entry]
+    tensors: dict[str, StoredTensor]
     notes: list[str] = field(default_factory=list)
-    parts: tuple[str, ...] = ()  # keys of a nested .pth beside the one taken
+    parts: tuple[str, ...] = ()  # the other keys of a nested .pth
 
 
 @contextmanager
-def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn whatever a damaged or hostile file provokes into one sentence that names it."""
+def wrap_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn any error that a corrupted or malicious file causes into a `VitrailError` that names it."""
     try:
         yield
     except VitrailError:
@@ -63,64 +63,64 @@ def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise VitrailError(f"Cannot read {path}: {reason}. Check the path and its permissions.") from error
-    except (Exception, RecursionError) as error:  # libraries raise nearly anything on a mutated file
+    except (Exception, RecursionError) as error:  # libraries raise many kinds of errors on corrupted files
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else 'no details'}"
         raise VitrailError(
-            f"{path} cannot be read as a checkpoint ({reason}). The file is damaged or incomplete: fetch or copy it again."
+            f"Cannot read {path} as a checkpoint ({reason}). The file is corrupted or incomplete: download or copy it again."
         ) from error
 
 
 def open_archive(path: str | os.PathLike[str], part: str | None = None) -> Archive:
-    """Open a weight file of any kind, recognised by its first bytes. `part` picks one entry of a nested `.pth`."""
+    """Open a weight file; its kind is detected from its first bytes. `part` selects one key of a nested `.pth`."""
     file = Path(path)
-    with damage_named(file):
+    with wrap_errors(file):
         with file.open("rb") as stream:
             start = stream.read(64)
         if start[:4] == b"PK\x03\x04":
-            with zipfile.ZipFile(file) as bundle:
-                numpy = any(name.endswith(".npy") for name in bundle.namelist())
+            with zipfile.ZipFile(file) as archive:
+                numpy = any(name.endswith(".npy") for name in archive.namelist())
             return _open_npz(file) if numpy else _open_pth(file, part, mapped=True)
         if start[8:9] == b"{":
             return _open_safetensors(file)
         if start[:1] == b"\x80":
             return _open_pth(file, part, mapped=False)
-        raise VitrailError(f"{file} {_stranger(start)}")
+        raise VitrailError(f"{file} {_unknown_file(start)}")
 
 
-def _stranger(start: bytes) -> str:
+def _unknown_file(start: bytes) -> str:
     if not start:
-        return "is empty (0 bytes). Fetch or copy it again."
+        return "is empty (0 bytes). Download or copy it again."
     if start.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the weights themselves. Run `git lfs pull` where it came from."
+        return "is a Git LFS pointer, not the weights. Run `git lfs pull` in its repository."
     if start.startswith(b"\x89HDF"):
-        return "is an HDF5 (Keras) file, which is not read here. Export its weights as .npz or .safetensors."
+        return "is an HDF5 (Keras) file, which is not supported. Export its weights as .npz or .safetensors."
     if start.lstrip()[:1] == b"<":
-        return "is a web page, not a weight file: the download was answered with an error page. Fetch it again."
-    return "is no weight file known here: .npz, .safetensors and .pth are. Its beginning fits none of them; is it complete?"
+        return "is a web page, not a weight file: the download returned an error page. Download it again."
+    return "is not a supported weight file (.npz, .safetensors or .pth). It may be incomplete: download or copy it again."
 
 
 def _open_npz(path: Path) -> Archive:
-    entries: dict[str, Entry] = {}
-    with zipfile.ZipFile(path) as bundle:
-        members = bundle.infolist()
+    tensors: dict[str, StoredTensor] = {}
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
         total, packed = sum(info.file_size for info in members), max(path.stat().st_size, 1)
         if total > _BOMB_SIZE and total > _BOMB_RATIO * packed:
             raise VitrailError(
-                f"{path} is {packed:,} bytes and claims to unpack to {total:,}. No weights compress that far; it is refused."
+                f"{path} has {packed:,} bytes and claims to unpack to {total:,}. It is rejected: weights do not compress so far."
             )
         for info in members:
             name = info.filename.removesuffix(".npy")
-            if name in entries:
-                raise VitrailError(f"{path} holds {name!r} twice. It is damaged, or made to confuse; it is refused.")
-            with bundle.open(info) as stream:
+            if name in tensors:
+                raise VitrailError(f"{path} contains {name!r} twice. It is corrupted or malicious, so it is rejected.")
+            with archive.open(info) as stream:
                 shape, fortran, dtype, start = _array_header(path, name, stream)
             if math.prod(shape) * dtype.itemsize + start != info.file_size:
                 raise VitrailError(
-                    f"{path}: {name!r} says it is an array {shape} of {dtype}, but {info.file_size:,} bytes are stored for it. "
-                    f"The file is damaged or incomplete: fetch or copy it again."
+                    f"{path}: {name!r} should be an array {shape} of {dtype}, but {info.file_size:,} bytes are stored for it. "
+                    f"The file is corrupted or incomplete: download or copy it again."
                 )
-            entries[name] = _npz_entry(path, info, shape, fortran, dtype, start)
-    return Archive(path, "npz", entries)
+            tensors[name] = _npz_tensor(path, info, shape, fortran, dtype, start)
+    return Archive(path, "npz", tensors)
 
 
 def _array_header(path: Path, name: str, stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
@@ -129,39 +129,41 @@ def _array_header(path: Path, name: str, stream: Any) -> tuple[tuple[int, ...], 
     shape, fortran, dtype = read(stream, max_header_size=10_000)
     if dtype.hasobject:
         raise VitrailError(
-            f"{path} needs unsafe unpickling ({name!r} holds Python objects), which can run any code, so it is not done here. "
-            f"Open it in a trusted sandbox and save its arrays alone with numpy.savez."
+            f"{path} needs unsafe unpickling ({name!r} contains Python objects), which can run any code, so it is rejected. "
+            f"Open it in a sandbox and save only its arrays with numpy.savez."
         )
     if any(not isinstance(side, int) or side < 0 for side in shape):
-        raise VitrailError(f"{path}: {name!r} has the impossible shape {shape}. The file is damaged.")
+        raise VitrailError(f"{path}: {name!r} has the invalid shape {shape}. The file is corrupted.")
     return shape, bool(fortran), dtype, stream.tell()
 
 
-def _npz_entry(path: Path, info: zipfile.ZipInfo, shape: tuple[int, ...], fortran: bool, dtype: np.dtype[Any], start: int) -> Entry:
+def _npz_tensor(
+    path: Path, info: zipfile.ZipInfo, shape: tuple[int, ...], fortran: bool, dtype: np.dtype[Any], start: int
+) -> StoredTensor:
     native = dtype.newbyteorder("=")
     kind = torch.bfloat16 if dtype.str in ("|V2", "<V2") else _NUMPY.get(native)
 
     def read() -> Tensor:
         array: np.ndarray[Any, Any] = np.empty(shape[::-1] if fortran else shape, np.uint16 if kind is torch.bfloat16 else dtype)
-        with damage_named(path):
+        with wrap_errors(path):
             _fill(path, info, array, start)
         array = array.T if fortran else array
-        if kind is torch.bfloat16:  # numpy has no such type: big_vision's files carry the bare 16 bits
+        if kind is torch.bfloat16:  # numpy has no bfloat16: big_vision stores the raw 16 bits
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array if dtype.isnative else array.astype(native))
 
-    return Entry(shape, kind, read)
+    return StoredTensor(shape, kind, read)
 
 
 def _fill(path: Path, info: zipfile.ZipInfo, array: np.ndarray[Any, Any], start: int) -> None:
-    """Read a member's values into an array. Uncompressed ones, as published, come straight from the file."""
+    """Read a member's values into an array. Uncompressed members, as in published files, are read directly from the file."""
     target = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        with zipfile.ZipFile(path) as bundle, bundle.open(info) as stream:
+        with zipfile.ZipFile(path) as archive, archive.open(info) as stream:
             stream.read(start)
             _read_all(stream, target, path)
             if stream.read(1):
-                raise VitrailError(f"{path}: {info.filename!r} is longer than it says. The file is damaged.")
+                raise VitrailError(f"{path}: {info.filename!r} is longer than its stored size. The file is corrupted.")
         return
     with path.open("rb") as file:
         file.seek(info.header_offset + 26)
@@ -171,7 +173,7 @@ def _fill(path: Path, info: zipfile.ZipInfo, array: np.ndarray[Any, Any], start:
         check = zlib.crc32(file.read(start))
         _read_all(file, target, path)
     if zlib.crc32(target, check) != info.CRC:
-        raise VitrailError(f"{path}: {info.filename!r} fails its checksum. The file is damaged: fetch or copy it again.")
+        raise VitrailError(f"{path}: {info.filename!r} has a wrong checksum. The file is corrupted: download or copy it again.")
 
 
 def _read_all(stream: Any, target: memoryview, path: Path) -> None:
@@ -179,7 +181,7 @@ def _read_all(stream: Any, target: memoryview, path: Path) -> None:
     while done < len(target):
         count = stream.readinto(target[done:])
         if not count:
-            raise VitrailError(f"{path} ends before its content does. It is incomplete: fetch or copy it again.")
+            raise VitrailError(f"{path} is truncated: download or copy it again.")
         done += count
 
 
@@ -187,11 +189,11 @@ def _open_safetensors(path: Path) -> Archive:
     from safetensors import safe_open
 
     file: Any = safe_open(path, framework="pt")
-    entries = {}
-    for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118 - the handle is not a mapping
         part = file.get_slice(name)
-        entries[name] = Entry(tuple(part.get_shape()), _SAFE.get(part.get_dtype()), lambda name=name: file.get_tensor(name))  # type: ignore[misc]
-    return Archive(path, "safetensors", entries)
+        tensors[name] = StoredTensor(tuple(part.get_shape()), _SAFE.get(part.get_dtype()), lambda name=name: file.get_tensor(name))  # type: ignore[misc]
+    return Archive(path, "safetensors", tensors)
 
 
 def _open_pth(path: Path, part: str | None, *, mapped: bool) -> Archive:
@@ -200,29 +202,29 @@ def _open_pth(path: Path, part: str | None, *, mapped: bool) -> Archive:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the protocol of a foreign pickle: the outcome says enough
+            warnings.simplefilter("ignore")  # about the pickle protocol: only success or failure matters
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        raise VitrailError(_pickle_sentence(path, str(error))) from error
-    taken, others = _state_dict(path, content, part)
-    notes = [f"took {taken[0]!r} of this file; it also holds {', '.join(others)}"] if taken[0] else []
-    entries = {str(name): _tensor_entry(value) for name, value in taken[1].items()}
-    return Archive(path, "pth", entries, notes, tuple(others))
+        raise VitrailError(_pickle_message(path, str(error))) from error
+    (key, state), others = _state_dict(path, content, part)
+    notes = [f"loaded key {key!r} of this file; it also contains {', '.join(others)}"] if key else []
+    tensors = {str(name): _pth_tensor(value) for name, value in state.items()}
+    return Archive(path, "pth", tensors, notes, tuple(others))
 
 
-def _pickle_sentence(path: Path, reason: str) -> str:
+def _pickle_message(path: Path, reason: str) -> str:
     found = re.search(r"(?:Unsupported (?:global|class|operand):? (?:GLOBAL )?|GLOBAL )([\w.]+)", reason)
     what = f" ({found[1]})" if found else ""
     return (
-        f"{path} needs unsafe unpickling{what}, which can run any code, so it is not done here. Open it in a trusted sandbox, "
-        f"save only its tensors, `torch.save(checkpoint['model'], 'weights.pth')`, and load that; or ask for a .safetensors file."
+        f"{path} needs unsafe unpickling{what}, which can run any code, so it is rejected. Open it in a sandbox, save only its "
+        f"tensors with `torch.save(checkpoint['model'], 'weights.pth')` and load that file, or use a .safetensors file."
     )
 
 
 def _state_dict(path: Path, content: Any, part: str | None) -> tuple[tuple[str, dict[Any, Any]], list[str]]:
-    """The dictionary of tensors in a .pth, which may lie beside an optimiser's state, an epoch, an average of the weights."""
+    """Find the state dict in a .pth, which may also contain an optimizer state, an epoch, averaged weights."""
     if not isinstance(content, dict):
-        raise VitrailError(f"{path} holds a {type(content).__name__}, not a dictionary of tensors. Save model.state_dict().")
+        raise VitrailError(f"{path} contains a {type(content).__name__}, not a state dict. Save model.state_dict().")
     nested = {str(key): value for key, value in content.items() if _holds_tensors(value)}
     if part is not None:
         if part not in nested:
@@ -234,33 +236,33 @@ def _state_dict(path: Path, content: Any, part: str | None) -> tuple[tuple[str, 
         if key in nested:
             return (key, nested[key]), [str(other) for other in content if str(other) != key]
     if nested:
-        raise VitrailError(f"{path} has several parts: name one, {path}:{next(iter(nested))}, of {', '.join(nested)}.")
-    raise VitrailError(f"{path} holds no tensors. Save model.state_dict().")
+        raise VitrailError(f"{path} has several parts: {', '.join(nested)}. Choose one, such as {path}:{next(iter(nested))}.")
+    raise VitrailError(f"{path} contains no tensors. Save model.state_dict().")
 
 
 def _holds_tensors(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(inner, Tensor) for inner in value.values())
 
 
-def _tensor_entry(value: Any) -> Entry:
+def _pth_tensor(value: Any) -> StoredTensor:
     plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta and not value.is_quantized
     if not plain:
-        return Entry((), None, lambda: torch.empty(0))
+        return StoredTensor((), None, lambda: torch.empty(0))
     tensor = value.detach()
-    return Entry(tuple(tensor.shape), tensor.dtype if tensor.dtype in FLOATS else None, lambda: tensor)
+    return StoredTensor(tuple(tensor.shape), tensor.dtype if tensor.dtype in FLOATS else None, lambda: tensor)
 
 
 def write_npz(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Uncompressed, as the published files are; bfloat16 as its bare 16 bits, as big_vision stores it."""
+    """Write an uncompressed .npz, like the published files; bfloat16 as raw 16 bits, like big_vision."""
     with path.open("wb") as file:
         _savez(file, {name: _to_numpy(tensor) for name, tensor in tensors.items()})
 
 
 def _savez(file: BinaryIO, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    # numpy.savez takes names as keywords, which a tensor called "file" would break
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as bundle:
+    # numpy.savez takes names as keyword arguments, so a tensor named "file" would fail
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
-            with bundle.open(f"{name}.npy", "w", force_zip64=True) as member:
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
 
 

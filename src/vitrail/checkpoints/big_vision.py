@@ -1,4 +1,4 @@
-"""big_vision's .npz files: Linen's numbering, positions without a class slot, mean or attention pooling, stacked blocks."""
+"""big_vision's .npz files: Linen's module numbers, positions without the class token, mean or attention pooling, stacked blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vitrail.checkpoints.archive import Archive
 from vitrail.checkpoints.flax import NUMERICS, attention_rows, dense, infer_vit, norm, numbering, unstack, vit_rows
 from vitrail.checkpoints.format import PLAIN, Format
-from vitrail.checkpoints.infer import Hints, Shapes
+from vitrail.checkpoints.infer_config import Hints, Shapes
 from vitrail.checkpoints.mapping import Row, head_rules, rename, row
 from vitrail.models import ModelConfig, ViTConfig
 
@@ -16,26 +16,28 @@ _POSITIONS = "pos_embedding"
 _POOL = "MAPHead_0/MultiHeadDotProductAttention_0"
 
 
-def _recognise(names: Collection[str]) -> bool:
+def _matches(names: Collection[str]) -> bool:
     return "embedding/kernel" in names and "conv_root/kernel" not in names and any(n.startswith("Transformer/") for n in names)
 
 
-def _respell(archive: Archive) -> None:
+def _normalise_names(archive: Archive) -> None:
     unstack(archive)
-    rename(archive, numbering(linen=True), "module numbers from before Linen read as Linen's")
-    rename(archive, [(r"^Transformer/(?:posembed_input/)?pos_embedding$", _POSITIONS)], "position table found at its older place")
+    rename(archive, numbering(linen=True), "module numbers from before Linen converted to Linen's")
+    rename(
+        archive, [(r"^Transformer/(?:posembed_input/)?pos_embedding$", _POSITIONS)], "position embedding found under an older name"
+    )
     inlined = r"^(probe$|MlpBlock_0/|MultiHeadDotProductAttention_0/|LayerNorm_0/)"
-    rename(archive, [(inlined, r"MAPHead_0/\g<1>")], "attention-pooling head found at its older place")
+    rename(archive, [(inlined, r"MAPHead_0/\g<1>")], "attention-pooling head found under an older name")
 
 
-def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
+def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     fields: dict[str, Any] = {"position": "learned" if _POSITIONS in shapes else "sincos2d", "position_std": None}
     if "MAPHead_0/probe" in shapes:
         fields["pooling"] = "map"
     return infer_vit(shapes, hints, linen=True, positions=_POSITIONS, **fields)
 
 
-def _table(config: ModelConfig) -> list[Row]:
+def _rows(config: ModelConfig) -> list[Row]:
     assert isinstance(config, ViTConfig)
     into, bias, _ = head_rules(config.heads)
     return [
@@ -59,13 +61,13 @@ BIG_VISION = Format(
     name="big-vision",
     title="big_vision",
     container="npz",
-    recognise=_recognise,
-    respell=_respell,
-    infer=_infer,
-    table=_table,
+    matches=_matches,
+    normalise_names=_normalise_names,
+    infer_config=_infer_config,
+    rows=_rows,
     numerics=_numerics,
     preset="big-vision",
-    needs={
+    supports={
         **PLAIN,
         "position": ("learned", "sincos2d"),
         "final_norm": ("before-pool",),

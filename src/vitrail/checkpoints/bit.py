@@ -1,15 +1,15 @@
-"""BiT's .npz files: TensorFlow's names, with or without numbers on the convolutions, and big_vision's."""
+"""BiT's .npz files: TensorFlow's names, with or without numbered convolutions, and big_vision's names."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from vitrail.checkpoints.archive import Archive, Entry
+from vitrail.checkpoints.archive import Archive, StoredTensor
 from vitrail.checkpoints.format import Format
 from vitrail.checkpoints.google import flatten_group_norms
-from vitrail.checkpoints.infer import Hints, Shapes, bit_config, resnet_config
-from vitrail.checkpoints.mapping import CONVOLUTION, DENSE_AS_HWIO, SAME, Row, rename, repeated, row
+from vitrail.checkpoints.infer_config import Hints, Shapes, bit_config, resnet_config
+from vitrail.checkpoints.mapping import CONVOLUTION, DENSE_AS_HWIO, SAME, Row, numbered, rename, row
 from vitrail.models import BiTConfig, ModelConfig
 
 NUMERICS: dict[str, Any] = {
@@ -30,7 +30,7 @@ _UNIT = [
     )
 ] + [row("stages.{s}.{u}.projection.weight", f"resnet/block{{b}}/unit{{v:02d}}/a/proj/{_CONV}", CONVOLUTION)]
 
-# big_vision's names, towards TensorFlow's.
+# big_vision's names → TensorFlow's.
 _BIG_VISION = [
     (r"^root_block/conv_root/kernel$", rf"resnet/root_block/{_CONV}"),
     *((rf"^(block\d+/unit\d+)/conv{k}/kernel$", rf"resnet/\g<1>/{letter}/{_CONV}") for k, letter in enumerate("abc", 1)),
@@ -43,20 +43,22 @@ _BIG_VISION = [
 ]
 
 
-def _recognise(names: Collection[str]) -> bool:
+def _matches(names: Collection[str]) -> bool:
     return any(name.startswith(("resnet/root_block/", "root_block/conv_root/")) for name in names)
 
 
-def _respell(archive: Archive) -> None:
+def _normalise_names(archive: Archive) -> None:
     flatten_group_norms(archive)
-    rename(archive, [(r"/standardized_conv2d_\d+/", "/standardized_conv2d/")], "numbers on the convolutions' names removed")
-    if rename(archive, _BIG_VISION, "big_vision's names for a BiT read as the original ones"):
-        head = archive.entries.get("resnet/head/conv2d/kernel")
-        if head is not None and len(head.shape) == 2:  # a matrix there, a 1×1 convolution here
-            archive.entries["resnet/head/conv2d/kernel"] = Entry((1, 1, *head.shape), head.dtype, lambda: head.read()[None, None])
+    rename(archive, [(r"/standardized_conv2d_\d+/", "/standardized_conv2d/")], "numbers removed from convolution names")
+    if rename(archive, _BIG_VISION, "big_vision's BiT names converted to the original ones"):
+        head = archive.tensors.get("resnet/head/conv2d/kernel")
+        if head is not None and len(head.shape) == 2:  # a matrix in big_vision, a 1×1 convolution in BiT
+            archive.tensors["resnet/head/conv2d/kernel"] = StoredTensor(
+                (1, 1, *head.shape), head.dtype, lambda: head.read()[None, None]
+            )
 
 
-def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
+def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     _, _, channels, root = shapes(f"resnet/root_block/{_CONV}", 4)
     blocks = shapes.count(f"resnet/block{{}}/unit01/a/{_CONV}", start=1)
     layers = tuple(shapes.count(f"resnet/block{b}/unit{{:02d}}/a/{_CONV}", start=1) for b in range(1, blocks + 1))
@@ -65,10 +67,10 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
     return bit_config(hints, resnet_config(layers, root, NUMERICS, shapes.path), outputs=outputs, channels=channels)
 
 
-def _table(config: ModelConfig) -> list[Row]:
+def _rows(config: ModelConfig) -> list[Row]:
     assert isinstance(config, BiTConfig)
     layers = config.resnet.layers
-    units = [repeated(_UNIT, s=s, u=u, b=s + 1, v=u + 1) for s, count in enumerate(layers) for u in range(count)]
+    units = [numbered(_UNIT, s=s, u=u, b=s + 1, v=u + 1) for s, count in enumerate(layers) for u in range(count)]
     return [
         row("root.weight", f"resnet/root_block/{_CONV}", CONVOLUTION),
         *(r for unit in units for r in unit),
@@ -83,12 +85,12 @@ BIT = Format(
     name="bit",
     title="Google's big_transfer",
     container="npz",
-    recognise=_recognise,
-    respell=_respell,
-    infer=_infer,
-    table=_table,
+    matches=_matches,
+    normalise_names=_normalise_names,
+    infer_config=_infer_config,
+    rows=_rows,
     numerics=lambda config: NUMERICS,
     preset="google-vit",
     families=("bit",),
-    needs={},
+    supports={},
 )

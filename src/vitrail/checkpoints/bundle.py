@@ -1,4 +1,4 @@
-"""A loaded checkpoint: the model with everything that is needed to use it rightly."""
+"""A loaded checkpoint: the model with its preprocessing, class names and task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class Prediction:
-    """One answer for one image. `score` is a probability, or for a regression the value itself."""
+    """One predicted class of an image. `score` is its probability, or the predicted value for a regression."""
 
     label: str
     index: int
@@ -30,7 +30,7 @@ class Prediction:
 
 @dataclass
 class Bundle:
-    """What `vitrail.load` gives."""
+    """The result of `vitrail.load`."""
 
     model: Model
     preprocess: Preprocess | None
@@ -41,47 +41,47 @@ class Bundle:
 
     @property
     def head(self) -> Literal["set", "zero", "none"]:
-        """Whether the head was trained, is all zeros (published without, or new), or is not there."""
+        """Whether the head has weights ("set"), is all zeros ("zero": new, or published so), or is missing ("none")."""
         heads = [head for head in (self.model.head, getattr(self.model, "distill_head", None)) if isinstance(head, nn.Linear)]
         if not heads:
             return "none"
         return "set" if any(bool(head.weight.detach().any()) for head in heads) else "zero"
 
     @property
-    def reading(self) -> dict[str, Any]:
-        """What training said on how outputs are to be read: their activation, thresholds of labels."""
-        said = self.provenance.get("task")
-        return said if isinstance(said, dict) else {}
+    def task_info(self) -> dict[str, Any]:
+        """What training recorded about the task: the activation of the outputs, thresholds per label."""
+        recorded = self.provenance.get("task")
+        return recorded if isinstance(recorded, dict) else {}
 
     @property
     def sigmoid(self) -> bool:
-        """Whether each output is a probability of its own, as the model was trained, or all together sum to 1."""
-        return self.task == "multilabel" or self.reading.get("activation") == "sigmoid"
+        """Whether the model was trained with a sigmoid per output; otherwise the outputs go through a softmax."""
+        return self.task == "multilabel" or self.task_info.get("activation") == "sigmoid"
 
     def predict(self, images: Any, top: int = 5) -> list[list[Prediction]]:
-        """The `top` answers for each image, best first.
+        """Return the `top` predictions per image, best first.
 
-        `images` is one image or a sequence of them: paths, file contents, Pillow images or arrays, which are preprocessed as
-        this checkpoint says; or a float tensor [images, channels, height, width] that already is.
+        `images` is one image or a sequence of images: paths, file contents, Pillow images or arrays, which are preprocessed
+        with `self.preprocess`; or a preprocessed float tensor [images, channels, height, width].
         """
         self.check_head()
         if top < 1:
-            raise VitrailError(f"top is {top}; at least one answer must be asked for.")
-        answers: list[list[Prediction]] = []
+            raise VitrailError(f"top is {top}; it must be at least 1.")
+        predictions: list[list[Prediction]] = []
         for batch in self._batches(images):
-            answers += self._answers(batch, top)
-        return answers
+            predictions += self._predict_batch(batch, top)
+        return predictions
 
     def label(self, index: int) -> str:
         return self.classes[index] if self.classes else str(index)
 
     def check_head(self) -> None:
-        """Refuse to answer with a head that was never trained."""
+        """Raise an error if there is no trained head."""
         if self.head == "set":
             return
-        what = "Head is all zeros" if self.head == "zero" else "There is no head"
+        what = "The head is all zeros" if self.head == "zero" else "There is no head"
         raise VitrailError(
-            f"{what}: {self.report.source} is a backbone only, and any prediction would be chance. "
+            f"{what}: {self.report.source} is only a backbone, and its predictions would be at chance level. "
             f"Fine-tune it on your classes (`vitrail finetune`), or use its features (`vitrail fewshot`, `vitrail embed`)."
         )
 
@@ -89,26 +89,26 @@ class Bundle:
         if isinstance(images, Tensor):
             yield from (images if images.ndim == 4 else images[None]).split(_BATCH)
             return
-        single = isinstance(images, (str, bytes, os.PathLike)) or not isinstance(images, Sequence)
-        several = [images] if single else list(images)
+        is_single = isinstance(images, (str, bytes, os.PathLike)) or not isinstance(images, Sequence)
+        items = [images] if is_single else list(images)
         if self.preprocess is None:
             raise VitrailError(
-                f"No preprocessing is recorded in {self.report.source}. Google's ViTs take [−1, 1] and a square resize: "
-                f"load it with preprocess='google-vit', or another of the presets."
+                f"No preprocessing is stored in {self.report.source}. Choose a preset on loading, such as preprocess='google-vit' "
+                f"(Google's ViTs: a square resize and values in [−1, 1])."
             )
-        for start in range(0, len(several), _BATCH):
+        for start in range(0, len(items), _BATCH):
             yield torch.stack(
-                [self.preprocess(image, name=_name(image, start + i)) for i, image in enumerate(several[start : start + _BATCH])]
+                [self.preprocess(image, name=_name(image, start + i)) for i, image in enumerate(items[start : start + _BATCH])]
             )
 
     @torch.no_grad()
-    def _answers(self, batch: Tensor, top: int) -> list[list[Prediction]]:
+    def _predict_batch(self, batch: Tensor, top: int) -> list[list[Prediction]]:
         weight = self.model.norm.weight
         with evaluating(self.model):
-            return self.read(self.model(batch.to(weight.device, weight.dtype)), top)
+            return self.decode(self.model(batch.to(weight.device, weight.dtype)), top)
 
-    def read(self, outputs: Tensor, top: int = 5) -> list[list[Prediction]]:
-        """What the model's outputs [images, outputs] mean: the `top` answers for each image, best first."""
+    def decode(self, outputs: Tensor, top: int = 5) -> list[list[Prediction]]:
+        """Turn the model's outputs [images, outputs] into the `top` predictions per image, best first."""
         logits = outputs.float().cpu()
         if self.task == "regress":
             return [[Prediction(self.label(i), i, value) for i, value in enumerate(row)] for row in logits.tolist()]

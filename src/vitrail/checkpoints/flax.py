@@ -1,4 +1,4 @@
-"""What Google's two code bases share in their .npz files: prefixes, numbering, and the encoder's names."""
+"""Shared by the .npz files of vision_transformer and big_vision: prefixes, module numbers, encoder names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.checkpoints.archive import Archive, Entry
-from vitrail.checkpoints.infer import Hints, Shapes, vit_config
-from vitrail.checkpoints.mapping import CONVOLUTION, TRANSPOSED, Row, head_rules, repeated, row
+from vitrail.checkpoints.archive import Archive, StoredTensor
+from vitrail.checkpoints.infer_config import Hints, Shapes, vit_config
+from vitrail.checkpoints.mapping import CONVOLUTION, TRANSPOSED, Row, head_rules, numbered, row
 from vitrail.checkpoints.report import Report
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ResNetConfig, ViTConfig
@@ -17,15 +17,15 @@ from vitrail.models import ModelConfig, ResNetConfig, ViTConfig
 NUMERICS: Mapping[str, Any] = {"gelu": "tanh", "norm_eps": 1e-6, "position_resize": "reference"}
 PREFIXES = ("opt/target/", "params/")
 
-# Flax before Linen counted all modules of a block together; Linen counts each kind from 0.
+# Flax before Linen numbered all modules of a block together; Linen numbers each kind from 0.
 _SECOND_NORM = ("LayerNorm_2", "LayerNorm_1")
 _ATTENTION = ("MultiHeadDotProductAttention_1", "MultiHeadDotProductAttention_0")
 _MLP = ("MlpBlock_3", "MlpBlock_0")
 
 
 def strip_prefix(archive: Archive, part: str | None, report: Report) -> None:
-    """Keep the parameters of a training checkpoint, and of a two-tower file the tower asked for."""
-    names = archive.entries
+    """Keep only the model's parameters of a training checkpoint, or one tower (`part`) of a two-tower file."""
+    names = archive.tensors
     prefix = next((start for start in PREFIXES if any(name.startswith(start) for name in names)), "")
     if part is not None:
         prefix = f"{prefix}{part}/"
@@ -36,52 +36,52 @@ def strip_prefix(archive: Archive, part: str | None, report: Report) -> None:
         return
     report.notes.append(f"prefix {prefix!r} stripped")
     kept = {}
-    for name, entry in names.items():
+    for name, tensor in names.items():
         if name.startswith(prefix):
-            kept[name.removeprefix(prefix)] = entry
+            kept[name.removeprefix(prefix)] = tensor
         else:
-            report.dropped.append((name, f"outside {prefix!r}: optimiser state or another part of the training"))
-    archive.entries = kept
+            report.dropped.append((name, f"outside {prefix!r}: optimizer state or another part of the checkpoint"))
+    archive.tensors = kept
 
 
 def numbering(*, linen: bool) -> list[tuple[str, str]]:
-    """Renames of the encoder's modules towards one of the two countings."""
+    """Return renames of the encoder's modules to one of the two numberings."""
     old, new = (0, 1) if linen else (1, 0)
     return [(rf"^(Transformer/encoderblock_\d+/){pair[old]}/", rf"\g<1>{pair[new]}/") for pair in (_SECOND_NORM, _ATTENTION, _MLP)]
 
 
 def unstack(archive: Archive) -> None:
-    """Blocks trained under `scan` are stored as one, with a leading axis of layers: give each its own name again."""
+    """Split blocks trained with `scan`, which are stored as one tensor with a leading layer axis."""
     start = "Transformer/encoderblock/"
-    stacked = {name: entry for name, entry in archive.entries.items() if name.startswith(start)}
+    stacked = {name: tensor for name, tensor in archive.tensors.items() if name.startswith(start)}
     if not stacked:
         return
-    depths = {entry.shape[0] if entry.shape else 0 for entry in stacked.values()}
+    depths = {tensor.shape[0] if tensor.shape else 0 for tensor in stacked.values()}
     if len(depths) != 1 or 0 in depths:
         raise VitrailError(
-            f"{archive.path}: the stacked blocks have different numbers of layers, {sorted(depths)}. The file is damaged."
+            f"{archive.path}: the stacked blocks have different numbers of layers, {sorted(depths)}. The file is corrupted."
         )
     depth = depths.pop()
     if depth > 10_000:
-        raise VitrailError(f"{archive.path}: {depth:,} stacked layers are no Vision Transformer. The file is damaged.")
-    archive.notes.append(f"{depth} blocks stacked by scan were taken apart")
-    for name, entry in stacked.items():
-        del archive.entries[name]
-        whole = _Once(entry)
+        raise VitrailError(f"{archive.path}: {depth:,} stacked layers cannot be a Vision Transformer. The file is corrupted.")
+    archive.notes.append(f"{depth} blocks stacked by scan were split")
+    for name, tensor in stacked.items():
+        del archive.tensors[name]
+        whole = _CachedRead(tensor)
         for layer in range(depth):
-            single = Entry(entry.shape[1:], entry.dtype, lambda whole=whole, layer=layer: whole()[layer])  # type: ignore[misc]
-            archive.entries[f"Transformer/encoderblock_{layer}/{name.removeprefix(start)}"] = single
+            single = StoredTensor(tensor.shape[1:], tensor.dtype, lambda whole=whole, layer=layer: whole()[layer])  # type: ignore[misc]
+            archive.tensors[f"Transformer/encoderblock_{layer}/{name.removeprefix(start)}"] = single
 
 
-class _Once:
-    """Read a stacked tensor at its first use and share it among the layers."""
+class _CachedRead:
+    """Read a stacked tensor on first use and share it between the layers."""
 
-    def __init__(self, entry: Entry) -> None:
-        self._entry, self._value = entry, None
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor, self._value = tensor, None
 
     def __call__(self) -> Tensor:
         if self._value is None:
-            self._value = self._entry.read()  # type: ignore[assignment]
+            self._value = self._tensor.read()  # type: ignore[assignment]
         return self._value  # type: ignore[return-value]
 
 
@@ -94,7 +94,7 @@ def norm(ours: str, theirs: str) -> list[Row]:
 
 
 def vit_rows(config: ViTConfig, *, linen: bool, positions: str) -> list[Row]:
-    """Everything a ViT has in these files, besides a ResNet and an attention-pooling head."""
+    """Return the rows of a ViT in these files, without a ResNet and an attention-pooling head."""
     style = int(linen)
     block = "Transformer/encoderblock_{i}"
     layer = [
@@ -109,7 +109,7 @@ def vit_rows(config: ViTConfig, *, linen: bool, positions: str) -> list[Row]:
         row("patches.bias", "embedding/bias"),
         row("class_token", "cls"),
         row("positions.table", positions),
-        *(r for i in range(config.depth) for r in repeated(layer, i=i)),
+        *(r for i in range(config.depth) for r in numbered(layer, i=i)),
         *norm("norm", "Transformer/encoder_norm"),
         *dense("pre_logits", "pre_logits"),
         *dense("head", "head"),

@@ -1,4 +1,4 @@
-"""What a foreign format has to tell: how it is recognised, named, laid out and computed with."""
+"""The description of a checkpoint format: how to detect it, its tensor names and layouts, and its numerics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.checkpoints.archive import Archive
-from vitrail.checkpoints.infer import Hints, Shapes
+from vitrail.checkpoints.infer_config import Hints, Shapes
 from vitrail.checkpoints.mapping import Row
 from vitrail.errors import VitrailError
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 
-# What every format but our own takes for granted about a ViT.
+# What every format but our own assumes about a ViT.
 PLAIN: Mapping[str, tuple[Any, ...]] = {"attention": ("full",), "position_at": ("input",)}
 
 
@@ -20,41 +20,39 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {"attention": ("full",), "position_at": (
 class Format:
     name: str
     title: str
-    container: str  # what it is written as: "npz", "torch" (.safetensors or .pth) or "folder"
-    recognise: Callable[[Collection[str]], bool]
-    infer: Callable[[Shapes, Hints], ModelConfig]
-    table: Callable[[ModelConfig], list[Row]]
-    numerics: Callable[[ModelConfig], Mapping[str, Any]]  # fields that its own code fixes and its files do not say
-    preset: str  # the preprocessing its published weights expect
+    container: str  # "npz", "torch" (.safetensors or .pth) or "folder"
+    matches: Callable[[Collection[str]], bool]
+    infer_config: Callable[[Shapes, Hints], ModelConfig]
+    rows: Callable[[ModelConfig], list[Row]]
+    numerics: Callable[[ModelConfig], Mapping[str, Any]]  # config fields that its own code fixes and its files do not store
+    preset: str  # the preprocessing preset its published weights expect
     families: tuple[str, ...] = ("vit",)  # of "vit", "hybrid", "bit"
-    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: PLAIN)  # field → the values its files can hold
-    respell: Callable[[Archive], None] = lambda archive: None  # other spellings of its names → the table's
-    ignored: Mapping[str, str] = field(default_factory=dict)  # names its files may hold besides → why they are not needed
+    supports: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: PLAIN)  # config field → the values its files can store
+    normalise_names: Callable[[Archive], None] = lambda archive: None  # renames variants of tensor names to those of `rows`
+    ignored: Mapping[str, str] = field(default_factory=dict)  # regex of further tensor names → why they are not needed
 
     def check_writable(self, config: ModelConfig) -> None:
-        """Refuse a model this format has no words for."""
+        """Raise an error if this format cannot store the model."""
         if family(config) not in self.families:
             raise VitrailError(
-                f"{self.title} files hold {' and '.join(_FAMILIES[name] for name in self.families)}; {config.name} is "
+                f"{self.title} files can store {' and '.join(_FAMILIES[name] for name in self.families)}, but {config.name} is "
                 f"{_FAMILIES[family(config)]}. Choose another format: `vitrail convert --help` lists them."
             )
-        for name, allowed in self.needs.items():
+        for name, allowed in self.supports.items():
             value = getattr(config, name, allowed[0])
             if value not in allowed:
                 raise VitrailError(
-                    f"{self.title} has no words for {name}={value!r} (only {' or '.join(map(repr, allowed))}), "
-                    f"so the file would compute something else. The vitrail format holds every model."
+                    f"{self.title} cannot store {name}={value!r} (only {' or '.join(map(repr, allowed))}), "
+                    f"so the file would be another model. The vitrail format can store every model."
                 )
 
-    def unsaid(self, config: ModelConfig) -> list[str]:
-        """Sentences on numerics of this model that a file of this format cannot carry."""
+    def unstored_numerics(self, config: ModelConfig) -> list[str]:
+        """List the numerics of this model that a file of this format cannot store."""
         notes = []
         for name, theirs in self.numerics(config).items():
             ours = getattr(config, name, None) if hasattr(config, name) else getattr(getattr(config, "resnet", None), name, theirs)
             if ours != theirs and name != "position_resize":
-                notes.append(
-                    f"the file cannot say {name}={ours!r}: {self.title} computes with {theirs!r} unless it is told otherwise"
-                )
+                notes.append(f"the file cannot store {name}={ours!r}: {self.title} uses {theirs!r} by default")
         return notes
 
 

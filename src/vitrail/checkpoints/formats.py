@@ -1,4 +1,4 @@
-"""Every foreign format, in the order in which a file is compared with them."""
+"""All formats of other libraries, in the order in which a file is matched with them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from vitrail.checkpoints.google import GOOGLE
 from vitrail.checkpoints.huggingface import HUGGING_FACE
 from vitrail.checkpoints.timm import TIMM
 from vitrail.checkpoints.torchvision import TORCHVISION
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, plural
 
 FORMATS: dict[str, Format] = {f.name: f for f in (GOOGLE, BIT, BIG_VISION, TIMM, HUGGING_FACE, TORCHVISION)}
 
 
-def recognise(archive: Archive) -> Format:
-    """The format whose names the file carries."""
-    names = archive.entries.keys()
+def detect_format(archive: Archive) -> Format:
+    """Return the format whose tensor names the file has."""
+    names = archive.tensors.keys()
     for known in FORMATS.values():
-        if known.recognise(names):
+        if known.matches(names):
             return known
     if "patches.weight" in names or "root.weight" in names:
         raise VitrailError(
-            f"{archive.path} holds Vitrail's own weights without their config.json. Load the folder they were saved in."
+            f"{archive.path} contains Vitrail weights without their config.json. Load the folder they were saved in."
         )
     if "img/embedding/kernel" in names:
-        raise VitrailError(f"{archive.path} holds several models: name the image tower with {archive.path}:img.")
+        raise VitrailError(f"{archive.path} contains several models. Load the image tower with {archive.path}:img.")
     shown = ", ".join(sorted(names)[:6])
     titles = ", ".join(known.title for known in FORMATS.values())
     raise VitrailError(
-        f"{archive.path} holds {len(names)} tensors ({shown} …), whose names fit no format known here: {titles}. "
-        f"If it is one of these, a prefix may have been added to its names."
+        f"{archive.path} contains {plural(len(names), 'tensor')} ({shown} …), whose names match no supported format: "
+        f"{titles}. If it is one of these, its names may have an extra prefix."
     )

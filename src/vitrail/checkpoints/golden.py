@@ -1,8 +1,8 @@
-"""A fixed input and what the model made of it when it was saved: proof that it is still the same function.
+"""Golden outputs: what the model computed for a fixed image when it was saved, to check that it is still the same function.
 
-Two measures are kept. The full one is the model's output for a whole image. The quick one sends only the first few tokens
-through every layer: it uses nearly every weight and every numeric choice at the cost of reading the weights once, so that it
-can be checked at each load.
+Two are stored. The full one is the output for a whole image. The quick one sends only the first few tokens through every
+layer: it depends on nearly every weight and numeric setting, and costs about one pass over the weights, so that every load
+can check it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vitrail.models import BiT, Model, ViT
 from vitrail.models.features import evaluating
 
 QUICK_PATCHES = 3
-KEPT = 32  # values of each output that are stored
+MAX_VALUES = 32  # stored per output
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
 def golden_image(channels: int, size: tuple[int, int]) -> Tensor:
-    """A noisy image in [−1, 1) that needs no random generator, so that it is the same everywhere and for ever."""
+    """Return a noise image in [−1, 1) computed without a random generator, so that it never changes."""
     index = torch.arange(channels * size[0] * size[1], dtype=torch.int64, device="cpu")
     mixed = (index + 1) * 2654435761 % 2**32
     mixed = (mixed ^ (mixed >> 15)) * 2246822519 % 2**32
@@ -32,19 +32,19 @@ def golden_image(channels: int, size: tuple[int, int]) -> Tensor:
 
 
 def record(model: Model) -> dict[str, Any]:
-    """Both measures of a model on the CPU, as plain numbers for JSON."""
+    """Compute both golden outputs on the CPU, as plain numbers for JSON."""
     return {"quick": _sampled(_quick(model)), "full": _sampled(_full(model))}
 
 
 def check(model: Model, golden: Any, source: str, *, full: bool) -> None:
-    """Compare a loaded model with what was recorded; a deviation is an error."""
-    for level, measure in (("quick", _quick), ("full", _full)):
-        if level == "full" and not full:
+    """Compare a loaded model with its golden outputs; raise an error if they differ."""
+    for name, compute in (("quick", _quick), ("full", _full)):
+        if name == "full" and not full:
             continue
-        expected = golden.get(level) if isinstance(golden, Mapping) else None
+        expected = golden.get(name) if isinstance(golden, Mapping) else None
         if not isinstance(expected, Mapping):
-            raise VitrailError(f"{source}: config.json has no golden output to check the model against. It is damaged.")
-        _compare(_sampled(measure(model)), expected, model, source)
+            raise VitrailError(f"{source}: config.json has no golden output to check the model with. It is corrupted.")
+        _compare(_sampled(compute(model)), expected, model, source)
 
 
 def _compare(got: dict[str, list[float]], expected: Mapping[str, Any], model: Model, source: str) -> None:
@@ -52,14 +52,14 @@ def _compare(got: dict[str, list[float]], expected: Mapping[str, Any], model: Mo
     for name, values in got.items():
         stored = expected.get(name)
         if not isinstance(stored, list) or len(stored) != len(values) or not all(isinstance(v, (int, float)) for v in stored):
-            raise VitrailError(f"{source}: the golden {name} in config.json do not fit this model. One of them is damaged.")
-        scale = max((abs(v) for v in stored), default=0.0)
+            raise VitrailError(f"{source}: the golden {name} in config.json do not fit this model. One of them is corrupted.")
+        largest = max((abs(v) for v in stored), default=0.0)
         worst = max((abs(a - b) for a, b in zip(values, stored, strict=True)), default=0.0)
-        if not worst <= allowed * max(scale, 1e-6):
+        if not worst <= allowed * max(largest, 1e-6):
             raise VitrailError(
-                f"{source} does not compute what it computed when it was saved: its {name} are off by {worst:.2g} "
-                f"where {allowed * max(scale, 1e-6):.2g} is allowed. The weights or the model in config.json were changed, or "
-                f"this machine computes wrongly. verify='none' loads it all the same."
+                f"{source} does not compute the same outputs as when it was saved: its {name} differ by {worst:.2g}, "
+                f"more than {allowed * max(largest, 1e-6):.2g}. The weights or the model in config.json were changed, or "
+                f"this machine computes wrong results. Load it with verify='none' to skip this check."
             )
 
 
@@ -72,7 +72,7 @@ def _full(model: Model) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _quick(model: Model) -> tuple[Tensor, Tensor]:
-    if isinstance(model, BiT):  # takes any size, so a small image will do
+    if isinstance(model, BiT):  # takes any image size, so a small image is enough
         side = max(64, model.config.resnet.stride)
         image = golden_image(model.config.channels, (side, side)).to(model.norm.weight.dtype)
         with evaluating(model):
@@ -86,7 +86,7 @@ def _quick(model: Model) -> tuple[Tensor, Tensor]:
 
 
 def _first_tokens(model: ViT, image: Tensor) -> tuple[Tensor, Tensor]:
-    """The model's own path, with all patches but the first few left out after the embedding."""
+    """Run the model on the prefix tokens and the first few patches only."""
     tokens = model.add_prefix_and_positions(model.embed_patches(image))
     tokens = model.encode(tokens[:, : model.config.prefix + QUICK_PATCHES])
     return model._represent(model._pool(tokens))[0], model.logits(tokens)[0]
@@ -94,7 +94,7 @@ def _first_tokens(model: ViT, image: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A few tokens are too little work to share: threads waiting for one another take several times as long when busy."""
+    """Use one thread: with so little work, several threads are slower on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -104,9 +104,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _sampled(outputs: tuple[Tensor, Tensor]) -> dict[str, list[float]]:
-    """At most `KEPT` evenly spaced values of each output."""
-    kept = {}
+    """Return at most `MAX_VALUES` evenly spaced values of each output."""
+    sampled = {}
     for name, values in zip(("pre_logits", "logits"), outputs, strict=True):
-        picked = torch.linspace(0, len(values) - 1, min(len(values), KEPT), device="cpu").round().long()
-        kept[name] = [float(f"{value:.8g}") for value in values[picked].double().tolist()]
-    return kept
+        picked = torch.linspace(0, len(values) - 1, min(len(values), MAX_VALUES), device="cpu").round().long()
+        sampled[name] = [float(f"{value:.8g}") for value in values[picked].double().tolist()]
+    return sampled

@@ -1,15 +1,15 @@
-"""Google's .npz files of the paper and of AugReg: ViTs and hybrids."""
+"""The .npz files of Google's vision_transformer (the paper and AugReg): ViTs and hybrids."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from vitrail.checkpoints.archive import Archive, Entry
+from vitrail.checkpoints.archive import Archive, StoredTensor
 from vitrail.checkpoints.flax import NUMERICS, infer_vit, norm, numbering, vit_rows
 from vitrail.checkpoints.format import PLAIN, Format
-from vitrail.checkpoints.infer import Hints, Shapes, resnet_config
-from vitrail.checkpoints.mapping import CONVOLUTION, Row, rename, repeated, row
+from vitrail.checkpoints.infer_config import Hints, Shapes, resnet_config
+from vitrail.checkpoints.mapping import CONVOLUTION, Row, numbered, rename, row
 from vitrail.models import ModelConfig, ViTConfig
 
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
@@ -31,37 +31,37 @@ _UNIT = [
 ]
 
 
-def _recognise(names: Collection[str]) -> bool:
+def _matches(names: Collection[str]) -> bool:
     stacked = any(name.startswith(("Transformer/encoderblock/", "MAPHead_0/", "probe")) for name in names)
     return "embedding/kernel" in names and _POSITIONS in names and not stacked
 
 
-def _respell(archive: Archive) -> None:
-    rename(archive, numbering(linen=False), "Linen's module numbers read as the older ones")
+def _normalise_names(archive: Archive) -> None:
+    rename(archive, numbering(linen=False), "Linen's module numbers converted to the older ones")
     flatten_group_norms(archive)
 
 
 def flatten_group_norms(archive: Archive) -> None:
-    """Some files store GroupNorm's vectors as (1, 1, 1, C)."""
-    for name, entry in archive.entries.items():
-        if len(entry.shape) == 4 and entry.shape[:3] == (1, 1, 1) and name.endswith(("/scale", "/bias", "/gamma", "/beta")):
-            archive.entries[name] = Entry(entry.shape[3:], entry.dtype, lambda read=entry.read: read().reshape(-1))  # type: ignore[misc]
+    """Flatten GroupNorm vectors, which some files store as (1, 1, 1, C)."""
+    for name, tensor in archive.tensors.items():
+        if len(tensor.shape) == 4 and tensor.shape[:3] == (1, 1, 1) and name.endswith(("/scale", "/bias", "/gamma", "/beta")):
+            archive.tensors[name] = StoredTensor(tensor.shape[3:], tensor.dtype, lambda read=tensor.read: read().reshape(-1))  # type: ignore[misc]
 
 
-def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
+def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     if "conv_root/kernel" not in shapes:
-        return infer_vit(shapes, hints, linen=False, positions=_POSITIONS, covers=True)
+        return infer_vit(shapes, hints, linen=False, positions=_POSITIONS, covers_prefix=True)
     _, _, channels, root = shapes("conv_root/kernel", 4)
     blocks = shapes.count("block{}/unit1/conv1/kernel", start=1)
     layers = tuple(shapes.count(f"block{b}/unit{{}}/conv1/kernel", start=1) for b in range(1, blocks + 1))
     resnet = resnet_config(layers, root, _RESNET, shapes.path)
-    return infer_vit(shapes, hints, linen=False, positions=_POSITIONS, covers=True, resnet=resnet, channels=channels)
+    return infer_vit(shapes, hints, linen=False, positions=_POSITIONS, covers_prefix=True, resnet=resnet, channels=channels)
 
 
-def _table(config: ModelConfig) -> list[Row]:
+def _rows(config: ModelConfig) -> list[Row]:
     assert isinstance(config, ViTConfig)
     layers = config.resnet.layers if config.resnet else ()
-    units = [repeated(_UNIT, s=s, u=u, b=s + 1, v=u + 1) for s, count in enumerate(layers) for u in range(count)]
+    units = [numbered(_UNIT, s=s, u=u, b=s + 1, v=u + 1) for s, count in enumerate(layers) for u in range(count)]
     return [*vit_rows(config, linen=False, positions=_POSITIONS), *_STEM, *(r for unit in units for r in unit)]
 
 
@@ -74,14 +74,14 @@ GOOGLE = Format(
     name="google",
     title="Google's vision_transformer",
     container="npz",
-    recognise=_recognise,
-    respell=_respell,
-    infer=_infer,
-    table=_table,
+    matches=_matches,
+    normalise_names=_normalise_names,
+    infer_config=_infer_config,
+    rows=_rows,
     numerics=_numerics,
     preset="google-vit",
     families=("vit", "hybrid"),
-    needs={
+    supports={
         **PLAIN,
         "position": ("learned",),
         "position_prefix": (True,),

@@ -1,4 +1,4 @@
-"""Checkpoints from the Hugging Face hub, through its own cache. Nothing else here ever touches a network."""
+"""Download checkpoints from the Hugging Face Hub, through its cache. Nothing else in this package uses the network."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SAFE = ["config.json", "preprocessor_config.json", "model.safetensors", "model-
 _PICKLED = ["pytorch_model.bin"]
 
 
-def fetch(name: str) -> Path:
-    """The folder of `owner/name` or `owner/name@revision` in the local cache, fetched first if need be."""
+def download(name: str) -> Path:
+    """Return the folder of `owner/name` or `owner/name@revision` in the local cache; download it if needed."""
     repository, _, revision = name.partition("@")
     folder = _snapshot(repository, revision or None, _SAFE)
     if not any(folder.glob("model*.safetensors")):
@@ -33,14 +33,14 @@ def _snapshot(repository: str, revision: str | None, patterns: list[str]) -> Pat
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         raise VitrailError(
-            f"hf:{repository} is not in the local cache, and the hub cannot be reached or is switched off (HF_HUB_OFFLINE). "
-            f"Fetch it once on a machine with a network: `hf download {repository}`."
+            f"hf:{repository} is not in the local cache, and the Hub cannot be reached or is disabled (HF_HUB_OFFLINE). "
+            f"Download it once with a network connection: `hf download {repository}`."
         ) from error
     except GatedRepoError as error:
-        raise VitrailError(f"hf:{repository} is gated: accept its terms on the hub and log in with `hf auth login`.") from error
+        raise VitrailError(f"hf:{repository} is gated: accept its terms on the Hub and log in with `hf auth login`.") from error
     except RevisionNotFoundError as error:
         raise VitrailError(f"hf:{repository} has no revision {revision!r}.") from error
     except RepositoryNotFoundError as error:
-        raise VitrailError(f"There is no repository {repository!r} on the hub, or it is private. Check its name.") from error
+        raise VitrailError(f"There is no repository {repository!r} on the Hub, or it is private. Check its name.") from error
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise VitrailError(f"hf:{repository} cannot be fetched: {str(error).splitlines()[0]}") from error
+        raise VitrailError(f"Cannot download hf:{repository}: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""Hugging Face's ViTForImageClassification and ViTModel: the names on the hub, and those inside transformers 5."""
+"""Hugging Face's ViTForImageClassification and ViTModel: the names on the Hub, and those of transformers 5."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 from vitrail.checkpoints.archive import Archive
 from vitrail.checkpoints.format import PLAIN, Format
-from vitrail.checkpoints.infer import Hints, Shapes, hint_rectangle, vit_config
-from vitrail.checkpoints.mapping import Row, both, rename, repeated, row
+from vitrail.checkpoints.infer_config import Hints, Shapes, hint_grid, vit_config
+from vitrail.checkpoints.mapping import Row, numbered, rename, row, weight_and_bias
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ViTConfig
 
 _LAYER = "encoder.layer.{i}"
 _PARTS = ("query", "key", "value")
 _BLOCK = [
-    *both("blocks.{i}.norm1", f"{_LAYER}.layernorm_before"),
+    *weight_and_bias("blocks.{i}.norm1", f"{_LAYER}.layernorm_before"),
     row("blocks.{i}.attention.qkv.weight", [f"{_LAYER}.attention.attention.{part}.weight" for part in _PARTS]),
     row("blocks.{i}.attention.qkv.bias", [f"{_LAYER}.attention.attention.{part}.bias" for part in _PARTS]),
-    *both("blocks.{i}.attention.out", f"{_LAYER}.attention.output.dense"),
-    *both("blocks.{i}.norm2", f"{_LAYER}.layernorm_after"),
-    *both("blocks.{i}.mlp.up", f"{_LAYER}.intermediate.dense"),
-    *both("blocks.{i}.mlp.down", f"{_LAYER}.output.dense"),
+    *weight_and_bias("blocks.{i}.attention.out", f"{_LAYER}.attention.output.dense"),
+    *weight_and_bias("blocks.{i}.norm2", f"{_LAYER}.layernorm_after"),
+    *weight_and_bias("blocks.{i}.mlp.up", f"{_LAYER}.intermediate.dense"),
+    *weight_and_bias("blocks.{i}.mlp.down", f"{_LAYER}.output.dense"),
 ]
-_AROUND = [
+_OTHERS = [
     row("class_token", "embeddings.cls_token"),
     row("positions.table", "embeddings.position_embeddings"),
-    *both("patches", "embeddings.patch_embeddings.projection"),
-    *both("norm", "layernorm"),
-    *both("pre_logits", "pooler.dense"),
-    *both("head", "classifier"),
+    *weight_and_bias("patches", "embeddings.patch_embeddings.projection"),
+    *weight_and_bias("norm", "layernorm"),
+    *weight_and_bias("pre_logits", "pooler.dense"),
+    *weight_and_bias("head", "classifier"),
 ]
 _NEW_NAMES = [
     (r"^layers\.(\d+)\.attention\.q_proj\.", r"encoder.layer.\1.attention.attention.query."),
@@ -41,71 +41,71 @@ _NEW_NAMES = [
     (r"^layers\.(\d+)\.", r"encoder.layer.\1."),
 ]
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-_EPS = 1e-12  # what transformers takes where its config.json says nothing
+_EPS = 1e-12  # the default of transformers
 
 
-def _table(config: ModelConfig) -> list[Row]:
+def _rows(config: ModelConfig) -> list[Row]:
     assert isinstance(config, ViTConfig)
-    return [*_AROUND, *(r for i in range(config.depth) for r in repeated(_BLOCK, i=i))]
+    return [*_OTHERS, *(r for i in range(config.depth) for r in numbered(_BLOCK, i=i))]
 
 
-def _recognise(names: Collection[str]) -> bool:
+def _matches(names: Collection[str]) -> bool:
     return any(name.removeprefix("vit.") == "embeddings.patch_embeddings.projection.weight" for name in names)
 
 
-def _respell(archive: Archive) -> None:
+def _normalise_names(archive: Archive) -> None:
     rename(archive, [(r"^vit\.", "")])
-    rename(archive, _NEW_NAMES, "names of transformers 5 read as those on the hub")
+    rename(archive, _NEW_NAMES, "names of transformers 5 converted to those on the Hub")
 
 
-def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
-    said = hints.config or {}
-    if not said:
-        hints.notes.append(f"no config.json beside the weights: GELU 'erf' and eps {_EPS:g} assumed, as transformers does")
+def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
+    hf_config = hints.config or {}
+    if not hf_config:
+        hints.notes.append(f"no config.json next to the weights: assumed GELU 'erf' and eps {_EPS:g}, the defaults of transformers")
     width, channels, height, across = shapes("embeddings.patch_embeddings.projection.weight", 4)
-    hint_rectangle(hints, said.get("image_size"), (height, across))
+    hint_grid(hints, hf_config.get("image_size"), (height, across))
     first = _LAYER.format(i=0)
     headed = "classifier.weight" in shapes
     config = vit_config(
         shapes,
         hints,
-        numerics=numerics_of(said),
+        numerics=numerics_of(hf_config),
         width=width,
         depth=shapes.count("encoder.layer.{}.layernorm_before.weight"),
         mlp=shapes(f"{first}.intermediate.dense.weight", 2)[0],
         kernel=(channels, height, across),
         table=shapes("embeddings.position_embeddings", 3)[1],
-        heads=said.get("num_attention_heads"),
-        covers=True,
+        heads=hf_config.get("num_attention_heads"),
+        covers_prefix=True,
         class_token=True,
         qkv_bias=f"{first}.attention.attention.query.bias" in shapes,
         pre_logits=shapes("pooler.dense.weight", 2)[0] if "pooler.dense.weight" in shapes and not headed else None,
         outputs=shapes("classifier.weight", 2)[0] if headed else 0,
     )
     assert isinstance(config, ViTConfig)
-    _check_against(config, said, shapes)
+    _check_against(config, hf_config, shapes)
     return config
 
 
-def numerics_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    act = said.get("hidden_act", "gelu")
+def numerics_of(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    act = hf_config.get("hidden_act", "gelu")
     if act != "gelu" and act not in _TANH:
         raise VitrailError(
-            f"config.json says hidden_act={act!r}; only GELU, exact ('gelu') or by tanh ({', '.join(_TANH)}), is known."
+            f"config.json has hidden_act={act!r}; only GELU is supported, erf ('gelu') or tanh ({', '.join(_TANH)})."
         )
-    if said.get("pooler_act", "tanh") != "tanh":
-        raise VitrailError(f"config.json says pooler_act={said['pooler_act']!r}; only tanh is known.")
+    if hf_config.get("pooler_act", "tanh") != "tanh":
+        raise VitrailError(f"config.json has pooler_act={hf_config['pooler_act']!r}; only tanh is supported.")
     return {
         "gelu": "tanh" if act in _TANH else "erf",
-        "norm_eps": float(said.get("layer_norm_eps", _EPS)),
+        "norm_eps": float(hf_config.get("layer_norm_eps", _EPS)),
         "position_resize": "hf",
-        "dropout": float(said.get("hidden_dropout_prob", 0.0)),
-        "attention_dropout": float(said.get("attention_probs_dropout_prob", 0.0)),
+        "dropout": float(hf_config.get("hidden_dropout_prob", 0.0)),
+        "attention_dropout": float(hf_config.get("attention_probs_dropout_prob", 0.0)),
     }
 
 
-def _check_against(config: ViTConfig, said: Mapping[str, Any], shapes: Shapes) -> None:
-    """A config.json that tells another story than the weights is refused: one of the two is wrong."""
+def _check_against(config: ViTConfig, hf_config: Mapping[str, Any], shapes: Shapes) -> None:
+    """Raise an error if config.json and the weights disagree."""
     found: dict[str, Any] = {
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
@@ -116,21 +116,21 @@ def _check_against(config: ViTConfig, said: Mapping[str, Any], shapes: Shapes) -
         "qkv_bias": config.qkv_bias,
     }
     for key, value in found.items():
-        claimed = said.get(key, value)
+        claimed = hf_config.get(key, value)
         pair = (claimed, claimed) if isinstance(value, tuple) and isinstance(claimed, int) else claimed
         pair = tuple(pair) if isinstance(pair, list) else pair
         if pair != value:
             raise VitrailError(
-                f"{shapes.path}: config.json says {key}={claimed!r}, but the weights show {value!r}. One of them is wrong."
+                f"{shapes.path}: config.json has {key}={claimed!r}, but the weights have {value!r}. One of them is wrong."
             )
-    labels = said.get("id2label")
+    labels = hf_config.get("id2label")
     if config.outputs and isinstance(labels, Mapping) and len(labels) != config.outputs:
-        raise VitrailError(f"{shapes.path}: config.json names {len(labels)} labels, but the head has {config.outputs} outputs.")
+        raise VitrailError(f"{shapes.path}: config.json has labels for {len(labels)} of {config.outputs} outputs.")
 
 
-def label_names(said: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Class names in order, unless they are only transformers' placeholders."""
-    labels = said.get("id2label")
+def label_names(hf_config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the class names in order; None if they are placeholders of transformers."""
+    labels = hf_config.get("id2label")
     if not isinstance(labels, Mapping) or not labels:
         return None
     numbered = {str(key): str(value) for key, value in labels.items()}
@@ -141,7 +141,7 @@ def label_names(said: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def config_json(config: ViTConfig, classes: tuple[str, ...] | None, dtype: str) -> dict[str, Any]:
-    """The config.json that makes transformers compute what this model computes."""
+    """Return the config.json with which transformers computes the same function."""
 
     def size(pair: tuple[int, int]) -> int | list[int]:
         return pair[0] if pair[0] == pair[1] else list(pair)
@@ -174,13 +174,13 @@ HUGGING_FACE = Format(
     name="hf",
     title="Hugging Face transformers",
     container="folder",
-    recognise=_recognise,
-    respell=_respell,
-    infer=_infer,
-    table=_table,
-    numerics=lambda config: {},  # its config.json says them all
-    preset="timm",  # replaced by what preprocessor_config.json says
-    needs={
+    matches=_matches,
+    normalise_names=_normalise_names,
+    infer_config=_infer_config,
+    rows=_rows,
+    numerics=lambda config: {},  # config.json stores them all
+    preset="timm",  # replaced by preprocessor_config.json
+    supports={
         **PLAIN,
         "position": ("learned",),
         "position_prefix": (True,),

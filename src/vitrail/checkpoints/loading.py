@@ -1,4 +1,4 @@
-"""`vitrail.load`: from any reference to a bundle."""
+"""`vitrail.load`: load a checkpoint from a folder, a file or the Hub."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, Literal
 import torch
 
 from vitrail.checkpoints import adapt, hub, native
-from vitrail.checkpoints.archive import Archive, damage_named, open_archive
+from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.flax import strip_prefix
-from vitrail.checkpoints.foreign_preprocess import from_hugging_face, from_timm
 from vitrail.checkpoints.format import Format
-from vitrail.checkpoints.formats import recognise
+from vitrail.checkpoints.formats import detect_format
 from vitrail.checkpoints.huggingface import label_names
-from vitrail.checkpoints.infer import Hints, Shapes
-from vitrail.checkpoints.mapping import present, read_state, rename
+from vitrail.checkpoints.infer_config import Hints, Shapes
+from vitrail.checkpoints.mapping import read_state, rename, rows_of
+from vitrail.checkpoints.preprocess_configs import from_hugging_face, from_timm
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess, preset
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, plural
 from vitrail.models import ModelConfig, empty_model
 
 Verify = Literal["none", "quick", "full"]
-_WRAPPED = [(r"^(?:module\.|_orig_mod\.)+", ""), (r"\._orig_mod\.", ".")]
+_WRAPPERS = [(r"^(?:module\.|_orig_mod\.)+", ""), (r"\._orig_mod\.", ".")]
 
 
 def load(
@@ -44,28 +44,28 @@ def load(
     verify: Verify = "quick",
     **fields: Any,
 ) -> Bundle:
-    """A model from a checkpoint folder, a run folder, an `.npz`, `.pth` or `.safetensors` file, or `hf:owner/name`.
+    """Load a model from a checkpoint folder, a run folder, an `.npz`, `.pth` or `.safetensors` file, or `hf:owner/name`.
 
     Args:
-        ref: Where it is. `file.npz:img` and `file.pth:model_ema` name a part of a file.
-        outputs: Put on a new head of zeros with so many outputs (0: none).
-        image_size: Take images of this size; positions are resampled by the source's own rule.
-        channels: Take images of so many channels; `stem` says how the first layer is made from the old one.
+        ref: The path or Hub name. `file.npz:img` and `file.pth:model_ema` select a part of a file.
+        outputs: Replace the head by a zero-initialised one with this many outputs (0: no head).
+        image_size: Change the image size; position embeddings are resampled by the source library's rule.
+        channels: Change the number of input channels; `stem` says how the first layer is adapted.
         stem: "sum", "repeat" or "random".
-        preprocess: Replace the recorded preprocessing, by a value or a preset's name.
-        classes: Names of the outputs in order, where the file does not say them.
-        device: Where to put the model; the CPU by default, straight from the file without a copy.
-        dtype: Convert to this precision; by default the file's own.
-        drop: Patterns of tensor names that may be left out, such as "decoder.*".
-        verify: Of a Vitrail checkpoint, "quick" compares a checksum of all weights and a golden output of a few tokens, "full"
-            also SHA-256 and the golden output of a whole image, "none" neither.
-        fields: Fields of the model's configuration that the file cannot say or that you want otherwise: `heads=8`,
-            `grid=(7, 14)` for a position table that is no square, `gelu="tanh"`, `dropout=0.1`.
+        preprocess: Replace the stored preprocessing, by a `Preprocess` or the name of a preset.
+        classes: Names of the outputs in order, if the file does not store them.
+        device: The device to move the model to. Default: the CPU, with weights mapped from the file without a copy.
+        dtype: Convert to this dtype. Default: the file's.
+        drop: Patterns of tensor names to leave out, such as "decoder.*".
+        verify: How to verify a Vitrail checkpoint. "quick": a checksum of all weights and a golden output of a few tokens;
+            "full": also SHA-256 and the golden output of a whole image; "none": neither.
+        fields: Fields of the model's config that the file does not store or that you want to change: `heads=8`,
+            `grid=(7, 14)` for a position embedding that is not square, `gelu="tanh"`, `dropout=0.1`.
     """
     if verify not in ("none", "quick", "full"):
-        raise VitrailError(f"verify is {verify!r}; it can be 'none', 'quick' or 'full'.")
+        raise VitrailError(f"verify is {verify!r}; it must be 'none', 'quick' or 'full'.")
     found = locate(ref)
-    with damage_named(found.name):
+    with wrap_errors(found.name):
         bundle = _native(found, fields, drop, verify) if found.kind == "vitrail" else read_foreign(found, fields, drop)
     if channels is not None:
         adapt.change_channels(bundle, channels, stem)
@@ -74,7 +74,7 @@ def load(
     if outputs is not None:
         adapt.change_outputs(bundle, outputs)
     if preprocess is not None:
-        bundle.preprocess = _given(preprocess, bundle.model.config)
+        bundle.preprocess = _checked(preprocess, bundle.model.config)
     if classes is not None:
         native.check_task(bundle.task, classes, bundle.model.config.outputs)
         bundle.classes = tuple(classes)
@@ -85,7 +85,7 @@ def load(
 
 @dataclass(frozen=True)
 class Found:
-    """What a reference stands for: a folder with its config.json, or a bare file."""
+    """What a reference points to: a folder with its config.json, or a single file."""
 
     name: str
     path: Path
@@ -95,24 +95,24 @@ class Found:
 
 
 def locate(ref: str | os.PathLike[str]) -> Found:
+    """Find what a reference points to; download it first if it is on the Hub."""
     name = os.fspath(ref)
     if name.startswith("hf:"):
-        return _folder(name, hub.fetch(name.removeprefix("hf:")))
+        return _folder(name, hub.download(name.removeprefix("hf:")))
     path = Path(name).expanduser()
-    with damage_named(name):
+    with wrap_errors(name):
         if path.is_dir():
             return _folder(name, path)
         if path.is_file():
-            beside = path.parent / "config.json"
-            if path.name in ("model.safetensors", "pytorch_model.bin") and beside.is_file():
+            config = path.parent / "config.json"
+            if path.name in ("model.safetensors", "pytorch_model.bin") and config.is_file():
                 return _folder(name, path.parent)
             return Found(name, path, "file")
         start, colon, part = name.rpartition(":")
         if colon and Path(start).expanduser().is_file():
             return Found(name, Path(start).expanduser(), "file", part=part)
     raise VitrailError(
-        f"There is no checkpoint {name!r}. "
-        f"A reference is a folder, an .npz, .pth or .safetensors file, or hf:owner/name for the hub."
+        f"There is no checkpoint {name!r}. Give a folder, an .npz, .pth or .safetensors file, or hf:owner/name for the Hub."
     )
 
 
@@ -123,12 +123,12 @@ def _folder(name: str, path: Path) -> Found:
             return Found(name, path, "vitrail", config)
         if "model_type" in config or "architecture" in config:
             return Found(name, path, "folder", config)
-    if (path / "model" / "config.json").is_file():  # the folder of a training run
+    if (path / "model" / "config.json").is_file():  # a run folder
         return _folder(name, path / "model")
     inside = ", ".join(sorted(item.name for item in path.iterdir())[:8]) or "nothing"
     raise VitrailError(
-        f"{name} is a folder without a checkpoint's config.json (it holds {inside}). "
-        f"A checkpoint folder of Vitrail, of Hugging Face's ViT or of timm has one; a single weight file is named itself."
+        f"{name} is a folder without a checkpoint's config.json (it contains {inside}). "
+        f"Checkpoint folders of Vitrail, Hugging Face's ViT and timm have one. For a single weight file, give the file itself."
     )
 
 
@@ -137,28 +137,28 @@ def _native(found: Found, fields: Mapping[str, Any], drop: Sequence[str], verify
     model, report = read.model, read.report
     report.source = found.name
     if fields:
-        model = native.fill(empty_model(model.config.replace(**fields)), read.state)
+        model = native.assign_weights(empty_model(model.config.replace(**fields)), read.state)
         report.notes.append(f"changed on loading: {', '.join(f'{key}={value!r}' for key, value in fields.items())}")
     return Bundle(model, read.preprocess, read.classes, read.task, report, read.provenance)
 
 
 def read_foreign(found: Found, fields: Mapping[str, Any], drop: Sequence[str]) -> Bundle:
-    """A model from another code base's file or folder."""
+    """Load a model from another library's file or folder."""
     archive = _open(found)
     report = Report(found.name, "")
     if archive.kind == "npz":
         strip_prefix(archive, found.part, report)
     else:
-        rename(archive, _WRAPPED, "prefixes 'module.' and '_orig_mod.', left by a wrapper, were stripped")
-    known = recognise(archive)
+        rename(archive, _WRAPPERS, "prefixes 'module.' and '_orig_mod.' of DDP and torch.compile were stripped")
+    known = detect_format(archive)
     report.format = known.name
-    known.respell(archive)
+    known.normalise_names(archive)
     hints = Hints(dict(fields), found.config)
-    config = known.infer(Shapes(archive), hints)
+    config = known.infer_config(Shapes(archive), hints)
     model = empty_model(config)
-    rows = present(known.table(config), model)
+    rows = rows_of(known.rows(config), model)
     state = read_state(archive, rows, model, report, ignored=known.ignored, drop=drop)
-    native.fill(model, state)
+    native.assign_weights(model, state)
     report.notes += [*archive.notes, *hints.notes]
     preprocess = _preprocess(found, known, config, report)
     classes = _classes(found, known, config)
@@ -168,45 +168,45 @@ def read_foreign(found: Found, fields: Mapping[str, Any], drop: Sequence[str]) -
 def _open(found: Found) -> Archive:
     if found.kind == "file":
         return open_archive(found.path, found.part)
-    return native.joined([open_archive(found.path / name) for name in native.weight_files(found.path)], found.path)
+    return native.merge([open_archive(found.path / name) for name in native.weight_files(found.path)], found.path)
 
 
 def _preprocess(found: Found, known: Format, config: ModelConfig, report: Report) -> Preprocess:
     size, channels = config.image_size, config.channels
-    recorded = None
+    stored = None
     if known.name == "hf":
-        beside = found.path / "preprocessor_config.json" if found.kind == "folder" else None
-        said = native.read_json(beside) if beside and beside.is_file() else {}
-        recorded = from_hugging_face(said, size, channels)
-        if not said:
-            report.notes.append("no preprocessor_config.json beside the weights: that of ViTImageProcessor assumed")
+        file = found.path / "preprocessor_config.json" if found.kind == "folder" else None
+        values = native.read_json(file) if file and file.is_file() else {}
+        stored = from_hugging_face(values, size, channels)
+        if not values:
+            report.notes.append("no preprocessor_config.json next to the weights: assumed ViTImageProcessor's defaults")
     elif known.name == "timm" and found.config is not None:
-        recorded = from_timm(found.config, size, channels)
-    if recorded is None:
-        recorded = preset(known.preset, size=size, channels=channels)
-        report.notes.append(f"the file does not say its preprocessing: {known.preset!r} assumed; preprocess= changes it")
-    if recorded.size != size:
-        report.notes.append(f"the recorded preprocessing gives {recorded.size}, the model takes {size}: brought to the model's")
-        recorded = recorded.with_size(size)
-    return recorded
+        stored = from_timm(found.config, size, channels)
+    if stored is None:
+        stored = preset(known.preset, size=size, channels=channels)
+        report.notes.append(f"the file does not store its preprocessing: assumed {known.preset!r}; change it with preprocess=")
+    if stored.size != size:
+        report.notes.append(f"the stored preprocessing has size {stored.size}, the model {size}: changed to the model's")
+        stored = stored.with_size(size)
+    return stored
 
 
 def _classes(found: Found, known: Format, config: ModelConfig) -> tuple[str, ...] | None:
-    said = found.config or {}
+    values = found.config or {}
     if known.name == "hf" and config.outputs:
-        return label_names(said)
-    names = said.get("label_names") if known.name == "timm" else None
+        return label_names(values)
+    names = values.get("label_names") if known.name == "timm" else None
     if isinstance(names, list) and len(names) == config.outputs:
         return tuple(str(name) for name in names)
     return None
 
 
-def _given(preprocess: Preprocess | str, config: ModelConfig) -> Preprocess:
+def _checked(preprocess: Preprocess | str, config: ModelConfig) -> Preprocess:
     if isinstance(preprocess, str):
         return preset(preprocess, size=config.image_size, channels=config.channels)
     if preprocess.size != config.image_size or preprocess.channels != config.channels:
         raise VitrailError(
-            f"The preprocessing gives {preprocess.channels} channels of {preprocess.size}; "
-            f"the model takes {config.channels} of {config.image_size}."
+            f"The preprocessing gives images of {preprocess.size} with {plural(preprocess.channels, 'channel')}, "
+            f"but the model takes {config.image_size} with {plural(config.channels, 'channel')}."
         )
     return preprocess

@@ -1,4 +1,4 @@
-"""Vitrail's own checkpoint: a folder with the weights as safetensors and a config.json that says everything else."""
+"""Vitrail's own checkpoint format: a folder with the weights as safetensors, and everything else in config.json."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints import golden
-from vitrail.checkpoints.archive import Archive, damage_named, open_archive
+from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
 from vitrail.checkpoints.mapping import read_state, row
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, plural
 from vitrail.files import atomic_folder
 from vitrail.models import Model, ModelConfig, empty_model, fill_fixed_tables
 
 VERSION = 1
-SHARD_SIZE = 4 << 30  # bytes; what some file systems and hosts still take as one file
+SHARD_SIZE = 4 << 30  # bytes; larger files fail on some file systems and hosts
 TASKS = ("classify", "multilabel", "regress", "unlabelled")
 _MODEL, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-_OWN = {_CONFIG, _INDEX, "preprocessor_config.json", "README.md", ".gitattributes"}
+_CHECKPOINT_FILES = {_CONFIG, _INDEX, "preprocessor_config.json", "README.md", ".gitattributes"}
 
 
 def save(
@@ -41,17 +41,17 @@ def save(
     shard_size: int = SHARD_SIZE,
     read_back: bool = False,
 ) -> None:
-    """Write a checkpoint folder, wholly or not at all. A checkpoint of that name is replaced, anything else is left alone.
+    """Write a checkpoint folder atomically. An existing checkpoint is replaced; a folder with other files is not touched.
 
-    The model may be compiled, wrapped for data parallelism, on any device and in any mode; it is not changed. `classes` are
-    the names of the outputs in order, `provenance` says where the weights come from, in words of your own. With `read_back`
-    the folder is loaded and fully verified before it gets its name.
+    The model may be compiled, wrapped in DDP, on any device and in train or eval mode; it is not changed. `classes` are the
+    names of the outputs in order, `provenance` is free information on where the weights come from. With `read_back` the
+    folder is loaded and fully verified before the target is created.
     """
-    bare, state = _bare_state(model)
+    bare, state = _unwrapped_state(model)
     config: ModelConfig = bare.config  # type: ignore[assignment]
     check_task(task, classes, config.outputs)
-    copy = fill(empty_model(config), state)
-    described = {
+    copy = assign_weights(empty_model(config), state)
+    values = {
         "format": "vitrail",
         "version": VERSION,
         "model": config.to_dict(),
@@ -65,20 +65,20 @@ def save(
     check_replaceable(target)
     with atomic_folder(target) as temporary:
         files = write_shards(temporary, state, shard_size)
-        described["weights"] = {
+        values["weights"] = {
             "parameters": sum(tensor.numel() for tensor in state.values()),
             "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
             "checksum": checksum(state),
             "sha256": {name: sha256(temporary / name) for name in files},
         }
-        (temporary / _CONFIG).write_text(_json(described, target), encoding="utf-8")
+        (temporary / _CONFIG).write_text(_json(values, target), encoding="utf-8")
         if read_back:
             read(temporary, verify="full")
 
 
 @dataclasses.dataclass
-class Native:
-    """A checkpoint folder as read: the model as it was saved, and what else config.json says."""
+class NativeCheckpoint:
+    """A loaded checkpoint folder: the saved model, and the rest of config.json."""
 
     model: Model
     state: dict[str, Tensor]
@@ -89,54 +89,54 @@ class Native:
     report: Report
 
 
-def read(folder: Path, *, verify: str = "quick", drop: Sequence[str] = ()) -> Native:
-    """Load a checkpoint folder; see `vitrail.load` for what `verify` compares."""
-    with damage_named(folder):
-        described = read_json(folder / _CONFIG)
-        _check_version(described, folder)
-        config = ModelConfig.from_dict(_part(described, "model", dict, folder))
+def read(folder: Path, *, verify: str = "quick", drop: Sequence[str] = ()) -> NativeCheckpoint:
+    """Load a checkpoint folder; `verify` as in `vitrail.load`."""
+    with wrap_errors(folder):
+        values = read_json(folder / _CONFIG)
+        _check_version(values, folder)
+        config = ModelConfig.from_dict(_field(values, "model", dict, folder))
         report = Report(str(folder), "vitrail")
         files = weight_files(folder)
-        archive = joined([open_archive(folder / name) for name in files], folder)
+        archive = merge([open_archive(folder / name) for name in files], folder)
         model = empty_model(config)
         rows = [row(name, name) for name in model.state_dict()]
         state = read_state(archive, rows, model, report, ignored={}, drop=drop, finite=verify == "none")
-        weights = _part(described, "weights", dict, folder)
+        weights = _field(values, "weights", dict, folder)
         if verify == "full":
             _check_sha256(folder, files, weights)
         if verify != "none" and checksum(state) != weights.get("checksum"):
             raise VitrailError(
-                f"{folder}: the weights are not those that were saved; their checksum differs from config.json's. "
-                f"The file was damaged or exchanged: fetch or copy it again. verify='none' loads it all the same."
+                f"{folder}: the weights are not those that were saved: their checksum differs from config.json. The file is "
+                f"corrupted or was replaced: download or copy it again. Load it with verify='none' to skip this check."
             )
-        fill(model, state)
+        assign_weights(model, state)
         if verify != "none":
-            golden.check(model, described.get("golden"), str(folder), full=verify == "full")
-        preprocess = _part(described, "preprocess", (dict, type(None)), folder)
-        classes = _part(described, "classes", (list, type(None)), folder)
-        task = _part(described, "task", str, folder)
+            golden.check(model, values.get("golden"), str(folder), full=verify == "full")
+        preprocess = _field(values, "preprocess", (dict, type(None)), folder)
+        classes = _field(values, "classes", (list, type(None)), folder)
+        task = _field(values, "task", str, folder)
         names = tuple(str(name) for name in classes) if classes is not None else None
         check_task(task, names, config.outputs)
-        return Native(
+        return NativeCheckpoint(
             model,
             state,
             Preprocess.from_dict(preprocess) if preprocess is not None else None,
             names,
             task,
-            _part(described, "provenance", dict, folder),
+            _field(values, "provenance", dict, folder),
             report,
         )
 
 
-def fill(model: Model, state: Mapping[str, Tensor]) -> Model:
-    """Make these tensors themselves the parameters of an empty model: nothing is copied."""
+def assign_weights(model: Model, state: Mapping[str, Tensor]) -> Model:
+    """Make these tensors the parameters of an empty model, without a copy."""
     model.load_state_dict(state, assign=True)
     fill_fixed_tables(model)
     return model.eval()
 
 
 def write_shards(folder: Path, state: Mapping[str, Tensor], limit: int) -> list[str]:
-    """One `model.safetensors`, or several with an index as the hub lays them out; returns the files' names."""
+    """Write `model.safetensors`, or several shards with an index in the Hub's layout; return the file names."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, Tensor]] = [{}]
@@ -153,20 +153,20 @@ def write_shards(folder: Path, state: Mapping[str, Tensor], limit: int) -> list[
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, folder / name, metadata={"format": "pt"})
     if total > 1:
-        places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        index = {"metadata": {"total_size": size}, "weight_map": places}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return names
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a folder's weight files, from the index where there is one."""
+    """Return the names of a folder's weight files, from the index if there is one."""
     if (folder / _INDEX).is_file():
-        places = read_json(folder / _INDEX).get("weight_map")
-        names = sorted({str(name) for name in places.values()}) if isinstance(places, dict) else []
+        weight_map = read_json(folder / _INDEX).get("weight_map")
+        names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
         if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
-            raise VitrailError(f"{folder / _INDEX} does not list safetensors files of this folder. It is damaged.")
+            raise VitrailError(f"{folder / _INDEX} does not list safetensors files of this folder. It is corrupted.")
         return names
     for name in (_MODEL, "pytorch_model.bin"):
         if (folder / name).is_file():
@@ -174,34 +174,35 @@ def weight_files(folder: Path) -> list[str]:
     raise VitrailError(f"{folder} has a config.json but no weights: {_MODEL} or pytorch_model.bin is missing.")
 
 
-def joined(archives: Sequence[Archive], folder: Path) -> Archive:
-    """Shards as one archive."""
+def merge(archives: Sequence[Archive], folder: Path) -> Archive:
+    """Merge shards into one archive."""
     whole = Archive(folder if len(archives) > 1 else archives[0].path, archives[0].kind, {})
     for archive in archives:
-        twice = whole.entries.keys() & archive.entries.keys()
-        if twice:
+        duplicates = whole.tensors.keys() & archive.tensors.keys()
+        if duplicates:
             raise VitrailError(
-                f"{archive.path} holds {min(twice)!r}, which another file of {folder} holds too. They do not belong together."
+                f"{archive.path} contains {min(duplicates)!r}, and so does another file of {folder}. They do not belong together."
             )
-        whole.entries.update(archive.entries)
+        whole.tensors.update(archive.tensors)
         whole.notes += archive.notes
     return whole
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
-        raise VitrailError(f"{path} is not valid JSON ({error}). It is damaged: fetch or copy it again.") from error
+        raise VitrailError(f"{path} is not valid JSON ({error}). It is corrupted: download or copy it again.") from error
     if not isinstance(values, dict):
-        raise VitrailError(f"{path} holds a {type(values).__name__} where an object with named values was expected.")
+        raise VitrailError(f"{path} contains a {type(values).__name__}, but a JSON object was expected.")
     return values
 
 
 def checksum(state: Mapping[str, Tensor]) -> str:
-    """A digest of names, shapes and the sums of all bit patterns, at the speed of memory.
+    """Compute a digest of names, shapes and the sums of all bit patterns, at memory bandwidth.
 
-    Any single changed value changes it; SHA-256, which finds every change, takes several times as long.
+    Any single changed value changes it. SHA-256 detects every change, but takes several times as long.
     """
     digest = hashlib.sha256()
     for name in sorted(state):
@@ -219,25 +220,29 @@ def sha256(path: Path) -> str:
 
 
 def check_replaceable(target: Path) -> None:
-    """Only a checkpoint may be replaced by a checkpoint: never a folder with anything else in it."""
+    """Raise an error if the target exists and is anything but a checkpoint."""
     if not target.exists():
         return
     if not target.is_dir():
-        raise VitrailError(f"{target} is a file; a checkpoint is a folder. Choose another name.")
+        raise VitrailError(f"{target} is a file, but a checkpoint is a folder. Choose another name.")
     inside = [item.name for item in target.iterdir()]
-    foreign = [name for name in inside if name not in _OWN and not (name.startswith("model") and name.endswith(".safetensors"))]
-    if foreign or (inside and _CONFIG not in inside):
+    others = [
+        name
+        for name in inside
+        if name not in _CHECKPOINT_FILES and not (name.startswith("model") and name.endswith(".safetensors"))
+    ]
+    if others or (inside and _CONFIG not in inside):
         raise VitrailError(
-            f"{target} is there already and is not only a checkpoint ({', '.join(sorted(foreign or inside)[:4])}). "
-            f"It is left as it is: choose another folder."
+            f"{target} exists and contains other files than a checkpoint ({', '.join(sorted(others or inside)[:4])}). "
+            f"It is not changed: choose another folder."
         )
 
 
-def _bare_state(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+def _unwrapped_state(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     while not hasattr(model, "config"):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
-            raise VitrailError(f"A {type(model).__name__} cannot be saved: only Vitrail's models, wrapped or not, have a config.")
+            raise VitrailError(f"Cannot save a {type(model).__name__}: only Vitrail's models, wrapped or not, have a config.")
         model = inner
     state = {}
     for name, tensor in model.state_dict().items():
@@ -245,30 +250,36 @@ def _bare_state(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
         state[plain] = tensor.detach().cpu().contiguous()
         if not torch.isfinite(state[plain]).all():
             raise VitrailError(
-                f"{plain} holds values that are not finite (NaN or infinite): the training diverged. Nothing was saved."
+                f"{plain} contains values that are not finite (NaN or infinite): the training diverged. Nothing was saved."
             )
     return model, state
 
 
 def check_task(task: str, classes: Sequence[str] | None, outputs: int) -> None:
+    """Raise an error for an unknown task or a wrong number of class names."""
     if task not in TASKS:
-        raise VitrailError(f"The task is {task!r}; it can be {', '.join(TASKS)}.")
+        raise VitrailError(f"The task is {task!r}; it must be one of {', '.join(TASKS)}.")
     if classes is not None and len(classes) != outputs:
-        raise VitrailError(f"{len(classes)} class names were given for a model with {outputs} outputs. Each output needs one.")
+        raise VitrailError(
+            f"The model has {plural(outputs, 'output')}, but the list of classes has {plural(len(classes), 'name')}. "
+            f"Give one name per output."
+        )
 
 
-def _check_version(described: Mapping[str, Any], folder: Path) -> None:
-    version = described.get("version")
-    if described.get("format") != "vitrail" or not isinstance(version, int):
-        raise VitrailError(f"{folder / _CONFIG} does not say that this is a Vitrail checkpoint.")
+def _check_version(values: Mapping[str, Any], folder: Path) -> None:
+    version = values.get("version")
+    if values.get("format") != "vitrail" or not isinstance(version, int):
+        raise VitrailError(f"{folder / _CONFIG} is not the config of a Vitrail checkpoint.")
     if version > VERSION:
-        raise VitrailError(f"{folder} is in format {version}; this Vitrail reads up to {VERSION}. Update Vitrail to load it.")
+        raise VitrailError(
+            f"{folder} has format version {version}, but this Vitrail reads versions up to {VERSION}. Update Vitrail to load it."
+        )
 
 
-def _part(described: Mapping[str, Any], name: str, kind: Any, folder: Path) -> Any:
-    if name not in described or not isinstance(described[name], kind):
-        raise VitrailError(f"{folder / _CONFIG}: {name!r} is missing or not what it should be. The file is damaged.")
-    return described[name]
+def _field(values: Mapping[str, Any], name: str, kind: Any, folder: Path) -> Any:
+    if name not in values or not isinstance(values[name], kind):
+        raise VitrailError(f"{folder / _CONFIG}: {name!r} is missing or has a wrong type. The file is corrupted.")
+    return values[name]
 
 
 def _check_sha256(folder: Path, files: Sequence[str], weights: Mapping[str, Any]) -> None:
@@ -277,11 +288,11 @@ def _check_sha256(folder: Path, files: Sequence[str], weights: Mapping[str, Any]
         expected = stored.get(name) if isinstance(stored, dict) else None
         found = sha256(folder / name)
         if found != expected:
-            raise VitrailError(f"{folder / name} has SHA-256 {found}, not {expected} as when it was saved. Fetch or copy it again.")
+            raise VitrailError(f"{folder / name} has SHA-256 {found}, but {expected} when it was saved. Download or copy it again.")
 
 
 def _json(values: Mapping[str, Any], target: Path) -> str:
     try:
         return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise VitrailError(f"{target}: provenance and class names must be plain values for JSON ({error}).") from error
+        raise VitrailError(f"{target}: provenance and class names must be plain JSON values ({error}).") from error

@@ -1,21 +1,23 @@
-"""What happened to each tensor on its way into a model or out of one."""
+"""A report on how each tensor was mapped between a file and a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vitrail.errors import plural
+
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """One tensor of the model, and the tensor or tensors of the file it is made of."""
+class MappedTensor:
+    """One tensor of the model, and the tensor or tensors of the file it corresponds to."""
 
     ours: str
     theirs: tuple[str, ...]
     ours_shape: Shape
     theirs_shape: Shape
-    rule: str  # how the values were rearranged; "same" where they were not
+    rule: str  # how the values were rearranged; "same": not at all
 
     @property
     def parameters(self) -> int:
@@ -27,21 +29,21 @@ class Mapped:
 
 @dataclass
 class Report:
-    """Every tensor accounted for: mapped, or dropped and why. `notes` are sentences a user should see."""
+    """All tensors: mapped, or dropped with a reason. `notes` are messages for the user."""
 
     source: str
     format: str
-    mapped: list[Mapped] = field(default_factory=list)
+    mapped: list[MappedTensor] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    parameters: int = 0  # of the model the file describes
+    parameters: int = 0  # of the model in the file
 
     @property
     def loaded(self) -> int:
         return sum(row.parameters for row in self.mapped)
 
     @property
-    def reshaped(self) -> list[Mapped]:
+    def reshaped(self) -> list[MappedTensor]:
         return [row for row in self.mapped if row.rule != "same"]
 
     @property
@@ -49,10 +51,10 @@ class Report:
         return 100.0 * self.loaded / self.parameters if self.parameters else 100.0
 
     def summary(self) -> str:
-        parts = [f"{len(self.mapped)} tensors mapped", f"{len(self.reshaped)} of them rearranged"]
+        parts = [f"{plural(len(self.mapped), 'tensor')} mapped", f"{len(self.reshaped)} of them rearranged"]
         parts += [f"{len(self.dropped)} dropped"] if self.dropped else []
         return f"{self.source}: {self.format}, {', '.join(parts)}, {self.percent:.1f} % of {self.parameters:,} parameters loaded"
 
 
-def size_text(shape: Shape) -> str:
+def shape_text(shape: Shape) -> str:
     return "×".join(map(str, shape)) if shape else "scalar"

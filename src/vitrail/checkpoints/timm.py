@@ -7,8 +7,8 @@ from typing import Any
 
 from vitrail.checkpoints.archive import Archive
 from vitrail.checkpoints.format import PLAIN, Format
-from vitrail.checkpoints.infer import Hints, Shapes, bit_config, hint_rectangle, resnet_config, vit_config
-from vitrail.checkpoints.mapping import DENSE_AS_OIHW, Row, both, rename, repeated, row
+from vitrail.checkpoints.infer_config import Hints, Shapes, bit_config, hint_grid, resnet_config, vit_config
+from vitrail.checkpoints.mapping import DENSE_AS_OIHW, Row, numbered, rename, row, weight_and_bias
 from vitrail.errors import VitrailError
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 
@@ -18,76 +18,76 @@ _HYBRID: dict[str, Any] = {**_STANDARDISED, "padding": "same", "pool_fill": "-in
 _BIT: dict[str, Any] = {**_STANDARDISED, "padding": "symmetric", "pool_fill": "zero"}
 
 _BLOCK = [
-    *both("blocks.{i}.norm1", "blocks.{i}.norm1"),
-    *both("blocks.{i}.attention.qkv", "blocks.{i}.attn.qkv"),
-    *both("blocks.{i}.attention.out", "blocks.{i}.attn.proj"),
+    *weight_and_bias("blocks.{i}.norm1", "blocks.{i}.norm1"),
+    *weight_and_bias("blocks.{i}.attention.qkv", "blocks.{i}.attn.qkv"),
+    *weight_and_bias("blocks.{i}.attention.out", "blocks.{i}.attn.proj"),
     row("blocks.{i}.scale1.weight", "blocks.{i}.ls1.gamma"),
-    *both("blocks.{i}.norm2", "blocks.{i}.norm2"),
-    *both("blocks.{i}.mlp.up", "blocks.{i}.mlp.fc1"),
-    *both("blocks.{i}.mlp.down", "blocks.{i}.mlp.fc2"),
+    *weight_and_bias("blocks.{i}.norm2", "blocks.{i}.norm2"),
+    *weight_and_bias("blocks.{i}.mlp.up", "blocks.{i}.mlp.fc1"),
+    *weight_and_bias("blocks.{i}.mlp.down", "blocks.{i}.mlp.fc2"),
     row("blocks.{i}.scale2.weight", "blocks.{i}.ls2.gamma"),
 ]
-_AROUND = [
+_OTHERS = [
     row("class_token", "cls_token"),
     row("distill_token", "dist_token"),
     row("registers", "reg_token"),
     row("positions.table", "pos_embed"),
-    *both("patches", "patch_embed.proj"),
+    *weight_and_bias("patches", "patch_embed.proj"),
     row("pool.probe", "attn_pool.latent"),
-    *both("pool.q", "attn_pool.q"),
-    *both("pool.kv", "attn_pool.kv"),
-    *both("pool.out", "attn_pool.proj"),
-    *both("pool.norm", "attn_pool.norm"),
-    *both("pool.mlp.up", "attn_pool.mlp.fc1"),
-    *both("pool.mlp.down", "attn_pool.mlp.fc2"),
-    *both("pre_logits", "pre_logits.fc"),
-    *both("head", "head"),
-    *both("distill_head", "head_dist"),
+    *weight_and_bias("pool.q", "attn_pool.q"),
+    *weight_and_bias("pool.kv", "attn_pool.kv"),
+    *weight_and_bias("pool.out", "attn_pool.proj"),
+    *weight_and_bias("pool.norm", "attn_pool.norm"),
+    *weight_and_bias("pool.mlp.up", "attn_pool.mlp.fc1"),
+    *weight_and_bias("pool.mlp.down", "attn_pool.mlp.fc2"),
+    *weight_and_bias("pre_logits", "pre_logits.fc"),
+    *weight_and_bias("head", "head"),
+    *weight_and_bias("distill_head", "head_dist"),
 ]
 
 
 def _unit(ours: str, theirs: str) -> list[Row]:
     return [
         *(row(f"{ours}.conv{k}.weight", f"{theirs}.conv{k}.weight") for k in (1, 2, 3)),
-        *(r for k in (1, 2, 3) for r in both(f"{ours}.norm{k}", f"{theirs}.norm{k}")),
+        *(r for k in (1, 2, 3) for r in weight_and_bias(f"{ours}.norm{k}", f"{theirs}.norm{k}")),
         row(f"{ours}.projection.weight", f"{theirs}.downsample.conv.weight"),
-        *both(f"{ours}.projection_norm", f"{theirs}.downsample.norm"),
+        *weight_and_bias(f"{ours}.projection_norm", f"{theirs}.downsample.norm"),
     ]
 
 
 def _units(layers: tuple[int, ...], ours: str, theirs: str) -> list[Row]:
     unit = _unit(f"{ours}stages.{{s}}.{{u}}", f"{theirs}stages.{{s}}.blocks.{{u}}")
-    return [r for s, count in enumerate(layers) for u in range(count) for r in repeated(unit, s=s, u=u)]
+    return [r for s, count in enumerate(layers) for u in range(count) for r in numbered(unit, s=s, u=u)]
 
 
-def _table(config: ModelConfig) -> list[Row]:
+def _rows(config: ModelConfig) -> list[Row]:
     if isinstance(config, BiTConfig):
-        ends = [row("root.weight", "stem.conv.weight"), *both("norm", "norm"), row("head.bias", "head.fc.bias")]
+        ends = [row("root.weight", "stem.conv.weight"), *weight_and_bias("norm", "norm"), row("head.bias", "head.fc.bias")]
         return [*ends, row("head.weight", "head.fc.weight", DENSE_AS_OIHW), *_units(config.resnet.layers, "", "")]
     assert isinstance(config, ViTConfig)
-    blocks = [r for i in range(config.depth) for r in repeated(_BLOCK, i=i)]
-    norm = both("norm", "fc_norm" if config.final_norm == "after-pool" else "norm")
+    blocks = [r for i in range(config.depth) for r in numbered(_BLOCK, i=i)]
+    norm = weight_and_bias("norm", "fc_norm" if config.final_norm == "after-pool" else "norm")
     if config.resnet is None:
-        return [*_AROUND, *blocks, *norm]
+        return [*_OTHERS, *blocks, *norm]
     stem = _BACKBONE + ("stem." if config.resnet.layers else "")
-    root = [row("resnet.root.weight", f"{stem}conv.weight"), *both("resnet.norm", f"{stem}norm")]
-    return [*_AROUND, *blocks, *norm, *root, *_units(config.resnet.layers, "resnet.", _BACKBONE)]
+    root = [row("resnet.root.weight", f"{stem}conv.weight"), *weight_and_bias("resnet.norm", f"{stem}norm")]
+    return [*_OTHERS, *blocks, *norm, *root, *_units(config.resnet.layers, "resnet.", _BACKBONE)]
 
 
 _BACKBONE = "patch_embed.backbone."
 
 
-def _recognise(names: Collection[str]) -> bool:
+def _matches(names: Collection[str]) -> bool:
     vit = "patch_embed.proj.weight" in names and "blocks.0.attn.qkv.weight" in names
     return vit or ("stem.conv.weight" in names and "stages.0.blocks.0.conv1.weight" in names and "norm.weight" in names)
 
 
-def _respell(archive: Archive) -> None:
+def _normalise_names(archive: Archive) -> None:
     changes = [(r"\.gamma_1$", ".ls1.gamma"), (r"\.gamma_2$", ".ls2.gamma")]
-    rename(archive, changes, "layer scale found under its older name")
+    rename(archive, changes, "layer scale found under an older name")
 
 
-def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
+def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     config = _infer_bit(shapes, hints) if "stem.conv.weight" in shapes else _infer_vit(shapes, hints)
     claimed = {
         "outputs": (hints.config or {}).get("num_classes"),
@@ -96,7 +96,7 @@ def _infer(shapes: Shapes, hints: Hints) -> ModelConfig:
     }
     for name, value in claimed.items():
         if value is not None and value != getattr(config, name, value):
-            raise VitrailError(f"{shapes.path}: config.json says {value!r} {name}, but the weights show {getattr(config, name)}.")
+            raise VitrailError(f"{shapes.path}: config.json has {name}={value!r}, but the weights have {getattr(config, name)}.")
     return config
 
 
@@ -111,14 +111,14 @@ def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
     }
     if pooled and any(tokens.values()):
         raise VitrailError(
-            f"{shapes.path} pools by attention and has prefix tokens. timm leaves these out of the pooling, this model does not, "
-            f"so its logits would differ; such a file is refused."
+            f"{shapes.path} has attention pooling and prefix tokens. timm does not pool over prefix tokens, Vitrail does, "
+            f"so its logits would differ. The file is rejected."
         )
     pooling = "map" if pooled else _pooling(hints.config) or ("class" if tokens["class_token"] and not after else "mean")
     numerics = NUMERICS | ({"gelu": "tanh"} if _argument(hints.config, "act_layer") == "gelu_tanh" else {})
     resnet, channels = _infer_resnet(shapes)
     if resnet is None:
-        hint_rectangle(hints, _argument(hints.config, "img_size"), (kernel[1], kernel[2]))
+        hint_grid(hints, _argument(hints.config, "img_size"), (kernel[1], kernel[2]))
     return vit_config(
         shapes,
         hints,
@@ -183,12 +183,12 @@ TIMM = Format(
     name="timm",
     title="timm",
     container="torch",
-    recognise=_recognise,
-    respell=_respell,
-    infer=_infer,
-    table=_table,
+    matches=_matches,
+    normalise_names=_normalise_names,
+    infer_config=_infer_config,
+    rows=_rows,
     numerics=_numerics,
     preset="timm",
     families=("vit", "hybrid", "bit"),
-    needs={**PLAIN, "position": ("learned", "none"), "pre_logits": (None,)},
+    supports={**PLAIN, "position": ("learned", "none"), "pre_logits": (None,)},
 )

@@ -1,4 +1,4 @@
-"""`vitrail convert`: weights from any known format into any other."""
+"""`vitrail convert`: convert weights between formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vitrail.checkpoints import Bundle, Report
 from vitrail.checkpoints import convert as convert_checkpoint
-from vitrail.checkpoints.report import Mapped, size_text
+from vitrail.checkpoints.report import MappedTensor, shape_text
 from vitrail.errors import VitrailError
 
 
@@ -37,10 +37,10 @@ def convert(
     all_rows: Annotated[bool, tyro.conf.arg(name="all")] = False,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Read a checkpoint of any known format, write it in another, and show what became of each tensor.
+    """Convert a checkpoint to another format and show how each tensor was mapped.
 
-    The format of SOURCE is recognised by its content. What is written is read back and compared bit for bit before it gets
-    its name. The default is Vitrail's own folder, which also keeps preprocessing and class names.
+    The format of SOURCE is detected from its content. The result is read back and compared bit for bit before TARGET is
+    created. The default format is Vitrail's own folder, which also stores preprocessing and class names.
 
     Example: vitrail convert ViT-B_16.npz vit-b16
 
@@ -49,83 +49,83 @@ def convert(
     Args:
         source: A folder, an .npz, .pth or .safetensors file, or hf:owner/name.
         target: The folder or file to write: a folder for vitrail and hf, .npz for Google's formats, .safetensors or .pth for
-            timm (or a folder that timm loads by itself) and torchvision.
+            timm (or a folder, which timm can load) and torchvision.
         to: The format to write.
-        heads: Attention heads, where the file cannot show them and the sizes are in no table.
-        grid: Rows and columns of the position table, where it is no square.
-        outputs: Put on a new head of zeros with so many outputs; 0 leaves the head out.
-        image_size: Resample the positions for images of this size.
-        channels: Take images of so many channels; needs --stem.
-        stem: How the first layer is made for other channels.
-        preprocess: The preprocessing the weights expect, where the file does not say: google-vit, big-vision, timm, imagenet.
-        classes: A text file with one class name a line, in the order of the outputs.
-        drop: Patterns of tensor names that may be left out.
-        all_rows: Show every tensor instead of one line for each kind.
-        json_: Print JSON for a program instead of a table.
+        heads: Number of attention heads. Needed if the file does not show it and the model has no published size.
+        grid: Rows and columns of the position embedding. Needed if it is not square.
+        outputs: Replace the head by a zero-initialised one with this many outputs; 0: no head.
+        image_size: Resample the position embedding for images of this size.
+        channels: Change the number of input channels; needs --stem.
+        stem: How to adapt the first layer to other channels.
+        preprocess: The preprocessing the weights expect, if the file does not store it: google-vit, big-vision, timm, imagenet.
+        classes: A text file with one class name per line, in the order of the outputs.
+        drop: Patterns of tensor names to leave out, such as "decoder.*".
+        all_rows: Show every tensor instead of one line per kind.
+        json_: Print JSON instead of a table.
     """
     options = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size, "channels": channels, "stem": stem}
     chosen = {key: value for key, value in {**options, "preprocess": preprocess}.items() if value is not None}
     names = _class_names(classes) if classes else None
     bundle, written = convert_checkpoint(source, target, to, classes=names, drop=drop, **chosen)
     if json_:
-        print(json.dumps(_plain(bundle, written), indent=2))  # noqa: T201
+        print(json.dumps(_as_json(bundle, written), indent=2))  # noqa: T201
         return
-    # Tensor names are long; where nobody looks at a screen there is no reason to fold them.
+    # Tensor names are long: outside a terminal lines are wider, so that they are not wrapped.
     console = Console(width=None if sys.stdout.isatty() else 160)
     for report, title in ((bundle.report, f"read from {source}"), (written, f"written to {target}")):
-        if report.format != "vitrail" or bundle.report.format == to == "vitrail":  # our own folder keeps our own names
-            console.print(_table(report, title, every=all_rows))
+        if report.format != "vitrail" or bundle.report.format == to == "vitrail":  # our own format has our own names
+            console.print(_table(report, title, all_rows=all_rows))
     console.print(bundle.report.summary(), highlight=False)
     for note in [*bundle.report.notes, *written.notes]:
         console.print(f"· {note}", highlight=False)
     if bundle.preprocess:
         console.print(f"preprocessing {bundle.preprocess.describe()}", highlight=False)
-    console.print(f"written to {target} as {to}, read back and found equal", highlight=False)
+    console.print(f"written to {target} as {to}, read back and verified", highlight=False)
 
 
 def _class_names(path: Path) -> tuple[str, ...]:
     try:
         return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise VitrailError(f"The class names cannot be read from {path}: {error}.") from error
+        raise VitrailError(f"Cannot read class names from {path}: {error}.") from error
 
 
-def _table(report: Report, title: str, *, every: bool) -> Table:
+def _table(report: Report, title: str, *, all_rows: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for column in ("in the file", "in the model", "shape there → here", "how"):
+    for column in ("in the file", "in the model", "shape in the file → model", "rule"):
         table.add_column(column, overflow="fold")
-    for row, count in [(row, 1) for row in report.mapped] if every else _collapsed(report.mapped):
+    for row, count in [(row, 1) for row in report.mapped] if all_rows else _collapsed(report.mapped):
         times = f" ×{count}" if count > 1 else ""
-        here = "" if row.rule == "same" else f" → {size_text(row.ours_shape)}"
-        table.add_row(_together(row.theirs), row.ours + times, size_text(row.theirs_shape) + here, row.rule)
-    for name, why in report.dropped if every else report.dropped[:12]:
-        table.add_row(name, "dropped", "", why)
-    if len(report.dropped) > 12 and not every:
+        model_shape = "" if row.rule == "same" else f" → {shape_text(row.ours_shape)}"
+        table.add_row(_brace(row.theirs), row.ours + times, shape_text(row.theirs_shape) + model_shape, row.rule)
+    for name, reason in report.dropped if all_rows else report.dropped[:12]:
+        table.add_row(name, "dropped", "", reason)
+    if len(report.dropped) > 12 and not all_rows:
         table.add_row(f"… and {len(report.dropped) - 12} more", "dropped", "", report.dropped[-1][1])
     return table
 
 
-def _together(names: tuple[str, ...]) -> str:
-    """Several names that differ in one word, as one: a/{query,key,value}/kernel."""
+def _brace(names: tuple[str, ...]) -> str:
+    """Join names that differ in one part: a/{query,key,value}/kernel."""
     if len(names) == 1:
         return names[0]
-    words = [re.split(r"([./])", name) for name in names]
-    return "".join(part[0] if len(set(part)) == 1 else f"{{{','.join(part)}}}" for part in zip(*words, strict=True))
+    parts = [re.split(r"([./])", name) for name in names]
+    return "".join(part[0] if len(set(part)) == 1 else f"{{{','.join(part)}}}" for part in zip(*parts, strict=True))
 
 
-def _collapsed(rows: list[Mapped]) -> list[tuple[Mapped, int]]:
-    """Rows that differ only in a layer's number as one, with the number left open."""
-    kinds: dict[tuple[Any, ...], tuple[Mapped, int]] = {}
+def _collapsed(rows: list[MappedTensor]) -> list[tuple[MappedTensor, int]]:
+    """Merge rows that differ only in a layer's index, which becomes `*`."""
+    kinds: dict[tuple[Any, ...], tuple[MappedTensor, int]] = {}
     for row in rows:
         ours = re.sub(r"(?<=blocks\.)\d+|(?<=stages\.)\d+\.\d+", "*", row.ours)
         theirs = tuple(re.sub(r"(?<=[._/a-z])\d+(?=[./])", "*", name, count=2 if "stage" in ours else 1) for name in row.theirs)
         key = (ours, row.theirs_shape, row.ours_shape, row.rule)
-        first, count = kinds.get(key, (Mapped(ours, theirs, row.ours_shape, row.theirs_shape, row.rule), 0))
+        first, count = kinds.get(key, (MappedTensor(ours, theirs, row.ours_shape, row.theirs_shape, row.rule), 0))
         kinds[key] = (first, count + 1)
     return list(kinds.values())
 
 
-def _plain(bundle: Bundle, written: Report) -> dict[str, Any]:
+def _as_json(bundle: Bundle, written: Report) -> dict[str, Any]:
     read = bundle.report
     return {
         "source": read.source,
@@ -136,6 +136,6 @@ def _plain(bundle: Bundle, written: Report) -> dict[str, Any]:
         "percent": read.percent,
         "mapped": [dataclasses.asdict(row) for row in read.mapped],
         "written": [dataclasses.asdict(row) for row in written.mapped],
-        "dropped": [{"name": name, "why": why} for name, why in read.dropped],
+        "dropped": [{"name": name, "reason": reason} for name, reason in read.dropped],
         "notes": [*read.notes, *written.notes],
     }

@@ -1,4 +1,4 @@
-"""`vitrail doctor`: what this machine can do for a Vision Transformer, tried out rather than assumed."""
+"""`vitrail doctor`: show what this machine supports, by trying it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ PACKAGES = ("vitrail", "torch", "torchvision", "numpy", "pillow", "safetensors",
 
 
 def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
-    """Say what this machine can do: versions, devices, precisions and attention kernels that really run, missing extras.
+    """Show what this machine supports: versions, devices, precisions and attention kernels that run, missing extras.
 
     Example: vitrail doctor
 
     Example: vitrail doctor --json
 
     Args:
-        json_: Print JSON for a program instead of a table.
+        json_: Print JSON instead of a table.
     """
     found = examine()
     if json_:
@@ -61,20 +61,20 @@ def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
         table.add_section()
         memory = f", {device['memory_gib']:.0f} GiB" if device["memory_gib"] else ""
         table.add_row("device", f"{device['device']}: {device['name']}{memory}")
-        table.add_row("  precision", _answers(device["precisions"]))
-        table.add_row("  attention", _answers(device["kernels"]))
+        table.add_row("  precision", _marks(device["precisions"]))
+        table.add_row("  attention", _marks(device["kernels"]))
         if device["inference"]:
             table.add_row("  inference", f"ViT-B/16 in {device['inference']['precision']}: {device['inference']['why']}")
-        table.add_row("  torch.compile", "ready" if device["compile"] else "no working compiler found: runs will be eager")
+        table.add_row("  torch.compile", "ready" if device["compile"] else "no working compiler found: models run in eager mode")
     table.add_section()
     for extra, missing in found["extras"].items():
-        advice = "installed" if not missing else f"needs {', '.join(missing)}: pip install 'vitrail\\[{extra}]'"
-        table.add_row(f"extra {extra}", advice)
+        status = "installed" if not missing else f"needs {', '.join(missing)}: pip install 'vitrail\\[{extra}]'"
+        table.add_row(f"extra {extra}", status)
     console.print(table)
 
 
 def examine() -> dict[str, Any]:
-    """Everything `doctor` reports, as plain values."""
+    """Return everything `doctor` reports, as plain values."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -99,27 +99,27 @@ def _device(device: torch.device) -> dict[str, Any]:
     low = torch.float32 if device.type == "cpu" else torch.bfloat16
     return {
         "device": str(device),
-        "name": properties.name if properties else _processor(),
+        "name": properties.name if properties else _cpu_name(),
         "memory_gib": properties.total_memory / 2**30 if properties else None,
-        "precisions": {name: _trains(device, dtype) for name, dtype in precisions.items()},
-        "kernels": {name: _attends(device, low, kernel) for name, kernel in KERNELS.items()},
+        "precisions": {name: _matmul_works(device, dtype) for name, dtype in precisions.items()},
+        "kernels": {name: _attention_works(device, low, kernel) for name, kernel in KERNELS.items()},
         "inference": _inference(device) if device.type == "cpu" else None,
-        "compile": _compiles(device),
+        "compile": _compile_works(device),
     }
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _inference(device: torch.device) -> dict[str, str]:
-    """What `--precision auto` takes for a model of the usual size."""
+    """Return what `--precision auto` chooses for ViT-B/16."""
     chosen = choose(model_config("B/16"), "auto", device)
     return {"precision": chosen.precision, "why": chosen.why}
 
 
-def _trains(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product and its gradient run in this precision and give finite numbers."""
+def _matmul_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a matmul and its gradient run in this dtype with finite results."""
     try:
         weight = torch.randn(32, 32, device=device, dtype=dtype, requires_grad=True)
         (weight @ weight.T).sum().backward()
@@ -128,12 +128,12 @@ def _trains(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def _attends(device: torch.device, dtype: torch.dtype, kernel: SDPBackend) -> bool:
-    """Whether an attention kernel runs there and agrees with the plain formula."""
+def _attention_works(device: torch.device, dtype: torch.dtype, kernel: SDPBackend) -> bool:
+    """Return whether an attention kernel runs on this device and agrees with the plain formula."""
     try:
         q, k, v = torch.randn(3, 2, 4, 16, 32, device=device, dtype=dtype)
         with warnings.catch_warnings(), sdpa_kernel(kernel):
-            warnings.simplefilter("ignore")  # torch explains each refusal at length; the answer is no
+            warnings.simplefilter("ignore")  # torch warns at length about each unsupported kernel
             out = F.scaled_dot_product_attention(q, k, v)
         expected = torch.softmax(q.float() @ k.float().mT / 32**0.5, dim=-1) @ v.float()
         return bool((out.float() - expected).abs().max() < 0.05)
@@ -141,12 +141,12 @@ def _attends(device: torch.device, dtype: torch.dtype, kernel: SDPBackend) -> bo
         return False
 
 
-def _compiles(device: torch.device) -> bool:
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on missing GPUs; that is said above
+def _compile_works(device: torch.device) -> bool:
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns about missing GPUs, which are reported above
     try:
         compiled = torch.compile(lambda x: torch.sin(x) + 1, dynamic=False)
         return bool(compiled(torch.ones(8, device=device)).isfinite().all())
-    except Exception:  # a missing compiler shows in as many ways as there are systems
+    except Exception:  # a missing compiler raises different errors on different systems
         return False
 
 
@@ -157,5 +157,5 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _answers(found: dict[str, bool]) -> str:
+def _marks(found: dict[str, bool]) -> str:
     return "  ".join(f"{name} {'✓' if works else '✗'}" for name, works in found.items())

@@ -1,4 +1,4 @@
-"""`vitrail info`: what a checkpoint holds."""
+"""`vitrail info`: describe a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.checkpoints import Bundle, load
+from vitrail.errors import plural
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 
 _HEADS = {
     "set": "trained",
-    "zero": "all zeros: a backbone only. Predicting is refused; use finetune, fewshot or embed",
-    "none": "none: a backbone only",
+    "zero": "all zeros: only a backbone, cannot predict; use finetune, fewshot or embed",
+    "none": "none: only a backbone",
 }
 _RESNET = ("group_norm_eps", "standardise", "standardise_eps", "padding", "pool_fill")
 
@@ -30,7 +31,7 @@ def info(
     drop: tuple[str, ...] = (),
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Say what a checkpoint holds: its variant, sizes, numerics, preprocessing, classes, origin and the state of its head.
+    """Describe a checkpoint: its variant, sizes, numerics, preprocessing, classes, provenance and head.
 
     Example: vitrail info ViT-B_16.npz
 
@@ -38,11 +39,11 @@ def info(
 
     Args:
         ref: A folder, an .npz, .pth or .safetensors file, or hf:owner/name.
-        verify: Of a Vitrail checkpoint, also compare SHA-256 and the golden output of a whole image.
-        heads: Attention heads, where the file cannot show them and the sizes are in no table.
-        grid: Rows and columns of the position table, where it is no square.
-        drop: Patterns of tensor names that may be left out.
-        json_: Print JSON for a program instead of a table.
+        verify: For a Vitrail checkpoint, also check SHA-256 and the golden output of a whole image.
+        heads: Number of attention heads. Needed if the file does not show it and the model has no published size.
+        grid: Rows and columns of the position embedding. Needed if it is not square.
+        drop: Patterns of tensor names to leave out, such as "decoder.*".
+        json_: Print JSON instead of a table.
     """
     fields: dict[str, Any] = {key: value for key, value in {"heads": heads, "grid": grid}.items() if value is not None}
     bundle = load(ref, verify="full" if verify else "quick", drop=drop, **fields)
@@ -57,7 +58,7 @@ def info(
 
 
 def describe(bundle: Bundle, *, verified: str) -> dict[str, Any]:
-    """Everything `info` reports, as plain values."""
+    """Return everything `info` reports, as plain values."""
     config = bundle.model.config
     return {
         "source": bundle.report.source,
@@ -86,17 +87,18 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("numerics", _numerics(config)),
         (
             "preprocessing",
-            bundle.preprocess.describe() if bundle.preprocess else "not recorded",
+            bundle.preprocess.describe() if bundle.preprocess else "not stored",
         ),
         ("outputs", f"{config.outputs}, {_classes(bundle)}, task {bundle.task}"),
         ("head", _HEADS[bundle.head]),
     ]
-    lines += [("origin", f"{key}: {value}") for key, value in bundle.provenance.items()]
+    lines += [("provenance", f"{key}: {value}") for key, value in bundle.provenance.items()]
     if found["verified"]:
         full = found["verified"] == "full"
-        lines.append(("verified", "SHA-256, checksum and golden outputs agree" if full else "checksum and golden tokens agree"))
+        lines.append(("verified", "SHA-256, checksum and golden outputs" if full else "checksum and golden output of a few tokens"))
     if bundle.report.dropped:
-        lines.append(("dropped", f"{len(bundle.report.dropped)} tensors, such as {' because '.join(bundle.report.dropped[0])}"))
+        name, reason = bundle.report.dropped[0]
+        lines.append(("dropped", f"{plural(len(bundle.report.dropped), 'tensor')}, such as {name}: {reason}"))
     return lines + [("note", note) for note in bundle.report.notes]
 
 
@@ -106,9 +108,9 @@ def _sizes(config: ModelConfig) -> str:
         return f"{image}, blocks {config.resnet.layers}, width ×{config.resnet.multiplier}"
     assert isinstance(config, ViTConfig)
     prefix = {"class": config.class_token, "distillation": config.distill_token, "register": config.registers}
-    tokens = ", ".join(f"{int(count)} {name}" for name, count in prefix.items() if count) or "no"
+    tokens = ", ".join(plural(int(count), f"{name} token") for name, count in prefix.items() if count) or "no prefix tokens"
     return (
-        f"{image}, patch {config.patch[0]}×{config.patch[1]}, grid {config.grid[0]}×{config.grid[1]}, {tokens} prefix token, "
+        f"{image}, patch {config.patch[0]}×{config.patch[1]}, grid {config.grid[0]}×{config.grid[1]}, {tokens}, "
         f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP {config.mlp}"
     )
 
@@ -117,8 +119,8 @@ def _numerics(config: ModelConfig) -> str:
     parts = []
     if isinstance(config, ViTConfig):
         pool = f"pooling {config.pooling} (norm {config.final_norm})"
-        parts = [f"GELU {config.gelu}", f"norm eps {config.norm_eps:g}", f"positions {config.position}", pool]
-        parts.append(f"resize rule {config.position_resize}")
+        parts = [f"GELU {config.gelu}", f"norm eps {config.norm_eps:g}", f"position embedding {config.position}", pool]
+        parts.append(f"position resize rule {config.position_resize}")
         parts += [f"pre-logits {config.pre_logits}"] if config.pre_logits else []
     resnet = getattr(config, "resnet", None)
     return ", ".join(parts + [f"{name} {getattr(resnet, name)}" for name in _RESNET if resnet])

@@ -1,4 +1,4 @@
-"""`vitrail models`: every variant of the table with its size and cost."""
+"""`vitrail models`: list all model variants with parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def models(
     outputs: int = 1000,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """List the models by the paper's names, with parameters and GFLOPs of one image (a multiply-add counts as two).
+    """List the models by the paper's names, with parameters and GFLOPs per image (a multiply-add counts as two).
 
     Example: vitrail models
 
     Example: vitrail models B/16 L/16 --image-size 384 --json
 
     Args:
-        names: Only these; any patch and any width factor works: B/20, R50x5.
-        image_size: Side of the square input in pixels. Models that cannot take it are left out of the full list.
-        outputs: Classes of the head.
-        json_: Print JSON for a program instead of a table.
+        names: Only these models; any patch size and any width factor works: B/20, R50x5.
+        image_size: Height and width of the input in pixels. Models that do not support it are left out of the full list.
+        outputs: Number of classes.
+        json_: Print JSON instead of a table.
     """
-    asked = [canonical_name(name) for name in names]
-    rows = [_row(model_config(name, image_size=image_size, outputs=outputs)) for name in asked or _fitting(image_size)]
+    chosen = [canonical_name(name) for name in names]
+    rows = [_row(model_config(name, image_size=image_size, outputs=outputs)) for name in chosen or _fitting(image_size)]
     if json_:
         print(json.dumps(rows, indent=2))  # noqa: T201
         return

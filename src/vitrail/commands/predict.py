@@ -100,7 +100,7 @@ def _to_dict(one: ImagePredictions, bundle: Bundle) -> dict[str, Any]:
         return {"image": one.name, "error": one.error}
     key = "value" if bundle.task == "regress" else "probability"
     predictions: list[dict[str, Any]] = [{"label": p.label, "index": p.index, key: p.score} for p in one.predictions]
-    thresholds = bundle.reading.get("thresholds")
+    thresholds = bundle.task_info.get("thresholds")
     if bundle.task == "multilabel" and thresholds is not None:
         for prediction in predictions:
             prediction["above_threshold"] = prediction[key] >= thresholds[prediction["index"]]

@@ -216,7 +216,7 @@ def _output_result(bundle: Bundle, collected: tuple[Array, Array, Array], common
     indices, values, truth = collected
     thresholds = None
     if bundle.task == "multilabel":
-        saved = bundle.reading.get("thresholds")
+        saved = bundle.task_info.get("thresholds")
         thresholds = np.asarray(saved if saved is not None else [0.5] * values.shape[1], np.float64)
         metrics, intervals = multilabel.metrics(values, truth, thresholds)
         common["notes"].append(f"thresholds: {'saved with the checkpoint' if saved is not None else '0.5 for every label'}")

@@ -40,7 +40,7 @@ def predict(
     split = images if isinstance(images, Split) else find_images(images)
     context = context or default_context(bundle.model, bad_images="skip")
     model = context.prepare(bundle.model)
-    results = context.run(split, bundle_preprocess(bundle), model, lambda batch: bundle.read(model(batch), top))
+    results = context.run(split, bundle_preprocess(bundle), model, lambda batch: bundle.decode(model(batch), top))
     return _in_order(split, results)
 
 

@@ -159,8 +159,8 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     bundle = load(spec.start, image_size=spec.image_size, channels=channels, stem="sum" if channels else None, **fields)
     notes.append(f"start: {spec.start}, {bundle.model.config.name}")
     model = bundle.model
-    if bundle.reading.get("parts"):
-        notes.append(f"dropped: {bundle.reading['parts']}, which served {bundle.reading['kind']} pre-training only")
+    if bundle.task_info.get("parts"):
+        notes.append(f"dropped: {bundle.task_info['parts']}, which served {bundle.task_info['kind']} pre-training only")
     if not outputs:
         notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), nothing is classified here")
         model.replace_head(0)

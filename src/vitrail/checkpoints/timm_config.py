@@ -1,4 +1,4 @@
-"""The config.json with which timm itself rebuilds a model from a folder: its own name for it, and what differs from that."""
+"""Write timm's config.json: the architecture's name in timm, and the arguments that differ from it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HYBRIDS = {
 
 
 def timm_config(config: ModelConfig, preprocess: dict[str, Any], classes: tuple[str, ...] | None) -> dict[str, Any]:
-    """What timm's own `local-dir:` and hub loading read."""
+    """Return the config.json that timm reads for `local-dir:` and Hub models."""
     architecture, arguments = _bit(config) if isinstance(config, BiTConfig) else _vit(config)
     pooling = {"class": "token", "mean": "avg", "map": "map"}.get(getattr(config, "pooling", "mean"))
-    described: dict[str, Any] = {
+    values: dict[str, Any] = {
         "architecture": architecture,
         "num_classes": config.outputs,
         "global_pool": pooling,
@@ -32,14 +32,14 @@ def timm_config(config: ModelConfig, preprocess: dict[str, Any], classes: tuple[
             **preprocess,
         },
     }
-    return described | ({"label_names": list(classes)} if classes else {})
+    return values | ({"label_names": list(classes)} if classes else {})
 
 
 def _bit(config: BiTConfig) -> tuple[str, dict[str, Any]]:
     name = config.name.removeprefix("BiT-R")
     if name not in ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4"):
         raise VitrailError(
-            f"timm has no model of the shape of {config.name}, so a folder cannot name one. Write a .safetensors file instead."
+            f"timm has no architecture for {config.name}, which its folder format needs. Write a .safetensors file instead."
         )
     return f"resnetv2_{name}_bit", {"in_chans": config.channels}
 
@@ -52,7 +52,7 @@ def _vit(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if config.resnet:
         if config.name not in _HYBRIDS:
             raise VitrailError(
-                f"timm has no model of the shape of {config.name}, so a folder cannot name one. Write a .safetensors file instead."
+                f"timm has no architecture for {config.name}, which its folder format needs. Write a .safetensors file instead."
             )
         return _HYBRIDS[config.name], arguments
     arguments |= {

@@ -1,4 +1,4 @@
-"""From the shapes in a file to the configuration of its model."""
+"""Infer a model's config from the tensor shapes in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.checkpoints.archive import Archive
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, plural
 from vitrail.models import BiTConfig, ModelConfig, ResNetConfig, ViTConfig
 from vitrail.models.variants import HYBRIDS, SIZES, STAGES
 
@@ -19,7 +19,7 @@ DEFAULT_SIZE = 224
 
 @dataclass
 class Hints:
-    """What the shapes cannot say: fields given by the user, and the config.json beside the weights."""
+    """What shapes do not show: fields given by the user, and the config.json next to the weights."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
@@ -27,11 +27,11 @@ class Hints:
 
 
 class Shapes:
-    """The shapes of a file by name, with a sentence for each that is missing or has the wrong number of axes."""
+    """The shapes of a file by tensor name; raises an error if one is missing or has a wrong number of dimensions."""
 
     def __init__(self, archive: Archive) -> None:
         self.path: Path = archive.path
-        self._shapes = {name: entry.shape for name, entry in archive.entries.items()}
+        self._shapes = {name: tensor.shape for name, tensor in archive.tensors.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -39,16 +39,18 @@ class Shapes:
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 
-    def __call__(self, name: str, axes: int) -> tuple[int, ...]:
+    def __call__(self, name: str, ndim: int) -> tuple[int, ...]:
         if name not in self._shapes:
-            raise VitrailError(f"{self.path} has no tensor {name!r}, without which the model's shape is unknown. Is it complete?")
+            raise VitrailError(
+                f"{self.path} has no tensor {name!r}, which is needed to infer the model. The file may be incomplete."
+            )
         shape = self._shapes[name]
-        if len(shape) != axes or 0 in shape:
-            raise VitrailError(f"{self.path}: {name!r} has the shape {shape}; {axes} axes, none empty, were expected.")
+        if len(shape) != ndim or 0 in shape:
+            raise VitrailError(f"{self.path}: {name!r} has shape {shape}; expected {plural(ndim, 'non-empty dimension')}.")
         return shape
 
     def count(self, template: str, start: int = 0) -> int:
-        """How many tensors `template` names with consecutive numbers from `start`."""
+        """Count the tensors that `template` names with consecutive numbers from `start`."""
         number = start
         while template.format(number) in self._shapes:
             number += 1
@@ -64,24 +66,24 @@ def vit_config(
     depth: int,
     mlp: int,
     kernel: tuple[int, int, int],  # channels, height, width of the patch embedding
-    table: int | None,  # positions stored, prefix included; None: no table
+    table: int | None,  # stored positions, including the prefix; None: no position embedding
     heads: int | None = None,
-    covers: bool | None = None,  # whether the table covers the prefix tokens, where the format always or never does
+    covers_prefix: bool | None = None,  # whether the table covers_prefix the prefix tokens, where the format always or never does
     channels: int = 3,
     resnet: ResNetConfig | None = None,
     **fields: Any,
 ) -> ModelConfig:
-    """A ViT or hybrid from what its file shows; fields the user gave win over what was inferred."""
+    """Build the config of a ViT or hybrid; fields given by the user override inferred ones."""
     given = dict(hints.fields)
     asked = given.pop("heads", None)
     if heads is not None and asked is not None and asked != heads:
-        raise VitrailError(f"heads={asked} was given, but the shapes in {shapes.path} say {heads}.")
-    heads = asked or heads or _heads_of(shapes.path, width, mlp, depth)
+        raise VitrailError(f"heads={asked} was given, but the shapes in {shapes.path} mean {heads} heads.")
+    heads = asked or heads or _published_heads(shapes.path, width, mlp, depth)
     patch = (kernel[1], kernel[2])
     prefix = int(fields["class_token"]) + int(fields.get("distill_token", False)) + fields.get("registers", 0)
     stride = resnet.stride if resnet else 1
-    if covers is not None:
-        given.setdefault("position_prefix", covers)
+    if covers_prefix is not None:
+        given.setdefault("position_prefix", covers_prefix)
     grid, covered = _grid(shapes.path, table, prefix, given, (patch[0] * stride, patch[1] * stride), hints)
     if table is None:
         covered = False
@@ -101,20 +103,20 @@ def vit_config(
     )
     if resnet and kernel[0] != resnet.out_channels:
         raise VitrailError(
-            f"{shapes.path}: the patch embedding takes {kernel[0]} channels, but the ResNet before it gives {resnet.out_channels}."
+            f"{shapes.path}: the patch embedding takes {kernel[0]} channels, but the ResNet returns {resnet.out_channels}."
         )
     return config.replace(**given)
 
 
-def hint_rectangle(hints: Hints, size: Any, patch: Pair) -> None:
-    """Take the grid from an image size that a config.json gives as two sides, unless the user gave one."""
+def hint_grid(hints: Hints, size: Any, patch: Pair) -> None:
+    """Set the grid from a (height, width) image size in config.json, unless the user gave a grid."""
     if isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(side, int) for side in size):
         hints.fields.setdefault("grid", (size[0] // patch[0], size[1] // patch[1]))
 
 
 def resnet_config(layers: tuple[int, ...], root: int, numerics: Mapping[str, Any], path: Path) -> ResNetConfig:
     if root % 64:
-        raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; they are a multiple of 64 in this family.")
+        raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; expected a multiple of 64.")
     numbers = {key: value for key, value in numerics.items() if key in ResNetConfig.__dataclass_fields__}
     return ResNetConfig(layers=layers, multiplier=root // 64, **numbers)
 
@@ -126,34 +128,36 @@ def bit_config(hints: Hints, resnet: ResNetConfig, *, outputs: int, channels: in
     size = (grid[0] * resnet.stride, grid[1] * resnet.stride) if grid else (DEFAULT_SIZE, DEFAULT_SIZE)
     if not grid:
         hints.notes.append(
-            f"a ResNet's file does not say its image size: {DEFAULT_SIZE}×{DEFAULT_SIZE} assumed, image_size= changes it"
+            f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with image_size="
         )
     name = f"BiT-R{depth}x{resnet.multiplier}"
     return BiTConfig(name=name, outputs=outputs, channels=channels, image_size=size, resnet=resnet).replace(**given)
 
 
-def _heads_of(path: Path, width: int, mlp: int, depth: int) -> int:
+def _published_heads(path: Path, width: int, mlp: int, depth: int) -> int:
     for size_width, size_mlp, heads, size_depth in SIZES.values():
         if (size_width, size_mlp, size_depth) == (width, mlp, depth):
             return heads
     raise VitrailError(
-        f"{path} has width {width}, depth {depth} and MLP {mlp}, which is no published size, and its fused layout does not show "
-        f"the number of heads. Give it: heads=… (--heads on the command line); often it is {max(width // 64, 1)}."
+        f"{path} has width {width}, depth {depth} and MLP {mlp}, which is not a published size, and fused q, k, v do not show the "
+        f"number of heads. Pass heads=… (--heads on the command line); often it is {max(width // 64, 1)}."
     )
 
 
 def _grid(path: Path, table: int | None, prefix: int, given: dict[str, Any], stride: Pair, hints: Hints) -> tuple[Pair, bool]:
-    """Rows and columns of the stored position table, and whether it covers the prefix tokens."""
+    """Infer rows and columns of the position embedding, and whether it includes the prefix tokens."""
     asked = given.pop("grid", None)
-    covers = given.pop("position_prefix", None)
+    covers_prefix = given.pop("position_prefix", None)
     if table is None:
         if asked:
             return (int(asked[0]), int(asked[1])), False
         hints.notes.append(
-            f"no position table shows the image size: {DEFAULT_SIZE}×{DEFAULT_SIZE} assumed, grid=(rows, columns) changes it"
+            f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with grid=(rows, columns)"
         )
         return (max(DEFAULT_SIZE // stride[0], 1), max(DEFAULT_SIZE // stride[1], 1)), False
-    options = {bool(value): table - prefix * bool(value) for value in ((True, False) if covers is None else (covers,))}
+    options = {
+        bool(value): table - prefix * bool(value) for value in ((True, False) if covers_prefix is None else (covers_prefix,))
+    }
     if prefix == 0:
         options = {True: table}
     if asked:
@@ -161,18 +165,18 @@ def _grid(path: Path, table: int | None, prefix: int, given: dict[str, Any], str
         if fitting:
             return (int(asked[0]), int(asked[1])), fitting[0]
         raise VitrailError(
-            f"{path}: grid={tuple(asked)} does not fit a position table of {table} entries with {prefix} prefix tokens."
+            f"{path}: grid={tuple(asked)} does not fit {table} position embeddings and {plural(prefix, 'prefix token')}."
         )
     squares = {value: math.isqrt(n) for value, n in options.items() if n > 0 and math.isqrt(n) ** 2 == n}
     if len(squares) == 1:
         ((covered, side),) = squares.items()
         if not covered:
-            hints.notes.append(f"position table of {table} read as {side}×{side} patches, prefix tokens not covered")
+            hints.notes.append(f"position embedding with {table} entries read as {side}×{side} patches without prefix tokens")
         return (side, side), covered
-    why = "could be read in two ways" if squares else "is no square grid"
+    why = "is ambiguous" if squares else "is not a square grid"
     raise VitrailError(
-        f"{path}: a position table of {table} entries with {prefix} prefix tokens {why}. "
-        f"Give its rows and columns: grid=(rows, columns) (--grid on the command line)."
+        f"{path}: a position embedding with {table} entries and {plural(prefix, 'prefix token')} {why}. "
+        f"Pass grid=(rows, columns) (--grid on the command line)."
     )
 
 

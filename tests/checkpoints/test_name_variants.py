@@ -1,4 +1,4 @@
-"""The many ways in which the same weights have been named over the years."""
+"""Different names of the same weights, across versions and libraries."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ TO_LINEN = [("LayerNorm_2", "LayerNorm_1"), ("Attention_1", "Attention_0"), ("Ml
 
 
 @pytest.mark.parametrize("kind", ["plain", "hybrid", "pre-logits"])
-def test_google_in_linens_numbering(kind: str, tmp_path: Path) -> None:
+def test_google_with_linens_module_numbers(kind: str, tmp_path: Path) -> None:
     bundle, arrays = arrays_of(kind, "google", tmp_path)
     np.savez(tmp_path / "linen.npz", **renamed(arrays, *TO_LINEN))
     expect(bundle, tmp_path / "linen.npz", "Linen")
 
 
-def test_group_norms_stored_with_four_axes(tmp_path: Path) -> None:
+def test_group_norms_stored_with_four_dimensions(tmp_path: Path) -> None:
     bundle, arrays = arrays_of("hybrid", "google", tmp_path)
     four = {name: array[None, None, None] if re.search("gn(_root|_proj|[123])/", name) else array for name, array in arrays.items()}
     assert any(array.ndim == 4 and name.endswith("scale") for name, array in four.items())
@@ -69,7 +69,7 @@ def test_prefixes_of_training_checkpoints(prefix: str, tmp_path: Path) -> None:
     assert sorted(name for name, _ in dropped) == (["extra/rng", "opt/state/step"] if prefix else [])
 
 
-def test_one_tower_of_two(tmp_path: Path) -> None:
+def test_one_of_two_towers(tmp_path: Path) -> None:
     bundle, arrays = arrays_of("map", "big-vision", tmp_path)
     both = renamed(arrays, ("^params/", "params/img/"))
     both |= {"params/txt/Embed_0/embedding": np.zeros((9, 4), np.float32), "params/t": np.ones(1)}
@@ -93,14 +93,14 @@ def test_blocks_stacked_by_scan(kind: str, tmp_path: Path) -> None:
     expect(bundle, tmp_path / "scan.npz", "stacked by scan")
 
 
-def test_positions_at_their_older_places(tmp_path: Path) -> None:
+def test_older_names_of_the_position_embedding(tmp_path: Path) -> None:
     bundle, arrays = arrays_of("plain", "big-vision", tmp_path)
-    for place in ("Transformer/pos_embedding", "Transformer/posembed_input/pos_embedding"):
-        np.savez(tmp_path / "old.npz", **renamed(arrays, ("params/pos_embedding", f"params/{place}")))
+    for older in ("Transformer/pos_embedding", "Transformer/posembed_input/pos_embedding"):
+        np.savez(tmp_path / "old.npz", **renamed(arrays, ("params/pos_embedding", f"params/{older}")))
         expect(bundle, tmp_path / "old.npz")
 
 
-def test_attention_pooling_at_its_older_place(tmp_path: Path) -> None:
+def test_older_names_of_attention_pooling(tmp_path: Path) -> None:
     bundle, arrays = arrays_of("map", "big-vision", tmp_path)
     np.savez(tmp_path / "old.npz", **renamed(arrays, ("MAPHead_0/", "")))
     expect(bundle, tmp_path / "old.npz", "attention-pooling")
@@ -113,7 +113,7 @@ def test_bfloat16_as_void(tmp_path: Path) -> None:
     expect(bundle, tmp_path / "bf16.npz")
 
 
-def test_fortran_order_and_the_other_byte_order(tmp_path: Path) -> None:
+def test_fortran_order_and_big_endian(tmp_path: Path) -> None:
     bundle, arrays = arrays_of("plain", "google", tmp_path)
     np.savez_compressed(tmp_path / "f.npz", **{name: np.asfortranarray(array) for name, array in arrays.items()})
     expect(bundle, tmp_path / "f.npz")
@@ -143,10 +143,10 @@ def as_big_vision_bit(arrays: Arrays) -> Arrays:
     return changed
 
 
-@pytest.mark.parametrize("spelling", [number_convolutions, as_big_vision_bit])
-def test_the_spellings_of_bit(spelling: Callable[[Arrays], Arrays], tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", [number_convolutions, as_big_vision_bit])
+def test_name_variants_of_bit(variant: Callable[[Arrays], Arrays], tmp_path: Path) -> None:
     bundle, arrays = arrays_of("bit", "bit", tmp_path)
-    changed = spelling(arrays)
+    changed = variant(arrays)
     assert changed.keys() != arrays.keys()
     np.savez(tmp_path / "other.npz", **changed)
     expect(bundle, tmp_path / "other.npz")
@@ -154,7 +154,7 @@ def test_the_spellings_of_bit(spelling: Callable[[Arrays], Arrays], tmp_path: Pa
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize("name", ["timm", "torchvision"])
-def test_wrappers_are_stripped_and_said(prefix: str, name: str, tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_stripped_and_noted(prefix: str, name: str, tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"])
     write(bundle, tmp_path / "a.safetensors", name)
     save_file({f"{prefix}{key}": value for key, value in load_file(tmp_path / "a.safetensors").items()}, tmp_path / "b.safetensors")
@@ -181,7 +181,7 @@ def test_training_checkpoints_of_timm(tmp_path: Path) -> None:
         "epoch": 3,
     }
     torch.save(content, tmp_path / "last.pth")
-    expect(bundle, tmp_path / "last.pth", "took 'state_dict'")
+    expect(bundle, tmp_path / "last.pth", "loaded key 'state_dict'")
     expect(other, f"{tmp_path / 'last.pth'}:state_dict_ema")
 
 
@@ -200,7 +200,7 @@ def test_older_names_of_layer_scale_and_of_torchvisions_mlp(tmp_path: Path) -> N
     expect(bundle, tmp_path / "d.safetensors", "older names")
 
 
-def test_an_unused_pooler_is_dropped_with_its_reason(tmp_path: Path) -> None:
+def test_an_unused_pooler_is_dropped_with_a_reason(tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"])
     write(bundle, tmp_path / "hf", "hf")
     path = tmp_path / "hf" / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Writing a loaded model in any format, and proving before it gets its name that it reads back bit for bit."""
+"""Write a loaded model in any format, and verify that it reads back bit for bit before the target is created."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints import native
-from vitrail.checkpoints.archive import damage_named, write_npz
+from vitrail.checkpoints.archive import wrap_errors, write_npz
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.foreign_preprocess import to_hugging_face, to_timm
 from vitrail.checkpoints.format import Format
 from vitrail.checkpoints.formats import FORMATS
 from vitrail.checkpoints.huggingface import config_json
 from vitrail.checkpoints.loading import Found, load, locate, read_foreign
-from vitrail.checkpoints.mapping import present, uncovered, write_state
+from vitrail.checkpoints.mapping import rows_of, unmapped, write_state
+from vitrail.checkpoints.preprocess_configs import to_hugging_face, to_timm
 from vitrail.checkpoints.report import Report
-from vitrail.checkpoints.timm_names import timm_config
+from vitrail.checkpoints.timm_config import timm_config
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, atomic_folder
 from vitrail.models import ViTConfig
@@ -34,8 +34,8 @@ NAMES = ("vitrail", *FORMATS)
 def convert(
     source: str | os.PathLike[str], target: str | os.PathLike[str], to: str = "vitrail", **options: Any
 ) -> tuple[Bundle, Report]:
-    """Read a checkpoint (with the options of `load`) and write it in a format; returns what was read, and the writing's report."""
-    format_named(to)
+    """Load a checkpoint (with the options of `load`) and write it in another format; return the bundle and the writing report."""
+    find_format(to)
     bundle = load(source, **options)
     found = locate(source)
     origin = {"source": Path(found.name).name if found.kind == "file" else found.name, "format": bundle.report.format}
@@ -46,8 +46,8 @@ def convert(
 
 
 def write(bundle: Bundle, target: str | os.PathLike[str], to: str = "vitrail") -> Report:
-    """Write a bundle in a format. What was written is read back and compared before it takes its name."""
-    known, path = format_named(to), Path(target)
+    """Write a bundle in a format. The result is read back and compared before the target is created."""
+    known, path = find_format(to), Path(target)
     report = Report(str(path), to)
     if known is None:
         details = {"classes": bundle.classes, "task": bundle.task, "provenance": bundle.provenance}
@@ -55,59 +55,59 @@ def write(bundle: Bundle, target: str | os.PathLike[str], to: str = "vitrail") -
         report.parameters = sum(tensor.numel() for tensor in bundle.model.state_dict().values())
         return report
     tensors = _tensors(bundle, known, report)
-    with _place(path, known) as temporary, damage_named(path):
-        _write(temporary, tensors, bundle, known, report, named=path)
+    with _temporary(path, known) as temporary, wrap_errors(path):
+        _write(temporary, tensors, bundle, known, report, target=path)
         _read_back(temporary, bundle, path)
     return report
 
 
-def format_named(name: str) -> Format | None:
-    """The format of a name; None is our own."""
+def find_format(name: str) -> Format | None:
+    """Return the format with this name; None is Vitrail's own."""
     if name not in NAMES:
-        raise VitrailError(f"There is no format {name!r}.{did_you_mean(name, NAMES)} Known are {', '.join(NAMES)}.")
+        raise VitrailError(f"There is no format {name!r}.{did_you_mean(name, NAMES)} Use one of {', '.join(NAMES)}.")
     return FORMATS.get(name)
 
 
 def _tensors(bundle: Bundle, known: Format, report: Report) -> dict[str, Tensor]:
     model = bundle.model
     known.check_writable(model.config)
-    rows = present(known.table(model.config), model)
-    homeless = uncovered(rows, model)
-    if homeless:
-        raise VitrailError(f"{known.title} has no place for {', '.join(homeless[:6])}. The vitrail format holds every model.")
+    rows = rows_of(known.rows(model.config), model)
+    missing = unmapped(rows, model)
+    if missing:
+        raise VitrailError(f"{known.title} cannot store {', '.join(missing[:6])}. The vitrail format can store every model.")
     if known.name == "hf" and isinstance(model.config, ViTConfig) and model.config.pre_logits and model.config.outputs:
         raise VitrailError(
             "Hugging Face's ViTForImageClassification has no pre-logits layer, so its logits would differ. "
-            "Convert with outputs=0 for a ViTModel whose pooler it becomes, or fine-tune without it."
+            "Convert with outputs=0 to a ViTModel, where it becomes the pooler, or fine-tune without it."
         )
-    report.notes += known.unsaid(model.config)
+    report.notes += known.unstored_numerics(model.config)
     return write_state(model.state_dict(), rows, report)
 
 
 @contextmanager
-def _place(path: Path, known: Format) -> Iterator[Path]:
-    """A temporary file or folder that takes the target's name only if all goes well."""
+def _temporary(path: Path, known: Format) -> Iterator[Path]:
+    """Yield a temporary file or folder that is renamed to the target only if writing succeeds."""
     if known.container == "folder" or (known.name == "timm" and not path.suffix):
         native.check_replaceable(path)
         with atomic_folder(path) as temporary:
             yield temporary
         return
-    wanted = (".npz",) if known.container == "npz" else (".safetensors", ".pth")
-    if path.suffix not in wanted:
-        raise VitrailError(f"{path} should end in {' or '.join(wanted)}: that is what {known.title} files are.")
+    suffixes = (".npz",) if known.container == "npz" else (".safetensors", ".pth")
+    if path.suffix not in suffixes:
+        raise VitrailError(f"{path} must end in {' or '.join(suffixes)} for the format of {known.title}.")
     if path.is_dir():
-        raise VitrailError(f"{path} is a folder; give the file to write.")
+        raise VitrailError(f"{path} is a folder; give a file name.")
     with atomic_file(path) as temporary:
         yield temporary
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, known: Format, report: Report, *, named: Path) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, known: Format, report: Report, *, target: Path) -> None:
     if known.container == "npz":
         start = "params/" if known.name == "big-vision" else ""
         write_npz(path, {f"{start}{name}": tensor for name, tensor in tensors.items()})
     elif path.is_dir():
         _write_folder(path, tensors, bundle, known, report)
-    elif named.suffix == ".pth":
+    elif target.suffix == ".pth":
         torch.save(dict(tensors), path)
     else:
         from safetensors.torch import save_file
@@ -126,31 +126,31 @@ def _write_folder(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, kno
         if bundle.preprocess:
             files["preprocessor_config.json"] = to_hugging_face(bundle.preprocess)
     else:
-        recorded = to_timm(bundle.preprocess) if bundle.preprocess else {}
-        files["config.json"] = timm_config(config, recorded, bundle.classes)
+        preprocess = to_timm(bundle.preprocess) if bundle.preprocess else {}
+        files["config.json"] = timm_config(config, preprocess, bundle.classes)
     if bundle.preprocess and (not bundle.preprocess.antialias or bundle.preprocess.rounding != "nearest"):
         report.notes.append(
-            "the preprocessing's TensorFlow details (no antialias, rounding) have no words there: pixels differ slightly"
+            "this format cannot store TensorFlow's details of the preprocessing (no antialias, rounding): pixels differ slightly"
         )
     native.write_shards(path, tensors, native.SHARD_SIZE)
     for name, values in files.items():
         (path / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _read_back(path: Path, bundle: Bundle, named: Path) -> None:
+def _read_back(path: Path, bundle: Bundle, target: Path) -> None:
     config = bundle.model.config
     fields: dict[str, Any] = {"grid": config.grid}
     if isinstance(config, ViTConfig):
         fields["heads"] = config.heads
         if config.prefix and config.position == "learned":
             fields["position_prefix"] = config.position_prefix
-    described = native.read_json(path / "config.json") if path.is_dir() else None
-    again = read_foreign(Found(str(named), path, "folder" if path.is_dir() else "file", described), fields, ())
+    values = native.read_json(path / "config.json") if path.is_dir() else None
+    again = read_foreign(Found(str(target), path, "folder" if path.is_dir() else "file", values), fields, ())
     ours, theirs = bundle.model.state_dict(), again.model.state_dict()
     different = [name for name in ours if name not in theirs or not _same_bits(ours[name], theirs[name])]
     if different or len(ours) != len(theirs):
         raise VitrailError(
-            f"{named} did not read back as it was written ({', '.join(different[:4])}); it was not kept. Is the disk sound?"
+            f"{target} did not read back as written ({', '.join(different[:4])}), so it was deleted. Check the disk."
         )
 
 

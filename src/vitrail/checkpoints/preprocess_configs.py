@@ -1,0 +1,114 @@
+"""Convert the preprocessing configs of Hugging Face and timm to `Preprocess` and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import VitrailError
+
+# Pillow's filter numbers, which preprocessor_config.json stores.
+_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+
+def from_hugging_face(stored: Mapping[str, Any], size: tuple[int, int], channels: int) -> Preprocess:
+    """Convert a preprocessor_config.json; missing values are ViTImageProcessor's defaults."""
+    filter_number = stored.get("resample", 2)
+    if filter_number not in _FILTERS:
+        raise VitrailError(f"preprocessor_config.json has resample={filter_number!r}; only {_FILTERS} are supported.")
+    if stored.get("do_rescale", True) is not True or not math.isclose(stored.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6):
+        raise VitrailError("preprocessor_config.json does not rescale by 1/255, which is not supported. Pass preprocess=…")
+    normalise = stored.get("do_normalize", True)
+    mean = stored.get("image_mean", [0.5] * channels) if normalise else [0.0] * channels
+    std = stored.get("image_std", [0.5] * channels) if normalise else [1.0] * channels
+    resized, crop = _sides(stored.get("size", list(size))), _sides(stored.get("crop_size", list(size)))
+    values: dict[str, Any] = {"resize": "square", "size": resized}
+    if not stored.get("do_resize", True):
+        values = {"resize": "none", "size": crop}
+    elif isinstance(resized, int) and stored.get("do_center_crop", False):
+        values = {"resize": "short-side", "resize_to": resized, "size": crop}
+    elif isinstance(resized, int):
+        values["size"] = (resized, resized)  # in older files a single number means a square
+    return Preprocess(
+        **values,
+        interpolation=_FILTERS[filter_number],  # type: ignore[arg-type]
+        mean=tuple(mean),
+        std=tuple(std),
+        channels=channels,
+        name="hf",
+    )
+
+
+def to_hugging_face(preprocess: Preprocess) -> dict[str, Any]:
+    """Return the closest preprocessor_config.json."""
+    height, width = preprocess.size
+    number = next((number for number, name in _FILTERS.items() if name == preprocess.interpolation), 2)
+    stored: dict[str, Any] = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": preprocess.resize != "none",
+        "size": {"height": height, "width": width},
+        "resample": number,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(preprocess.mean),
+        "image_std": list(preprocess.std),
+    }
+    if preprocess.resize == "short-side":
+        stored |= {
+            "size": {"shortest_edge": preprocess.resize_to},
+            "do_center_crop": True,
+            "crop_size": {"height": height, "width": width},
+        }
+    return stored
+
+
+def from_timm(stored: Mapping[str, Any], size: tuple[int, int], channels: int) -> Preprocess | None:
+    """Convert the `pretrained_cfg` of a timm repository; None if it has no preprocessing."""
+    stored = stored.get("pretrained_cfg", stored)
+    if not isinstance(stored, Mapping) or "mean" not in stored:
+        return None
+    crop = float(stored.get("crop_pct") or 0.875)
+    mode = stored.get("crop_mode", "center")
+    if mode not in ("center", "squash"):
+        raise VitrailError(f"config.json has crop_mode={mode!r}; only 'center' and 'squash' are supported. Pass preprocess=…")
+    values: dict[str, Any] = (
+        {"resize": "square"} if mode == "squash" else {"resize": "short-side", "resize_to": math.floor(min(size) / crop)}
+    )
+    return Preprocess(
+        size=size,
+        interpolation=stored.get("interpolation", "bicubic"),
+        mean=tuple(stored["mean"]),
+        std=tuple(stored["std"]),
+        channels=channels,
+        name="timm config.json",
+        **values,
+    )
+
+
+def to_timm(preprocess: Preprocess) -> dict[str, Any]:
+    crop = min(preprocess.size) / preprocess.resize_to if preprocess.resize_to else 1.0
+    return {
+        "input_size": [preprocess.channels, *preprocess.size],
+        "interpolation": preprocess.interpolation,
+        "crop_pct": crop,
+        "crop_mode": "center" if preprocess.resize == "short-side" else "squash",
+        "mean": list(preprocess.mean),
+        "std": list(preprocess.std),
+    }
+
+
+def _sides(stored: Any) -> Any:
+    """Parse a size in any form transformers has used: a number, a pair, {height, width} or {shortest_edge}."""
+    if isinstance(stored, Mapping):
+        if "shortest_edge" in stored:
+            return int(stored["shortest_edge"])
+        if "height" in stored and "width" in stored:
+            return int(stored["height"]), int(stored["width"])
+    elif isinstance(stored, int):
+        return stored
+    elif isinstance(stored, (list, tuple)) and len(stored) == 2:
+        return int(stored[0]), int(stored[1])
+    raise VitrailError(f"preprocessor_config.json has size={stored!r}, which is not supported. Pass preprocess=…")

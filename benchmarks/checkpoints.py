@@ -1,14 +1,14 @@
-"""How long loading takes, and how much memory: Vitrail against the plain ways of the libraries beneath it.
+"""Time and memory of loading a checkpoint: Vitrail against safetensors and numpy.
 
     python benchmarks/checkpoints.py                 # ViT-L/16, about three minutes and 5 GB of disk
     python benchmarks/checkpoints.py --model B/16
 
-Each figure is the median of several runs, each in a process of its own with the file in the page cache. Compared are:
+Each value is the median of several runs, each in its own process with the file in the page cache. Compared are:
 
-* `safetensors`: `vitrail.load` of a checkpoint folder, with the verification that is on by default, against
-  `safetensors.torch.load_file` + `load_state_dict` into a model that is already built. Ours builds its model in that time.
+* `safetensors`: `vitrail.load` of a checkpoint folder, with the default verification, against `safetensors.torch.load_file` +
+  `load_state_dict` into a model that is already built. Our time includes building the model.
 * `npz`: `vitrail.load` of a file with Google's names against `numpy.load` of all its arrays.
-* memory: the process's peak beyond what it held before loading, as a multiple of the weights' size.
+* memory: the increase of the process's peak memory during loading, divided by the size of the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-MEASURED = {
+METHODS = {
     "vitrail folder": "import vitrail; run = lambda: vitrail.load(folder)",
     "vitrail folder, verify=none": "import vitrail; run = lambda: vitrail.load(folder, verify='none')",
     "vitrail folder, verify=full": "import vitrail; run = lambda: vitrail.load(folder, verify='full')",
@@ -46,11 +46,11 @@ folder, npz = sys.argv[1:3]
 import torch, vitrail.checkpoints  # imports are not part of the comparison
 {setup}
 peak = lambda: int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) * 1024
-before, busy = peak(), time.process_time()
+before, cpu_start = peak(), time.process_time()
 start = time.perf_counter()
-kept = run()
+result = run()
 seconds = time.perf_counter() - start
-print(json.dumps([seconds, time.process_time() - busy, peak() - before]))
+print(json.dumps([seconds, time.process_time() - cpu_start, peak() - before]))
 """
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def prepare(name: str, folder: Path) -> int:
-    """Write the two files; returns the size of the weights in bytes."""
+    """Write the two files; return the size of the weights in bytes."""
     import vitrail
     from vitrail.checkpoints import write as write_as
 
@@ -79,38 +79,38 @@ def prepare(name: str, folder: Path) -> int:
 
 
 def measure(folder: Path, runs: int, size: int) -> list[dict[str, object]]:
-    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in MEASURED}
-    for number in range(runs + 1):  # the first round only brings the files into the page cache
-        for name, setup in MEASURED.items():
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in METHODS}
+    for number in range(runs + 1):  # the first round only loads the files into the page cache
+        for name, setup in METHODS.items():
             code = CHILD.format(setup=setup)
-            words = [sys.executable, "-c", code, str(folder / "folder"), str(folder / "weights.npz")]
-            answer = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+            command = [sys.executable, "-c", code, str(folder / "folder"), str(folder / "weights.npz")]
+            line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
             if number:
-                seconds, processor, memory = json.loads(answer)
-                found[name].append((seconds, processor, memory / size))
+                seconds, cpu_seconds, memory = json.loads(line)
+                found[name].append((seconds, cpu_seconds, memory / size))
     rows = []
     for name, values in found.items():
-        seconds, processor, memory = (statistics.median(column) for column in zip(*values, strict=True))
-        figures = {"seconds": seconds, "processor seconds": processor, "peak memory / weights": memory}
-        rows.append({"way": name, **{key: round(value, 3) for key, value in figures.items()}})
+        seconds, cpu_seconds, memory = (statistics.median(column) for column in zip(*values, strict=True))
+        medians = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_memory_over_weights": memory}
+        rows.append({"method": name, **{key: round(value, 3) for key, value in medians.items()}})
     return rows
 
 
 def write(path: Path, model: str, size: int, rows: list[dict[str, object]]) -> None:
-    times = {str(row["way"]): float(str(row["seconds"])) for row in rows}
-    compared = {"vitrail folder": "load_file + load_state_dict", "vitrail npz": "numpy.load of all arrays"}
-    busy = f"load average {os.getloadavg()[0]:.1f}"
-    hardware = f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {busy}"
+    times = {str(row["method"]): float(str(row["seconds"])) for row in rows}
+    references = {"vitrail folder": "load_file + load_state_dict", "vitrail npz": "numpy.load of all arrays"}
+    load = f"load average {os.getloadavg()[0]:.1f}"
+    hardware = f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {load}"
     versions = ", ".join(f"{name} {version(name)}" for name in ("vitrail", "torch", "safetensors", "numpy"))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        common = {"model": model, "weights (GB)": round(size / 1e9, 2)}
-        table = csv.DictWriter(file, [*common, *rows[0], "times the plain way", "hardware", "versions"])
+        common = {"model": model, "weights_gb": round(size / 1e9, 2)}
+        table = csv.DictWriter(file, [*common, *rows[0], "ratio", "hardware", "versions"])
         table.writeheader()
         for row in rows:
-            plain = compared.get(str(row["way"]))
-            ratio = round(float(str(row["seconds"])) / times[plain], 2) if plain else ""
-            table.writerow({**common, **row, "times the plain way": ratio, "hardware": hardware, "versions": versions})
+            reference = references.get(str(row["method"]))
+            ratio = round(float(str(row["seconds"])) / times[reference], 2) if reference else ""
+            table.writerow({**common, **row, "ratio": ratio, "hardware": hardware, "versions": versions})
             print(*(f"{key} {value}" for key, value in row.items()), f"ratio {ratio}" if ratio else "", sep=", ")
 
 

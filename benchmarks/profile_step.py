@@ -1,9 +1,9 @@
-"""Where the time of a training step goes: every kernel that ran on the GPU, by kind.
+"""Profile a training step: GPU time of every kernel, grouped by kind.
 
     python benchmarks/profile_step.py                          # ViT-B/16 and ViT-L/16, batch 256
-    python benchmarks/profile_step.py --model S/16 --infer     # a forward pass of the copy that `predict` uses
+    python benchmarks/profile_step.py --model S/16 --infer     # a forward pass of the inference copy
 
-Writes benchmarks/results/profile-….csv: milliseconds and calls a step for each kind, and for each kernel.
+Writes benchmarks/results/profile-….csv: milliseconds and calls per step, for each kind and for each kernel.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from vitrail.models import create_model
 from vitrail.models.inference import for_inference
 
 KINDS = {
-    "_matmul_bias_kernel": "product with a bias or GELU",
-    "_matmul_gelu_backward": "product with GELU's gradient",
+    "_matmul_bias_kernel": "matmul with bias or GELU epilogue",
+    "_matmul_gelu_backward": "matmul with GELU gradient epilogue",
     "_attention_forward": "attention forward",
     "_hopper_attention": "attention forward",
     "_attention_backward": "attention backward",
     "_norm_": "residual and norm",
-    "_gelu_": "GELU alone",
-    "_fold": "norms' weights into products",
-    "_unfold": "norms' weights into products",
-    "_sums": "sums",
-    "nvjet": "products by the library",
-    "gemm": "products by the library",
-    "cutlass": "products by the library",
-    "FusedAdam": "optimiser",
-    "multi_tensor": "optimiser",
+    "_gelu_": "separate GELU",
+    "_fold": "folding norms into linear layers",
+    "_unfold": "folding norms into linear layers",
+    "_sums": "column sums",
+    "nvjet": "cuBLAS matmul",
+    "gemm": "cuBLAS matmul",
+    "cutlass": "cuBLAS matmul",
+    "FusedAdam": "optimizer",
+    "multi_tensor": "optimizer",
 }
 Row = dict[str, Any]
 
@@ -50,26 +50,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("it looks at a CUDA GPU's kernels, and there is no such GPU here")
+        parser.error("profiling needs a CUDA GPU, and none was found")
     rows: list[Row] = []
     for name in options.model:
         images = torch.randn(options.batch, 3, 224, 224, device="cuda")
         step = forward_pass(name, images) if options.infer else training_step(name, images)
-        rows += profiled(name, step, options.steps)
+        rows += profile_steps(name, step, options.steps)
     write(rows, options)
 
 
 def training_step(name: str, images: torch.Tensor) -> Callable[[], Any]:
     model = create_model(name, outputs=1000, seed=0, gelu="erf").cuda().train()
-    optimiser = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     labels = torch.randint(1000, (len(images),), device="cuda")
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = F.cross_entropy(model(images), labels)
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -79,28 +79,28 @@ def forward_pass(name: str, images: torch.Tensor) -> Callable[[], Any]:
     return lambda: model(images)
 
 
-def profiled(name: str, step: Callable[[], Any], steps: int) -> list[Row]:
+def profile_steps(name: str, step: Callable[[], Any], steps: int) -> list[Row]:
     for _ in range(8):
         step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    kernels = [(one.key, one.self_device_time_total / steps / 1e3, one.count / steps) for one in found.key_averages()]
+    kernels = [(event.key, event.self_device_time_total / steps / 1e3, event.count / steps) for event in profiler.key_averages()]
     kinds: dict[str, list[float]] = {}
     for kernel, milliseconds, calls in kernels:
         total = kinds.setdefault(kind_of(kernel), [0.0, 0.0])
         total[0] += milliseconds
         total[1] += calls
-    whole = sum(total for total, _ in kinds.values())
-    print(f"\nViT-{name}: {whole:.2f} ms on the GPU")
+    total_ms = sum(ms for ms, _ in kinds.values())
+    print(f"\nViT-{name}: {total_ms:.2f} ms of GPU time")
     rows: list[Row] = []
     for kind, (total, calls) in sorted(kinds.items(), key=lambda one: -one[1][0]):
-        print(f"{total:9.3f} ms {total / whole:6.1%} {calls:7.0f} ×  {kind}")
+        print(f"{total:9.3f} ms {total / total_ms:6.1%} {calls:7.0f} ×  {kind}")
         rows.append({"model": name, "kind": kind, "kernel": "", "ms": round(total, 4), "calls": round(calls, 1)})
     for kernel, total, calls in sorted(kernels, key=lambda one: -one[1]):
-        if total > whole / 20_000:
+        if total > total_ms / 20_000:
             rows.append(
                 {"model": name, "kind": kind_of(kernel), "kernel": kernel[:80], "ms": round(total, 4), "calls": round(calls, 1)}
             )
@@ -108,7 +108,7 @@ def profiled(name: str, step: Callable[[], Any], steps: int) -> list[Row]:
 
 
 def kind_of(kernel: str) -> str:
-    return next((kind for part, kind in KINDS.items() if part in kernel), "the rest")
+    return next((kind for part, kind in KINDS.items() if part in kernel), "other")
 
 
 def write(rows: list[Row], options: argparse.Namespace) -> None:

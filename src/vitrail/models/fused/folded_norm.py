@@ -39,7 +39,7 @@ class FoldedNorm(nn.LayerNorm):
 
     def row_sums(self, weight: Tensor) -> Tensor:
         """The sums of the rows of the next layer's weight, in float32. Computed again whenever the weight has changed."""
-        if is_fake(weight):
+        if type(weight) is not nn.Parameter and is_fake(weight):
             return weight.new_empty(len(weight), dtype=torch.float32)
         if weight.is_inference():  # has no version counter, so that a change could not be seen
             return _row_sums(weight)
@@ -112,18 +112,31 @@ def can_use_folded(block: Block, x: Tensor) -> bool:
 
     The block itself must be plain (`whitelist.is_plain_block`).
     """
+    if torch.is_grad_enabled():
+        return False
+    parts = block.__dict__["_modules"]  # as in whitelist.py: attributes of modules are slow to read
+    if type(parts["norm1"]) is not FoldedNorm or type(parts["norm2"]) is not FoldedNorm:
+        return False
+    attention, mlp = parts["attention"], parts["mlp"]
+    modules, mlp_modules = attention.__dict__["_modules"], mlp.__dict__["_modules"]
+    if (
+        block.training
+        or attention.training
+        or parts["skip"].training
+        or parts["dropout"].training
+        or mlp_modules["dropout"].training
+    ):
+        return False
+    if type(parts["scale1"]) is not nn.Identity or type(parts["scale2"]) is not nn.Identity:
+        return False
+    qkv, up = modules["qkv"].__dict__["_parameters"], mlp_modules["up"].__dict__["_parameters"]
+    dtype = x.dtype
+    if qkv["weight"].dtype != dtype or up["weight"].dtype != dtype or qkv["bias"] is None or up["bias"] is None:
+        return False
     from vitrail.models.fused.selection import suits_own_attention, use_norm_epilogue
 
-    if torch.is_grad_enabled() or type(block.norm1) is not FoldedNorm or type(block.norm2) is not FoldedNorm:
-        return False
-    if block.training or block.attention.training or block.dropout.training or block.mlp.dropout.training or block.skip.training:
-        return False
-    qkv, up = block.attention.qkv, block.mlp.up
-    if qkv.weight.dtype != x.dtype or up.weight.dtype != x.dtype or qkv.bias is None or up.bias is None:
-        return False
-    if type(block.scale1) is not nn.Identity or type(block.scale2) is not nn.Identity:
-        return False
-    return use_norm_epilogue(x, len(qkv.weight), len(up.weight)) and suits_own_attention(x, block.attention.heads, None, False)
+    suits = use_norm_epilogue(x, qkv["weight"].shape[0], up["weight"].shape[0])
+    return suits and suits_own_attention(x, attention.heads, None, False)
 
 
 def folded_block(block: Block, pending: PendingResidual) -> PendingResidual:

@@ -44,7 +44,7 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(out)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

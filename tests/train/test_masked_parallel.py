@@ -33,7 +33,7 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.Mon
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-m", "tests.train.masked_ranks", str(tmp_path)]
     started = [
         subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)

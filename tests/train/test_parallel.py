@@ -26,7 +26,7 @@ def launch(ranks: int, what: str, out: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-m", "tests.train.ranks", what, str(out)]
     started = [
         subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})

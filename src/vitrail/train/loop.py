@@ -33,7 +33,7 @@ from vitrail.train.schedules import check_schedule
 from vitrail.train.sharded_init import fill_shards, twin_of
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.speed import Clock
-from vitrail.train.step import Step, chosen_precision, low_precision
+from vitrail.train.step import Step, chosen_precision, shard_dtype
 from vitrail.train.stopping import Stop
 from vitrail.train.validate import validate
 
@@ -147,7 +147,7 @@ class Loop:
         if self.precision == "fp8":
             use_fp8(model, recipe, self.world)
         twin = twin_of(model) if draw is not None else model.to(self.world.device)
-        runner = Runner(model, self.world, low_precision=low_precision(self.precision))
+        runner = Runner(model, self.world, low_precision=shard_dtype(self.precision, self.world.device))
         if draw is not None:
             fill_shards(model, twin, draw, self.world.device)
         if recipe.compile:

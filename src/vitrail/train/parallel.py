@@ -143,10 +143,7 @@ class Runner:
             return
         ids = [self.world.device.index] if self.world.device.type == "cuda" else None
         with on_stream(self.stream):
-            # Buffers are fixed tables, the same on every rank.
-            self._forward = nn.parallel.DistributedDataParallel(
-                Forward(self.model), device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False
-            )
+            self._forward = nn.parallel.DistributedDataParallel(Forward(self.model), device_ids=ids, gradient_as_bucket_view=True)
 
     def __call__(self, *inputs: Tensor, heads: int = 1) -> Any:
         return self._forward(*inputs, heads=heads)

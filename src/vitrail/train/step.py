@@ -39,6 +39,11 @@ def low_precision(precision: str) -> torch.dtype | None:
     return _DTYPES.get(precision)
 
 
+def shard_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """The dtype in which FSDP2 gathers weights; None: as they are. A CPU has no bandwidth to save, and no mixed layer norm."""
+    return low_precision(precision) if device.type == "cuda" else None
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Matrix products in low precision; norms, softmax and losses stay in float32."""
     dtype = low_precision(precision)

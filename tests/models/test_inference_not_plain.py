@@ -93,7 +93,7 @@ class LooksIntoBlocks(ViT):
 
 class BrighterPatches(PatchEmbedding):
     def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) + 0.5
+        return 2 * super().forward(images)
 
 
 class Doubled(nn.Module):
@@ -166,7 +166,7 @@ def hook_on_final_norm(model: ViT) -> None:
 
 
 def hook_on_patches(model: ViT) -> None:
-    model.patches.register_forward_hook(lambda module, given, found: found + 1)
+    model.patches.register_forward_hook(lambda module, given, found: 2 * found)
 
 
 def no_final_norm(model: ViT) -> None:

@@ -86,6 +86,8 @@ class FixedConv(StandardisedConv):
         return self.weight
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def cpu_copy(model: ViT | BiT, precision: BlockPrecision) -> InferenceModel:
     """Copy a model that is on the CPU, with every plain part that has a faster form replaced by it."""
     # What the memo has counts as copied already: the weights of replaced modules are never copied as they are.

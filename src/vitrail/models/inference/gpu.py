@@ -6,14 +6,13 @@ Under autocast every call casts the weights again. Here that is done once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from vitrail.models.bit import BiT
 from vitrail.models.fused.folded_norm import fold_norms
-from vitrail.models.inference.capture import Call, CapturedForward, CudaGraph, Graph
+from vitrail.models.inference.capture import CapturedForward, CudaGraph, Graph
 from vitrail.models.inference.model import InferenceModel, keep_head_float32
 from vitrail.models.inference.replaceable import replaceable_blocks
 from vitrail.models.vit import ViT
@@ -22,7 +21,7 @@ from vitrail.models.vit import ViT
 class GpuModel(InferenceModel):
     """A ViT on a GPU, whose recurring shapes are captured as CUDA graphs: see `capture.py`."""
 
-    def __init__(self, model: ViT, graph: Callable[[Call, Tensor], Graph] = CudaGraph) -> None:
+    def __init__(self, model: ViT, graph: type[Graph] = CudaGraph) -> None:
         super().__init__(model)
         self._captured = CapturedForward(self.model, graph)
 
@@ -33,8 +32,10 @@ class GpuModel(InferenceModel):
         self._captured.drop()
 
 
+@torch.inference_mode(False)  # or its weights would have no version, by which changes are seen
+@torch.no_grad()
 def gpu_copy(
-    model: ViT | BiT, device: torch.device, dtype: torch.dtype, graph: Callable[[Call, Tensor], Graph] = CudaGraph
+    model: ViT | BiT, device: torch.device, dtype: torch.dtype, graph: type[Graph] = CudaGraph
 ) -> InferenceModel:
     """Copy a model to a GPU, with weights of the given precision. A BiT is computed in float32 and not captured."""
     made = copy.deepcopy(model).to(device, torch.float32).requires_grad_(False)

@@ -49,12 +49,18 @@ class InferenceModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self._parameter.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The floating-point type that images are converted to."""
-        return next(parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
+        return self._parameter.dtype
+
+    @property
+    def _parameter(self) -> Tensor:
+        """One that shows where and in what the model computes; heads, which may differ, come last."""
+        direct = next((tensor for tensor in self.model._parameters.values() if tensor is not None), None)  # quick, and usual
+        return next(self.model.parameters()) if direct is None else direct
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute logits [batch, outputs] in float32."""

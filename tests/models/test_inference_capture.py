@@ -261,7 +261,13 @@ def test_images_of_other_types_and_devices() -> None:
     made, model = make(), build()
     images = random_images(made)
     for _ in range(WARMUP_CALLS + 2):
-        for given in (images, images.double(), images.cpu(), images.to(memory_format=torch.channels_last), images.to(torch.bfloat16)):
+        for given in (
+            images,
+            images.double(),
+            images.cpu(),
+            images.to(memory_format=torch.channels_last),
+            images.to(torch.bfloat16),
+        ):
             assert error(made(given).to(DEVICE), uncaptured(made, given)) < CLOSE
     assert GraphClass.captured == 1, "images are converted to one type before they are replayed"
     sentences = []
@@ -456,5 +462,3 @@ def test_a_copy_on_a_gpu_that_is_not_the_current_one() -> None:
             found = made(images)
             assert found.device == other and error(found.cpu(), model(images)) < 0.03
             assert torch.cuda.current_device() == 0
-
-

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitrail.models.bit import BiT
 from vitrail.models.fused.folded_norm import fold_norms
 from vitrail.models.inference.capture import CapturedForward, CudaGraph, Graph
-from vitrail.models.inference.model import InferenceModel, keep_head_float32
+from vitrail.models.inference.model import InferenceModel, cast_all_but_heads
 from vitrail.models.inference.replaceable import replaceable_blocks
 from vitrail.models.vit import ViT
 
@@ -34,15 +34,12 @@ class GpuModel(InferenceModel):
 
 @torch.inference_mode(False)  # or its weights would have no version, by which changes are seen
 @torch.no_grad()
-def gpu_copy(
-    model: ViT | BiT, device: torch.device, dtype: torch.dtype, graph: type[Graph] = CudaGraph
-) -> InferenceModel:
+def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype, graph: type[Graph] = CudaGraph) -> InferenceModel:
     """Copy a model to a GPU, with weights of the given precision. A BiT is computed in float32 and not captured."""
     made = copy.deepcopy(model).to(device, torch.float32).requires_grad_(False)
     if not isinstance(made, ViT):
         return InferenceModel(made)
     for block in replaceable_blocks(made):  # before anything is rounded
         fold_norms(block)
-    made.to(dtype)
-    keep_head_float32(made)
+    cast_all_but_heads(made, dtype)
     return GpuModel(made, graph)

@@ -13,6 +13,7 @@ from vitrail.errors import VitrailError
 from vitrail.models.bit import BiT
 from vitrail.models.config import ModelConfig, Pair, PositionRule
 from vitrail.models.features import Features, check_images
+from vitrail.models.layers import Float32Linear
 from vitrail.models.vit import ViT
 
 
@@ -105,7 +106,7 @@ class InferenceModel(nn.Module):
     def replace_head(self, outputs: int) -> Self:
         """Put a zero-initialised head in place of the old one, as `ViT.replace_head` does."""
         self.model.replace_head(outputs)
-        keep_head_float32(self.model)
+        cast_all_but_heads(self.model, self.dtype)  # the new head, too, is float32
         self.model.eval().requires_grad_(False)
         self._changed()
         return self
@@ -157,8 +158,14 @@ class InferenceModel(nn.Module):
         return super()._apply(fn, recurse)
 
 
-def keep_head_float32(model: ViT | BiT) -> None:
-    """Keep the heads' weights in float32: logits of bf16 weights take few values (400 sigmoid logits around −10 took 16)."""
+def cast_all_but_heads(model: ViT | BiT, dtype: torch.dtype) -> None:
+    """Cast a model's weights; heads that compute in float32 keep weights of that precision."""
+    heads = {name: head for name in ("head", "distill_head") if type(head := getattr(model, name, None)) is Float32Linear}
+    for name in heads:
+        setattr(model, name, None)
+    model.to(dtype)
+    for name, head in heads.items():
+        setattr(model, name, head.float())
 
 
 def _refuse(what: str) -> NoReturn:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitrail.errors import VitrailError
 from vitrail.models import surgery
 from vitrail.models.config import BiTConfig, Pair, ResNetConfig
-from vitrail.models.features import Features, check_images, chosen_layers
+from vitrail.models.features import Features, check_images, chosen_layers, in_precision_of
 from vitrail.models.layers import Float32Linear
 from vitrail.models.recompute import Keep, Recompute
 from vitrail.models.resnet import StandardisedConv, build_stages, group_norm, max_pool
@@ -85,7 +85,7 @@ class BiT(nn.Module):
 
     def _map(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
         check_images(images, name=self.config.name, channels=self.config.channels, size=None)
-        x, number = max_pool(self.root(images), self.config.resnet), 0
+        x, number = max_pool(self.root(in_precision_of(images, self.root.weight)), self.config.resnet), 0
         for index, stage in enumerate(self.stages):
             for unit in stage:  # type: ignore[attr-defined]
                 x = self.recompute.run(number, unit, x, draws=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
@@ -51,6 +52,11 @@ def chosen_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
         if not -depth <= layer < depth:
             raise VitrailError(f"There is no layer {layer}: the model has {depth}, numbered 0 to {depth - 1}.")
     return tuple(sorted({layer % depth for layer in asked}))
+
+
+def in_precision_of(images: Tensor, weight: Tensor) -> Tensor:
+    """Images in the precision of the first weight they meet; under autocast, which casts by itself, as they are."""
+    return images if torch.is_autocast_enabled(images.device.type) else images.to(weight.dtype)
 
 
 def check_images(images: Tensor, *, name: str, channels: int, size: Pair | None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from vitrail.models.features import in_precision_of
 from vitrail.models.fused import encoder, whitelist
 from vitrail.models.fused.encoder import PendingResidual
 from vitrail.models.layers import PatchEmbedding
@@ -32,9 +33,7 @@ def patchify(model: ViT, images: Tensor) -> Tensor:
         dtype = encoder.matmul_dtype(model.patches.weight)
         assert dtype is not None
         return patchify_images(images, model.patches.patch, dtype)
-    if torch.is_autocast_enabled(images.device.type):
-        return images
-    return images.to(next(model.patches.parameters(), images).dtype)
+    return in_precision_of(images, next(model.patches.parameters(), images))
 
 
 def _fuses_patchify(model: ViT, images: Tensor) -> bool:

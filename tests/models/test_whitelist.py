@@ -1,0 +1,372 @@
+"""The fused path computes what the module says, or steps aside: models that are not quite plain, one by one.
+
+Without a GPU the kernels run in Triton's interpreter, in float32, so that a step aside that is missing shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from tests.models.peers import randomise
+from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near
+from vitrail.models import ViT, create_model
+from vitrail.models.fused import dispatch, encoder, whitelist
+from vitrail.models.layers import Mlp
+from vitrail.models.vit import Block
+
+pytest.importorskip("triton")
+
+__all__ = ["blocks_fused", "fusing"]
+
+
+def tiny(**changes: Any) -> ViT:
+    changes = {"image_size": 32, "depth": 3, "width": 32, "heads": 2, "mlp": 32, "outputs": 5, **changes}
+    model = randomise(create_model("ViT-Ti/16", seed=0, **changes)).to(DEVICE)
+    assert isinstance(model, ViT)
+    return model
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 32, 32, device=DEVICE)
+
+
+def logits(model: ViT, images: Tensor, kernels: str) -> Tensor:
+    model.kernels = kernels  # type: ignore[assignment]
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+        return model(images)
+
+
+# Another function than the paper's, in a part of one block
+
+
+class DoublingMlp(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class HalfBlock(Block):
+    def forward(self, x: Tensor, bias: Tensor | None = None, num_queries: int | None = None) -> Tensor:
+        return 0.5 * super().forward(x, bias, num_queries)
+
+
+class RmsNorm(nn.Module):
+    """Has weight, bias and eps, as a layer norm has."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps, self.normalized_shape = norm.weight, norm.bias, norm.eps, norm.normalized_shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight + self.bias
+
+
+class Lora(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        low_rank = torch.linspace(-1, 1, self.in_features, device=x.device).outer(
+            torch.arange(self.out_features, device=x.device).cos()
+        )
+        return super().forward(x) + 0.3 * x @ low_rank.to(x.dtype)
+
+
+def becomes(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    """A copy of a module as an instance of a subclass."""
+    made = copy.deepcopy(module)
+    made.__class__ = kind
+    return made
+
+
+def without_bias(norm: nn.LayerNorm) -> nn.LayerNorm:
+    made = nn.LayerNorm(norm.normalized_shape, eps=norm.eps, bias=False).to(norm.weight)
+    made.weight = norm.weight
+    return made
+
+
+def patch_forward(module: nn.Module, factor: float) -> None:
+    kind = type(module)
+    module.forward = types.MethodType(lambda self, x: factor * kind.forward(self, x), module)  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[ViT], None]] = {
+    "LayerNorm without bias": lambda model: setattr(model.blocks[1], "norm1", without_bias(model.blocks[1].norm1)),
+    "another norm class": lambda model: setattr(model.blocks[1], "norm2", RmsNorm(model.blocks[1].norm2)),
+    "a subclass of Mlp": lambda model: setattr(model.blocks[1], "mlp", becomes(DoublingMlp, model.blocks[1].mlp)),
+    "a subclass of Block": lambda model: model.blocks.__setitem__(1, becomes(HalfBlock, model.blocks[1])),
+    "mlp.forward patched on the instance": lambda model: patch_forward(model.blocks[1].mlp, 3.0),
+    "a linear layer patched on the instance": lambda model: patch_forward(model.blocks[1].attention.out, 3.0),
+    "an adapter on qkv": lambda model: setattr(model.blocks[1].attention, "qkv", becomes(Lora, model.blocks[1].attention.qkv)),
+    "an adapter on down": lambda model: setattr(model.blocks[1].mlp, "down", becomes(Lora, model.blocks[1].mlp.down)),
+    "another activation": lambda model: setattr(model.blocks[1].mlp, "dropout", nn.Tanh()),
+    "a scale in place of an identity": lambda model: setattr(model.blocks[1], "scale1", nn.Hardtanh(-0.01, 0.01)),
+    "a parametrisation": lambda model: torch.nn.utils.parametrizations.weight_norm(model.blocks[1].mlp.up),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_part_takes_the_plain_path_and_its_block_alone(
+    change: str, images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    model = tiny().eval()
+    before = logits(model, images, "plain")
+    CHANGES[change](model)
+    plain, fused = logits(model, images, "plain"), logits(model, images, "auto")
+    assert change == "a parametrisation" or not near(plain, before, 1e-3)  # the change matters
+    assert near(fused, plain)
+    assert blocks_fused == [model.blocks[0], model.blocks[2]]
+
+
+@pytest.mark.parametrize("name", ["forward", "Linear.forward"])
+def test_a_patched_class_takes_the_plain_path(
+    name: str, images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
+) -> None:
+    model, kind = tiny().eval(), Mlp if name == "forward" else nn.Linear
+    logits(model, images, "auto")
+    assert len(blocks_fused) == 3
+    real = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 1.5 * real(self, x))
+    assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 3
+
+
+def test_the_final_norm_may_be_replaced(images: Tensor, fusing: None) -> None:
+    model = tiny().eval()
+    model.norm = nn.Identity()  # type: ignore[assignment]
+    assert near(logits(model, images, "auto"), logits(model, images, "plain"))
+    model.norm = nn.LayerNorm(32, bias=False).to(DEVICE)
+    assert near(logits(model, images, "auto"), logits(model, images, "plain"))
+    assert model.replace_head(3).head.weight.shape == (3, 32)
+
+
+# Hooks
+
+
+def test_a_hook_on_the_final_norm_is_called(images: Tensor, fusing: None) -> None:
+    model, seen = tiny().eval(), []
+    model.norm.register_forward_hook(lambda module, given, out: seen.append(out) or out * 2)  # type: ignore[func-returns-value]
+    assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("mlp.up", "forward"),
+        ("attention", "forward_pre"),
+        ("mlp", "full_backward"),
+        ("norm1", "full_backward_pre"),
+        ("skip", "forward"),
+    ],
+)
+def test_hooks_inside_a_block_are_called(
+    where: str, kind: str, images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    model, calls = tiny().train(), []
+    module = model.blocks[1].get_submodule(where)
+    handle = getattr(module, f"register_{kind}_hook")(lambda *given: calls.append(1))
+    logits(model, images, "auto").sum().backward()
+    assert calls and blocks_fused == [model.blocks[0], model.blocks[2]]
+    handle.remove()
+    blocks_fused.clear()
+    logits(model, images, "auto")
+    assert len(blocks_fused) == 3
+
+
+def test_a_hook_on_a_block_gets_tokens_in_and_out(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    model, seen = tiny().eval(), []
+    model.blocks[1].register_forward_hook(lambda module, given, out: seen.append((given[0], out)))
+    plain, fused = logits(model, images, "plain"), logits(model, images, "auto")
+    assert near(fused, plain) and len(blocks_fused) == 2
+    for one, two in zip(*seen, strict=True):
+        assert near(two, one, 10 * CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_global_hooks_are_called_for_every_module(kind: str, images: Tensor, fusing: None) -> None:
+    model, calls = tiny().train(), []
+    register = getattr(nn.modules.module, f"register_module_{kind}")
+    handle = register(lambda module, *given: calls.append(module) if type(module) is Mlp else None)
+    try:
+        logits(model, images, "auto").sum().backward()
+    finally:
+        handle.remove()
+    assert {id(module) for module in calls} == {id(block.mlp) for block in model.blocks}
+
+
+# Dropout as the modules have it
+
+
+def test_dropout_alone_in_train_mode_drops(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    """Monte-Carlo dropout: eval(), and then only the dropouts back in train()."""
+    model = tiny(dropout=0.5).eval()
+    still = logits(model, images, "auto")
+    assert torch.equal(still, logits(model, images, "auto"))
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Dropout):
+            module.train()
+    one, two = logits(model, images, "auto"), logits(model, images, "auto")
+    assert not near(one, two, 1e-2) and not near(one, still, 1e-2) and len(blocks_fused) == 12
+
+
+def test_train_mode_with_dropouts_in_eval_mode_drops_nothing(images: Tensor, fusing: None) -> None:
+    model = tiny(dropout=0.5).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+    assert near(logits(model, images, "auto"), logits(model, images, "plain"))
+
+
+def test_each_dropout_has_its_own_rate() -> None:
+    block = tiny(dropout=0.5).train().blocks[0]
+    assert isinstance(block, Block)
+    x = torch.zeros(2, 5, 32, device=DEVICE)
+    block.mlp.dropout.p = 0.0
+    attention, gelu, mlp = encoder.draw_noise(block, x).seeds
+    assert attention is not None and gelu is None and mlp is None
+    block.mlp.dropout.p, block.dropout.p = 0.25, 0.0
+    attention, gelu, mlp = encoder.draw_noise(block, x).seeds
+    assert attention is None and gelu is not None and mlp is not None
+    block.dropout.p = 1.0
+    assert not whitelist.is_plain_block(block)
+
+
+def test_a_changed_rate_of_one_dropout_counts(images: Tensor, fusing: None) -> None:
+    model = tiny(dropout=0.5).train()
+    model.dropout.eval()
+    for block in model.blocks:
+        block.dropout.p = block.mlp.dropout.p = 0.0
+    assert near(logits(model, images, "auto"), logits(model, images, "plain"))
+    model.blocks[0].mlp.dropout.p = 0.5
+    assert not near(logits(model, images, "auto"), logits(model, images, "auto"), 1e-2)
+
+
+# Other kinds of differentiation
+
+
+def test_a_gradient_of_a_gradient_is_refused(images: Tensor, fusing: None) -> None:
+    model = tiny().train()
+    weight = model.blocks[0].mlp.up.weight
+    (gradient,) = torch.autograd.grad(logits(model, images, "auto").square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.grad(gradient.square().sum(), weight)
+
+
+def test_forward_mode_differentiation_takes_the_plain_path(images: Tensor, fusing: None) -> None:
+    model = tiny().eval().requires_grad_(False)
+    tangents = []
+    for kernels in ("plain", "auto"):
+        with forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            model.kernels = kernels  # type: ignore[assignment]
+            dual = forward_ad.make_dual(
+                torch.randn(2, 5, 32, device=DEVICE, generator=_generator()), torch.ones(2, 5, 32, device=DEVICE)
+            )
+            with _math_attention():
+                tangents.append(forward_ad.unpack_dual(model.encode(dual)).tangent)
+    assert tangents[1] is not None and near(tangents[1], tangents[0])
+
+
+def test_functorch_transforms_take_the_plain_path(images: Tensor, fusing: None) -> None:
+    model = tiny().eval()
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], images: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (images[None],)).square().sum()
+
+    with _math_attention():
+        found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, images)
+        model.kernels = "plain"
+        for number, image in enumerate(images):
+            expected = torch.autograd.grad(model(image[None]).square().sum(), list(model.parameters()), allow_unused=True)
+            for (name, _), one in zip(model.named_parameters(), expected, strict=True):
+                assert one is None or near(found[name][number], one, 1e-4), name
+
+
+def test_a_weight_changed_between_forward_and_backward_raises(images: Tensor, fusing: None) -> None:
+    for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down"):
+        model = tiny().train()
+        loss = logits(model, images, "auto").sum()
+        with torch.no_grad():
+            model.blocks[1].get_submodule(name).weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# Precision
+
+
+def test_logits_are_float32_and_fine() -> None:
+    """400 sigmoid logits around −10 differ; in bfloat16 they would share 16 values."""
+    model = tiny(outputs=400, head_bias=-10.0).eval()
+    nn.init.normal_(model.head.weight, std=0.002)
+    nn.init.constant_(model.head.bias, -10.0)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        found = model(torch.randn(1, 3, 32, 32, device=DEVICE))
+    assert found.dtype == torch.float32 and len(found.unique()) > 390
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])
+def test_low_precision_weights_take_float32_images(name: str, dtype: torch.dtype) -> None:
+    size: dict[str, Any] = {"depth": 1} if "ViT" in name else {"layers": (1, 1, 1, 1)}
+    model = create_model(name, outputs=3, image_size=64, seed=0, **size).to(DEVICE).eval()
+    randomise(model)
+    images = torch.randn(2, 3, 64, 64, device=DEVICE)
+    exact = model(images)
+    found = model.to(dtype)(images)
+    assert found.dtype == torch.float32 and near(found, exact, 0.1)
+
+
+# The decision
+
+
+def test_the_decision_is_never_remembered(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    model = tiny().eval()
+    logits(model, images, "auto")
+    patch_forward(model.blocks[0].mlp, 2.0)
+    logits(model, images, "auto")
+    del model.blocks[0].mlp.forward
+    logits(model, images, "auto")
+    assert [len(blocks_fused), blocks_fused.count(model.blocks[0])] == [8, 2]
+
+
+def test_tensor_subclasses_take_the_plain_path() -> None:
+    class Marked(Tensor):
+        pass
+
+    model = tiny().eval()
+    block = model.blocks[0]
+    assert whitelist.is_plain_block(block)
+    block.mlp.up.weight = nn.Parameter(block.mlp.up.weight.detach().as_subclass(Marked))
+    assert not whitelist.is_plain_block(block)
+    assert not dispatch.can_fuse(torch.zeros(1, 5, 32, dtype=torch.bfloat16).as_subclass(Marked))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(1)
+
+
+class _math_attention:  # noqa: N801
+    """Attention in plain operations: torch's fused ones have no forward-mode derivative and no batching rule."""
+
+    def __enter__(self) -> None:
+        self._real = F.scaled_dot_product_attention
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+            return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+        F.scaled_dot_product_attention = plain  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        F.scaled_dot_product_attention = self._real
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_left() -> Iterator[None]:
+    yield
+    assert whitelist.is_ordinary_call()

@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.models.fused.attention_backward import attention_backward
-from vitrail.models.fused.branches import attended
+from vitrail.models.fused.branches import attend, residual_norm
 from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.fused.gelu import gelu, gelu_backward
 from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
 from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu, matmul_bias_gelu_with_grad
-from vitrail.models.fused.residual_norm import ResidualNorm
 
 LOW = torch.bfloat16
 SHAPES = {"ViT-S/16": (384, 6), "ViT-B/16": (768, 12), "ViT-L/16": (1024, 16)}
@@ -88,7 +87,7 @@ def norm_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     leaves = [one.requires_grad_() for one in (x, branch, bias)]
 
     def ours() -> tuple[Tensor, Tensor]:
-        return ResidualNorm.apply(x, branch, bias, None, None, 0.0, 1e-6, LOW)  # type: ignore[no-any-return]
+        return residual_norm(x, branch, bias, None, None, 0.0, 1e-6, LOW)
 
     def theirs() -> tuple[Tensor, Tensor]:
         added = x + (branch + bias.to(LOW))
@@ -157,8 +156,7 @@ def mlp_case(batch: int, tokens: int, width: int, heads: int) -> Case:
 def attention_case(batch: int, tokens: int, width: int, heads: int) -> Case:
     qkv = torch.randn(batch, tokens, 3 * width, device="cuda", dtype=LOW)
     slope = torch.randn(batch, tokens, width, device="cuda", dtype=LOW)
-    out, lse = attended((qkv,), heads, True)
-    found = torch.empty_like(qkv)
+    out, lse = attend(qkv, None, heads, True)
     leaf, bias = qkv.clone().requires_grad_(), torch.zeros(3 * width, device="cuda", dtype=LOW, requires_grad=True)
     q, k, v = (leaf + bias).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
@@ -167,13 +165,13 @@ def attention_case(batch: int, tokens: int, width: int, heads: int) -> Case:
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         value = library()
-    parts = tuple(found.chunk(3, -1))
+    assert lse is not None
     return [
-        ("attention, forward", 0, lambda: attended((qkv,), heads, True), without_gradients(library)),
+        ("attention, forward", 0, lambda: attend(qkv, None, heads, True), without_gradients(library)),
         (
             "attention, backward with bias sums",
             0,
-            lambda: attention_backward(*qkv.chunk(3, -1), out, slope, lse, heads, parts).sum(0),
+            lambda: attention_backward(qkv, None, out, slope, lse, heads)[2].sum(0),
             gradients((value,), [leaf, bias], (slope,)),
         ),
     ]

@@ -42,8 +42,8 @@ from vitrail.models import ViT, create_model, needed_flops
 from vitrail.models.masked import Pretraining
 from vitrail.recipes import recipe_named
 from vitrail.tasks import Classify
+from vitrail.train.callbacks import Callback, Record, RunInfo
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
-from vitrail.train.callbacks import RunInfo, Callback, Record
 from vitrail.train.loop import train
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, choose_device

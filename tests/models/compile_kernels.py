@@ -57,13 +57,13 @@ def main(capability: int) -> None:
     from vitrail.models.fused.fp8 import quantise
     from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
     from vitrail.models.fused.patchify import patchify
-    from vitrail.models.fused.prefix_positions import PrefixPositions
-    from vitrail.models.fused.residual_norm import ResidualNorm, residual_stats
+    from vitrail.models.fused.prefix_positions import add_prefix_and_positions
+    from vitrail.models.fused.residual_norm import residual_norm, residual_stats
 
     one = torch.ones(192)
     for keep, drawn in ((None, None), (torch.ones(2), torch.tensor(3))):
         x, branch, bias = torch.zeros(2, 5, 192, requires_grad=True), low(2, 5, 192).requires_grad_(), torch.zeros(192)
-        out, y = ResidualNorm.apply(x, branch, bias.requires_grad_(), keep, drawn, 0.1, 1e-6, torch.bfloat16)
+        out, y = residual_norm(x, branch, bias.requires_grad_(), keep, drawn, 0.1, 1e-6, torch.bfloat16)
         torch.autograd.grad((out, y), (x, branch, bias), (torch.zeros_like(out), torch.zeros_like(y)))
         for tanh in (True, False):
             gelu(low(4, 768), torch.zeros(768), tanh, drawn, 0.1)
@@ -75,7 +75,7 @@ def main(capability: int) -> None:
     patchify(torch.zeros(2, 3, 28, 42), (14, 14), torch.bfloat16)
     folded, offset = fold_norm(torch.zeros(64, 192), one[:64], one, one, torch.bfloat16)
     unfold_norm(folded.float(), offset, torch.zeros(64, 192), one, one)
-    PrefixPositions.apply(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()
+    add_prefix_and_positions(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()
     CrossEntropy.apply(low(3, 40).requires_grad_(), torch.tensor([0, 1, 2])).sum().backward()
     if capability in (90, 100):
         attention_of_few_tokens()
@@ -87,14 +87,13 @@ def main(capability: int) -> None:
 
 def attention_of_few_tokens() -> None:
     from vitrail.models.fused.attention_backward import attention_backward
-    from vitrail.models.fused.attention_forward import attention
+    from vitrail.models.fused.attention_forward import attention_forward
 
-    for tokens, first in ((50, 50), (65, 65), (197, 197), (197, 1)):
-        q, (k, v) = low(2, first, 128), low(2, tokens, 256).chunk(2, -1)
-        for together in (True, False):
-            out, lse = attention(q, k, v, 2, together=together)
-        gradients = low(2, tokens, 256)
-        attention_backward(q, k, v, out, out, lse, 2, (torch.empty_like(q), *gradients.chunk(2, -1)))
+    for tokens, num_queries in ((50, 50), (65, 65), (197, 197), (197, 1)):
+        q, kv = (low(2, tokens, 384), None) if num_queries == tokens else (low(2, num_queries, 128), low(2, tokens, 256))
+        for whole_heads in (True, False):
+            out, lse = attention_forward(q, kv, 2, whole_heads)
+        attention_backward(q, kv, out, out, lse, 2)
 
 
 def hopper_matmuls() -> None:

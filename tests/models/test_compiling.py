@@ -13,18 +13,18 @@ pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 EVERYWHERE = {
-    "_assemble_backward_kernel",
-    "_assemble_forward_kernel",
-    "_patchify_kernel",
-    "_fold_kernel",
+    "_column_sum_kernel",
+    "_cross_entropy_backward_kernel",
+    "_cross_entropy_forward_kernel",
+    "_fold_norm_kernel",
     "_gelu_backward_kernel",
     "_gelu_forward_kernel",
     "_norm_backward_kernel",
     "_norm_forward_kernel",
-    "_sums_kernel",
-    "_unfold_kernel",
-    "backward_kernel",
-    "forward_kernel",
+    "_patchify_kernel",
+    "_prefix_positions_backward_kernel",
+    "_prefix_positions_forward_kernel",
+    "_unfold_norm_kernel",
 }
 ATTENTION = {"_attention_backward_kernel", "_attention_forward_kernel"}
 HOPPER = {"_hopper_attention_kernel", "_matmul_bias_kernel", "_matmul_gelu_backward_kernel"}

@@ -82,7 +82,7 @@ def test_gelu_in_eight_bits() -> None:
 
 
 def test_products_and_their_gradients() -> None:
-    from vitrail.models.fused.branches import Product
+    from vitrail.models.fused.branches import linear
 
     x, weight = torch.randn(3, 20, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
     bias = torch.randn(32, device=DEVICE)
@@ -92,7 +92,7 @@ def test_products_and_their_gradients() -> None:
     gradients = torch.autograd.grad(expected, leaves, slope)
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     entered = leaves[0].to(low)
-    found = Product.apply(entered, None, None, leaves[1], leaves[2], True)
+    found = linear(entered, None, None, leaves[1], leaves[2], fp8=True, refold=False)
     found_gradients = torch.autograd.grad(found, leaves, slope.to(low))
     assert 0.005 < apart(found, expected) < 0.09 and 0.005 < apart(found_gradients[0], gradients[0]) < 0.09
     assert all(apart(one, two) < 0.01 for one, two in zip(found_gradients[1:], gradients[1:], strict=True))  # not in eight bits
@@ -114,7 +114,7 @@ def test_a_model_learns_nearly_the_same(case: dict[str, Any], keep: Any, roundin
 def test_many_tokens_and_eight_bits(rounding: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward
 
-    monkeypatch.setattr(attention_backward, "MOST_TOKENS", 4)
+    monkeypatch.setattr(attention_backward, "MAX_TOKENS", 4)
     model, images = small(depth=2), torch.randn(2, 3, 48, 48, device=DEVICE)
     exact, _ = results(model, images, "auto")
     eight, _ = results(model, images, "fp8")

@@ -58,7 +58,7 @@ def test_older_gpus_use_the_librarys_attention(monkeypatch: pytest.MonkeyPatch) 
 @given(st.integers(1, 3), st.integers(1, 256), st.integers(1, 3), st.sampled_from([16, 32]), st.booleans(), st.randoms())
 def test_attention_gradients(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
     from vitrail.models.fused.attention_backward import attention_backward
-    from vitrail.models.fused.attention_forward import attention
+    from vitrail.models.fused.attention_forward import attention_forward
 
     torch.manual_seed(random.randint(0, 10_000))
     width, queries = heads * channels, 1 if few else tokens
@@ -69,10 +69,11 @@ def test_attention_gradients(images: int, tokens: int, heads: int, channels: int
     slope = torch.randn_like(expected)
     dq, dkv = torch.autograd.grad(expected, (q, kv), slope)
     with torch.no_grad():
-        parts = (q, *kv.chunk(2, -1))
-        out, lse = attention(*parts, heads)
-        found_q, found_kv = torch.full_like(q, torch.nan), torch.full_like(kv, torch.nan)
-        sums = attention_backward(*parts, out, slope, lse, heads, (found_q, *found_kv.chunk(2, -1)))
+        out, lse = attention_forward(q, kv, heads)
+        found_q, found_kv, sums = attention_backward(q, kv, out, slope, lse, heads)
+        if not few:  # all side by side gives the same
+            together, none, same = attention_backward(torch.cat([q, kv], -1), None, out, slope, lse, heads)
+            assert torch.equal(together, torch.cat([found_q, found_kv], -1)) and not none.numel() and torch.equal(same, sums)
     assert near(out, expected) and near(found_q, dq, 3 * CLOSE) and near(found_kv, dkv, 3 * CLOSE)
     assert near(sums, torch.cat([dq.sum(1), dkv.sum(1)], -1), 10 * CLOSE)
 
@@ -154,16 +155,16 @@ def test_a_norms_weights_taken_into_a_product(rows: int, columns: int, has_bias:
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 2), st.integers(1, 300), st.integers(1, 2), st.sampled_from([16, 32]), st.booleans(), st.randoms())
 def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
-    from vitrail.models.fused.attention_forward import attention, split_pow2
+    from vitrail.models.fused.attention_forward import attention_forward, split_pow2, split_qkv
 
     torch.manual_seed(random.randint(0, 10_000))
     width = heads * channels
-    q, k, v = torch.randn(images, tokens, 3 * width, device=DEVICE, dtype=LOW).chunk(3, -1)
-    q = 3 * (q[:, :1].contiguous() if few else q)
-    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2).double() for one in (q, k, v)]
+    qkv = 2 * torch.randn(images, tokens, 3 * width, device=DEVICE, dtype=LOW)
+    q, kv = (qkv[:, :1, :width], qkv[..., width:]) if few else (qkv, None)
+    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2).double() for one in split_qkv(q, kv)]
     scores = split[0] @ split[1].transpose(-1, -2) * channels**-0.5
-    for together in (True, False):
-        out, lse = attention(q, k, v, heads, together=together)
+    for whole_heads in (True, False):
+        out, lse = attention_forward(q, kv, heads, whole_heads)
         assert near(out, (scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)) and near(lse, scores.logsumexp(-1))
     assert sum(split_pow2(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in split_pow2(tokens))
 
@@ -171,14 +172,14 @@ def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channel
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.sampled_from([8, 24, 200]), st.randoms())
 def test_assembled_input(images: int, patches: int, prefix: int, width: int, random: Any) -> None:
-    from vitrail.models.fused.prefix_positions import PrefixPositions
+    from vitrail.models.fused.prefix_positions import add_prefix_and_positions
 
     torch.manual_seed(random.randint(0, 10_000))
     given_patches = torch.randn(images, patches, width, device=DEVICE).to(LOW).requires_grad_()
     fixed = torch.randn(prefix + patches, width, device=DEVICE, requires_grad=True)
     expected = fixed + F.pad(given_patches.float(), (0, 0, prefix, 0))
     slope = torch.randn_like(expected)
-    found = PrefixPositions.apply(given_patches, fixed)
+    found = add_prefix_and_positions(given_patches, fixed)
     assert found.dtype == torch.float32 and near(found, expected, 1e-6)
     for one, two in zip(*(torch.autograd.grad(way, (given_patches, fixed), slope) for way in (found, expected)), strict=True):
         assert one.dtype == two.dtype and near(one, two, 1e-5 if DEVICE == "cpu" else CLOSE)
@@ -242,6 +243,7 @@ def test_attention_is_tried_for_every_length(
     queries: int, keys: int, heads: int, channels: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vitrail.models.fused import attention_backward, self_test
+    from vitrail.models.fused.attention_forward import split_qkv
 
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     size = torch.device(DEVICE), low, queries, keys, heads, channels
@@ -249,15 +251,16 @@ def test_attention_is_tried_for_every_length(
     assert self_test.attention_works(*size, True) and not caplog.records
     real = attention_backward.attention_backward
 
-    def wrong(factor: float, *given: Any) -> Tensor:
-        sums = real(*given)
-        given[-1][2][:, -1] *= factor  # the last value's gradient
-        return sums
+    def wrong(factor: float, q: Tensor, kv: Tensor | None, *rest: Any) -> Any:
+        dq, dkv, sums = real(q, kv, *rest)
+        values = split_qkv(dq, None if kv is None else dkv)[2]
+        values[-1, -1, -channels:] *= factor  # of one image, token and head
+        return dq, dkv, sums
 
     for factor in (3.0, torch.nan):
         monkeypatch.setattr(attention_backward, "attention_backward", partial(wrong, factor))
         caplog.clear()
         self_test.attention_works.cache_clear()
         assert not self_test.attention_works(*size, True) and self_test.attention_works(*size, False)
-        assert f"over {keys} tokens is not used here (they are off by" in caplog.text
+        assert f"for {keys} tokens is not used here (they are off by" in caplog.text
     self_test.attention_works.cache_clear()

@@ -1,222 +1,252 @@
-"""The two branches of an encoder block, each one step of autograd: products by the library, everything around them fused.
+"""The two branches of an encoder block, each one autograd function: cuBLAS's matmuls, and everything around them fused.
 
-Both take tokens with mean 0 and deviation 1, and the weights that their norm left to them (`scale` and `shift`; None if it has
-none). Their own last bias is left out in turn: it is added with the residual. Weight gradients are summed and returned in float32,
-which is exacter than rounding them first, and faster. With `light` they keep products only: attention and GELU are computed again.
+Both take tokens with mean 0 and standard deviation 1, and the weight and bias of their norm (None if it has none). Their own last
+bias is left out: it is added with the residual. Weight gradients are accumulated in float32 and returned in the weight's precision.
+
+Every tensor that backward reads goes through `save_for_backward`, the parameters included: torch then raises if one was changed in
+place in between. Options of the branches:
+    fp8              matmuls in fp8, where the shapes allow it
+    recompute_cheap  save matmul outputs only; attention and GELU are computed again in backward
+    needs_grad       whether there will be a backward pass
+    refold           do not save folded and cast weights, but make them again in backward (FSDP2 frees weights in between)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vitrail.models.fused.attention_backward import attention_backward
-from vitrail.models.fused.attention_forward import attention
+from vitrail.models.fused.attention_forward import attention_forward
 from vitrail.models.fused.column_sum import column_sum
 from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
 from vitrail.models.fused.fp8 import Bf16Linear, Fp8Linear, Fp8Tensor
 from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
-from vitrail.models.fused.launch import is_fake
+from vitrail.models.fused.ops import op
+from vitrail.models.fused.patchify import patchify
+from vitrail.models.fused.prefix_positions import add_prefix_and_positions
+from vitrail.models.fused.residual_norm import residual_norm
 from vitrail.models.fused.selection import use_hopper_attention, use_own_matmul
 
-
-class AttentionBranch(torch.autograd.Function):
-    """Tokens → queries, keys, values → attention → output projection, without that projection's bias.
-
-    With `first` there are queries, and an output, only for so many of the first tokens. `learns` says whether there will be a
-    gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, scale: Tensor | None, shift: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
-        out_weight: Tensor, heads: int, first: int | None, eight: bool, light: bool, learns: bool,
-    ) -> Tensor:  # fmt: skip
-        linear = Fp8Linear if eight and first is None else Bf16Linear
-        weight, bias = fold_norm(qkv_weight, qkv_bias, scale, shift, y.dtype)
-        ctx.qkv, ctx.out = linear(weight, y.dtype), linear(out_weight, y.dtype)
-        bias = None if bias is None else bias.to(y.dtype)
-        parts = (ctx.qkv(y, bias),) if first is None else _projected(y, weight, bias, first)
-        out, lse = attended(parts, heads, learns)
-        ctx.save_for_backward(y, scale, shift, qkv_weight, *((None, None) if light else (out, lse)), *parts)
-        ctx.heads = heads
-        return ctx.out(out)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dbranch: Tensor) -> Any:
-        y, scale, shift, weight, out, lse, *parts = ctx.saved_tensors
-        if out is None:
-            out, lse = attended(parts, ctx.heads, True)
-        needs, dtype = ctx.needs_input_grad, weight.dtype
-        dout_weight = weight_gradient(dbranch, out, dtype) if needs[5] else None
-        slopes = tuple(torch.empty_like(part) for part in parts)
-        sums = attention_backward(*_split(parts), out, ctx.out.back(dbranch), lse, ctx.heads, _split(slopes))
-        del out
-        dbias = column_sum(sums, dtype)
-        dentering: tuple[Tensor | None, ...] = None, None, None
-        if any(needs[1:4]):
-            found = [weight_gradient(one, y[:, : one.shape[1]], dtype) for one in slopes]
-            dentering = unfold_norm(found[0] if len(found) == 1 else torch.cat(found), dbias, weight, scale, shift)
-        dweight, dscale, dshift = dentering
-        dy = ctx.qkv.back(slopes[0]) if len(slopes) == 1 else _unprojected(slopes, ctx.qkv.weight)
-        return dy, dscale, dshift, dweight, dbias if needs[4] else None, dout_weight, None, None, None, None, None
-
-
-def _projected(y: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> tuple[Tensor, ...]:
-    """Queries of the first tokens in one tensor, keys and values of all side by side in another."""
-    width = y.shape[-1]
-    q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
-    return F.linear(y[:, :first], weight[:width], q_bias), F.linear(y, weight[width:], kv_bias)
-
-
-def _unprojected(slopes: tuple[Tensor, ...], weight: Tensor) -> Tensor:
-    """The gradient at the tokens after `_projected`."""
-    width, few = weight.shape[1], slopes[0].shape[1]
-    dy = slopes[1] @ weight[width:]
-    dy[:, :few] += slopes[0] @ weight[:width]
-    return dy
-
-
-def attended(parts: Sequence[Tensor], heads: int, learns: bool) -> tuple[Tensor, Tensor | None]:
-    """Attention's output and, if something learns from them, the logarithms of softmax's denominators."""
-    if len(parts) > 1 or not use_hopper_attention(parts[0], heads, learns):
-        return attention(*_split(parts), heads)
-    from vitrail.models.fused.hopper_attention import hopper_attention
-
-    return hopper_attention(parts[0], heads, needs_grad=learns)
-
-
-def _split(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return parts[0].chunk(3, dim=-1) if len(parts) == 1 else (parts[0], *parts[1].chunk(2, dim=-1))  # type: ignore[return-value]
-
-
-class MlpBranch(torch.autograd.Function):
-    """Tokens → up → GELU, dropout → down, without the last bias.
-
-    GELU and its derivative are made and used in the ends of products where they can be, and kept between; elsewhere what enters
-    GELU is kept, and its gradient computes its value again. `learns` says whether there will be a gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, scale: Tensor | None, shift: Tensor | None, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor,
-        tanh: bool, seed: Tensor | None, rate: float, eight: bool, light: bool, learns: bool,
-    ) -> Tensor:  # fmt: skip
-        linear = Fp8Linear if eight else Bf16Linear
-        weight, bias = fold_norm(up_weight, up_bias, scale, shift, y.dtype)
-        assert bias is not None
-        ctx.up, ctx.down = linear(weight, y.dtype), linear(down_weight, y.dtype)
-        ctx.in_products = not eight and seed is None and not (light and learns) and use_own_matmul(y, len(weight), "gelu")
-        value: Tensor | Fp8Tensor
-        kept: tuple[Tensor | None, ...]
-        if ctx.in_products:
-            from vitrail.models.fused.hopper_matmul import matmul_bias_gelu, matmul_bias_gelu_with_grad
-
-            if learns:
-                value, gelu_grad = matmul_bias_gelu_with_grad(y, weight, bias, tanh)
-                kept = gelu_grad, value
-            else:
-                value, kept = matmul_bias_gelu(y, weight, bias, tanh), ()
-        else:
-            hidden = ctx.up(y)
-            value = (gelu_fp8 if eight else gelu)(hidden, bias, tanh, seed, rate)
-            kept = hidden, bias, seed
-        if learns:
-            ctx.save_for_backward(y, scale, shift, up_weight, *kept)
-        ctx.tanh, ctx.rate = tanh, rate
-        return ctx.down(value)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dbranch: Tensor) -> Any:
-        y, scale, shift, weight, *kept = ctx.saved_tensors
-        needs, dtype = ctx.needs_input_grad, weight.dtype
-        if ctx.in_products:
-            from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
-
-            gelu_grad, value = kept
-            dhidden, dbias = matmul_gelu_backward(dbranch, ctx.down.weight, gelu_grad)
-        else:
-            hidden, bias, seed = kept
-            dhidden, dbias, value = gelu_backward(hidden, bias, ctx.down.back(dbranch), ctx.tanh, seed, ctx.rate)
-        ddown = weight_gradient(dbranch, value, dtype) if needs[5] else None
-        del value
-        dentering: tuple[Tensor | None, ...] = None, None, None
-        if any(needs[1:4]):
-            dentering = unfold_norm(weight_gradient(dhidden, y, dtype), dbias, weight, scale, shift)
-        dweight, dscale, dshift = dentering
-        return ctx.up.back(dhidden), dscale, dshift, dweight, dbias.to(dtype), ddown, None, None, None, None, None, None
-
-
-class Product(torch.autograd.Function):
-    """x Wᵀ + b alone, for tokens as in the branches."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eight: bool
-    ) -> Tensor:
-        folded, added = fold_norm(weight, bias, scale, shift, x.dtype)
-        ctx.linear = (Fp8Linear if eight else Bf16Linear)(folded, x.dtype)
-        ctx.save_for_backward(x, scale, shift, weight)
-        return ctx.linear(x, None if added is None else added.to(x.dtype))  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        (x, scale, shift, weight), needs, slope = ctx.saved_tensors, ctx.needs_input_grad, slope.contiguous()
-        dentering: tuple[Tensor | None, ...] = None, None, None
-        dbias = slope.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype) if needs[4] or scale is not None else None
-        if any(needs[1:4]):
-            dentering = unfold_norm(weight_gradient(slope, x, weight.dtype), dbias, weight, scale, shift)
-        dweight, dscale, dshift = dentering
-        return ctx.linear.back(slope), dscale, dshift, dweight, dbias if needs[4] else None, None
-
-
-def weight_gradient(dout: Tensor, entered: Tensor, dtype: torch.dtype) -> Tensor:
-    """Σ over rows of dout ⊗ entered, summed in float32 and returned in the weight's precision."""
-    left, right = dout.flatten(0, -2).t(), entered.flatten(0, -2)
-    if is_fake(dout):
-        return torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=dout.device)
-    if dout.is_cuda and dtype == torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).to(dtype)
-
-
-def residual_norm(x, branch, bias, keep, seed, rate, eps, dtype):
-    from vitrail.models.fused.residual_norm import ResidualNorm
-
-    return ResidualNorm.apply(x, branch, bias, keep, seed, rate, eps, dtype)
+__all__ = ["add_prefix_and_positions", "attention_branch", "linear", "mlp_branch", "patchify", "residual_norm"]
 
 
 def attention_branch(
-    y, norm_weight, norm_bias, qkv_weight, qkv_bias, out_weight, heads, num_queries, *, fp8, recompute_cheap, needs_grad, refold
-):
-    return AttentionBranch.apply(
-        y, norm_weight, norm_bias, qkv_weight, qkv_bias, out_weight, heads, num_queries, fp8, recompute_cheap, needs_grad
+    y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
+    out_weight: Tensor, heads: int, num_queries: int | None, *, fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
+) -> Tensor:  # fmt: skip
+    """Return the attention branch's output for normalised tokens, without the output projection's bias.
+
+    `num_queries`: compute only that many of the first tokens, from all of them; None: all.
+    """
+    return _AttentionBranch.apply(  # type: ignore[no-any-return]
+        y, norm_weight, norm_bias, qkv_weight, qkv_bias, out_weight, heads, num_queries, fp8, recompute_cheap, needs_grad, refold
     )
 
 
 def mlp_branch(
-    y, norm_weight, norm_bias, up_weight, up_bias, down_weight, tanh, seed, rate, *, fp8, recompute_cheap, needs_grad, refold
-):
-    return MlpBranch.apply(
-        y, norm_weight, norm_bias, up_weight, up_bias, down_weight, tanh, seed, rate, fp8, recompute_cheap, needs_grad
+    y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None,
+    down_weight: Tensor, tanh: bool, seed: Tensor | None, rate: float,
+    *, fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
+) -> Tensor:  # fmt: skip
+    """Return the MLP's output for normalised tokens, without the last bias.
+
+    `tanh`: GELU's tanh form instead of erf. `seed` is that of the dropout after GELU with `rate`, or None.
+    """
+    return _MlpBranch.apply(  # type: ignore[no-any-return]
+        y, norm_weight, norm_bias, up_weight, up_bias, down_weight, tanh, seed, rate, fp8, recompute_cheap, needs_grad, refold
     )
 
 
-def linear(y, norm_weight, norm_bias, weight, bias, *, fp8, refold):
-    return Product.apply(y, norm_weight, norm_bias, weight, bias, fp8)
+def linear(
+    y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+    *, fp8: bool, refold: bool,
+) -> Tensor:  # fmt: skip
+    """Return y Wᵀ + b alone, with a norm as in the branches."""
+    return _Linear.apply(y, norm_weight, norm_bias, weight, bias, fp8, refold)  # type: ignore[no-any-return]
 
 
-def add_prefix_and_positions(patches, fixed):
-    from vitrail.models.fused.prefix_positions import PrefixPositions
+class _AttentionBranch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
+        out_weight: Tensor, heads: int, num_queries: int | None, fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
+    ) -> Tensor:  # fmt: skip
+        layer = Fp8Linear if fp8 and num_queries is None else Bf16Linear
+        weight, bias = fold_norm(qkv_weight, qkv_bias, norm_weight, norm_bias, y.dtype)
+        qkv_layer, out_layer = layer(weight, y.dtype), layer(out_weight, y.dtype)
+        bias = None if bias is None else bias.to(y.dtype)
+        if num_queries is None:
+            q, kv = qkv_layer(y, bias), None
+        else:
+            q, kv = _project(y, weight, bias, num_queries)
+        out, lse = attend(q, kv, heads, needs_grad)
+        if needs_grad:
+            made = (None, None) if refold else (qkv_layer.weight, out_layer.weight)
+            attended = (None, None) if recompute_cheap else (out, lse)
+            ctx.save_for_backward(y, norm_weight, norm_bias, qkv_weight, out_weight, *made, q, kv, *attended)
+        ctx.heads, ctx.layer = heads, layer
+        return out_layer(out)
 
-    return PrefixPositions.apply(patches, fixed)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        y, norm_weight, norm_bias, qkv_weight, out_weight, folded, cast, q, kv, out, lse = ctx.saved_tensors
+        needs, dtype = ctx.needs_input_grad, qkv_weight.dtype
+        if out is None:
+            out, lse = attend(q, kv, ctx.heads, True)
+        dout_weight = weight_grad(grad_out, out, out_weight.dtype) if needs[5] else None
+        dattended = ctx.layer(out_weight if cast is None else cast, y.dtype).grad_input(grad_out)
+        dq, dkv, sums = attention_backward(q, kv, out, dattended, lse, ctx.heads)
+        del out, dattended
+        dbias = column_sum(sums, dtype)
+        dweight, dnorm_weight, dnorm_bias = None, None, None
+        if any(needs[1:4]):
+            dfolded = weight_grad(dq, y[:, : dq.shape[1]], dtype)
+            if kv is not None:
+                dfolded = torch.cat([dfolded, weight_grad(dkv, y, dtype)])
+            dweight, dnorm_weight, dnorm_bias = unfold_norm(dfolded, dbias, qkv_weight, norm_weight, norm_bias)
+        dy = None
+        if needs[0]:
+            if folded is None:
+                folded, _ = fold_norm(qkv_weight, None, norm_weight, norm_bias, y.dtype)
+            dy = ctx.layer(folded, y.dtype).grad_input(dq) if kv is None else _project_backward(dq, dkv, folded)
+        return dy, dnorm_weight, dnorm_bias, dweight, dbias if needs[4] else None, dout_weight, *(None,) * 6
 
 
-def patchify(images, patch, dtype):
-    from vitrail.models.fused import patchify as module
+def _project(y: Tensor, weight: Tensor, bias: Tensor | None, num_queries: int) -> tuple[Tensor, Tensor]:
+    """Return the queries of the first tokens, and keys and values of all side by side."""
+    width = y.shape[-1]
+    q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+    return F.linear(y[:, :num_queries], weight[:width], q_bias), F.linear(y, weight[width:], kv_bias)
 
-    return module.patchify(images, patch, dtype)
+
+def _project_backward(dq: Tensor, dkv: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient at the tokens before `_project`."""
+    width = weight.shape[1]
+    dy = dkv @ weight[width:]
+    dy[:, : dq.shape[1]] += dq @ weight[:width]
+    return dy
+
+
+def attend(q: Tensor, kv: Tensor | None, heads: int, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Return attention's output and, where backward needs them, the logarithms of softmax's denominators.
+
+    Queries, keys and values are given as to `attention_forward`.
+    """
+    if kv is not None or not use_hopper_attention(q, heads, needs_grad):
+        return attention_forward(q, kv, heads)
+    from vitrail.models.fused.hopper_attention import hopper_attention
+
+    return hopper_attention(q, heads, needs_grad=needs_grad)
+
+
+class _MlpBranch(torch.autograd.Function):
+    """Where a Hopper kernel has GELU in its epilogue, GELU's value and derivative are saved. Elsewhere GELU's input is, and
+    backward computes its value again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None,
+        down_weight: Tensor, tanh: bool, seed: Tensor | None, rate: float,
+        fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
+    ) -> Tensor:  # fmt: skip
+        layer = Fp8Linear if fp8 else Bf16Linear
+        weight, bias = fold_norm(up_weight, up_bias, norm_weight, norm_bias, y.dtype)
+        up_layer, down_layer = layer(weight, y.dtype), layer(down_weight, y.dtype)
+        in_epilogue = not fp8 and seed is None and not (recompute_cheap and needs_grad) and use_own_matmul(y, len(weight), "gelu")
+        value: Tensor | Fp8Tensor
+        saved: tuple[Tensor | None, ...] = ()
+        if in_epilogue:
+            from vitrail.models.fused.hopper_matmul import matmul_bias_gelu, matmul_bias_gelu_with_grad
+
+            bias = weight.new_zeros(len(weight)) if bias is None else bias
+            if needs_grad:
+                value, gelu_grad = matmul_bias_gelu_with_grad(y, weight, bias, tanh)
+                saved = gelu_grad, value
+            else:
+                value = matmul_bias_gelu(y, weight, bias, tanh)
+        else:
+            hidden = up_layer(y)
+            value = (gelu_fp8 if fp8 else gelu)(hidden, bias, tanh, seed, rate)
+            saved = hidden, bias, seed
+        if needs_grad:
+            made = (None, None) if refold else (up_layer.weight, down_layer.weight)
+            ctx.save_for_backward(y, norm_weight, norm_bias, up_weight, down_weight, *made, *saved)
+        ctx.tanh, ctx.rate, ctx.layer, ctx.in_epilogue = tanh, rate, layer, in_epilogue
+        return down_layer(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        y, norm_weight, norm_bias, up_weight, down_weight, folded, cast, *saved = ctx.saved_tensors
+        needs, dtype = ctx.needs_input_grad, up_weight.dtype
+        down_layer = ctx.layer(down_weight if cast is None else cast, y.dtype)
+        if ctx.in_epilogue:
+            from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
+
+            gelu_grad, value = saved
+            dhidden, dbias = matmul_gelu_backward(grad_out, down_layer.weight, gelu_grad)
+        else:
+            hidden, bias, seed = saved
+            dhidden, dbias, value = gelu_backward(hidden, bias, down_layer.grad_input(grad_out), ctx.tanh, seed, ctx.rate)
+        ddown = weight_grad(grad_out, value, down_weight.dtype) if needs[5] else None
+        del value
+        dweight, dnorm_weight, dnorm_bias = None, None, None
+        if any(needs[1:4]):
+            dfolded = weight_grad(dhidden, y, dtype)
+            dweight, dnorm_weight, dnorm_bias = unfold_norm(dfolded, dbias, up_weight, norm_weight, norm_bias)
+        dy = None
+        if needs[0]:
+            if folded is None:
+                folded, _ = fold_norm(up_weight, None, norm_weight, norm_bias, y.dtype)
+            dy = ctx.layer(folded, y.dtype).grad_input(dhidden)
+        return dy, dnorm_weight, dnorm_bias, dweight, dbias.to(dtype) if needs[4] else None, ddown, *(None,) * 7
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None,
+        fp8: bool, refold: bool,
+    ) -> Tensor:  # fmt: skip
+        folded, folded_bias = fold_norm(weight, bias, norm_weight, norm_bias, y.dtype)
+        layer = (Fp8Linear if fp8 else Bf16Linear)(folded, y.dtype)
+        ctx.save_for_backward(y, norm_weight, norm_bias, weight, None if refold else layer.weight)
+        ctx.layer = type(layer)
+        return layer(y, None if folded_bias is None else folded_bias.to(y.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        y, norm_weight, norm_bias, weight, folded = ctx.saved_tensors
+        needs, dtype, grad_out = ctx.needs_input_grad, weight.dtype, grad_out.contiguous()
+        dbias = None
+        if needs[4] or norm_weight is not None:
+            dbias = grad_out.flatten(0, -2).sum(0, dtype=torch.float32).to(dtype)
+        dweight, dnorm_weight, dnorm_bias = None, None, None
+        if any(needs[1:4]):
+            dweight, dnorm_weight, dnorm_bias = unfold_norm(weight_grad(grad_out, y, dtype), dbias, weight, norm_weight, norm_bias)
+        dy = None
+        if needs[0]:
+            if folded is None:
+                folded, _ = fold_norm(weight, None, norm_weight, norm_bias, y.dtype)
+            dy = ctx.layer(folded, y.dtype).grad_input(grad_out)
+        return dy, dnorm_weight, dnorm_bias, dweight, dbias if needs[4] else None, None, None
+
+
+def _empty_weight_grad(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(grad_out.shape[-1], x.shape[-1], dtype=dtype, device=x.device)
+
+
+@op("weight_grad(Tensor grad_out, Tensor x, ScalarType dtype) -> Tensor", _empty_weight_grad)
+def weight_grad(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return grad_outᵀ x over all rows, accumulated in float32 and rounded once to `dtype`."""
+    left, right = grad_out.flatten(0, -2).t(), x.flatten(0, -2)
+    if x.is_cuda and dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).to(dtype)

@@ -139,9 +139,9 @@ def _kernels_run(x: Tensor, dtype: torch.dtype) -> bool:
         return False
     if is_fake(x):
         return True
-    from vitrail.models.fused.self_test import works
+    from vitrail.models.fused.self_test import works_on
 
-    return x.is_cuda and works(x.device, dtype)
+    return x.is_cuda and works_on(x.device, dtype)
 
 
 def _block_runs(block: Block, x: Tensor, dtype: torch.dtype) -> bool:
@@ -152,4 +152,5 @@ def _block_runs(block: Block, x: Tensor, dtype: torch.dtype) -> bool:
         return True
     from vitrail.models.fused.self_test import works
 
-    return works(x.device, dtype)
+    mlp = block.mlp
+    return works(x.device, dtype, x.shape[-1], mlp.up.out_features, block.attention.heads, mlp.approximate == "tanh")

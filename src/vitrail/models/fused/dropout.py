@@ -1,7 +1,6 @@
-"""Dropout inside other kernels: whether a value is kept is computed from where it is, forward and backward alike.
+"""Dropout inside other kernels: the mask is a hash of (seed, offset), so that forward and backward compute the same and store none.
 
-Nothing is stored. Masks come from a hash of (seed, place), a counter mixed as in MurmurHash3: far cheaper than the generators torch
-uses, and as even as dropout needs.
+The hash mixes a counter as MurmurHash3 does: far cheaper than torch's Philox, and uniform enough for dropout.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import triton.language as tl
 
 
 @triton.jit
-def kept(seed, place, rate):
-    """1 / (1 − rate) where a value is kept, 0 where it is dropped. `seed` points to a whole number."""
+def keep_factor(seed, offset, rate):
+    """Return 1 / (1 − rate) for values that are kept and 0 for those dropped. `seed` points to an int64."""
     number = tl.load(seed)
     low, high = (number & 0xFFFFFFFF).to(tl.uint32), (number >> 32).to(tl.uint32)
-    mixed = _mix(place.to(tl.uint32) ^ low) ^ high ^ (place >> 32).to(tl.uint32)
-    share = _mix(mixed).to(tl.float32) * 2.3283064365386963e-10  # from 0 to 1
-    return tl.where(share >= rate, 1.0 / (1.0 - rate), 0.0)
+    mixed = _mix(offset.to(tl.uint32) ^ low) ^ high ^ (offset >> 32).to(tl.uint32)
+    uniform = _mix(mixed).to(tl.float32) * 2.3283064365386963e-10  # in [0, 1]
+    return tl.where(uniform >= rate, 1.0 / (1.0 - rate), 0.0)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""A layer norm's weights taken into the product that follows it, so that what the norm writes is all that is kept of it.
+"""Fold a layer norm's weight and bias into the linear layer after it.
 
-W (n ∘ s + t) + b = (W diag s) n + (W t + b), for normed tokens n, the norm's weight s and shift t. The weight is cast for the
-product anyway, so this costs next to nothing; and the norm's backward pass, which needs n and nothing else, neither reads the
-residual stream again nor adds up two gradients over all tokens: both follow from the weight's.
+W (n ∘ s + t) + b = (W diag s) n + (W t + b), for normalised tokens n, the norm's weight s and bias t. The weight is cast for the
+matmul anyway, so folding costs next to nothing. The norm's backward pass then needs n only: it neither reads the residual again
+nor sums two gradients over all tokens, for both follow from the weight's gradient.
 """
 
 from __future__ import annotations
@@ -13,86 +13,120 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.models.fused.column_sum import column_sum
-from vitrail.models.fused.launch import ceil_div, is_fake, next_power_of_2, num_sms
+from vitrail.models.fused.launch import ceil_div, next_power_of_2, num_sms
+from vitrail.models.fused.ops import op
 
-_ROWS, _COLUMNS = 4, 256  # that a program of the backward pass takes at once
+_ROWS, _COLUMNS = 4, 256  # per tile of the backward pass
 
 
 @triton.jit
-def _fold_kernel(
-    weight, bias, scale, shift, folded, offset, rows,
+def _fold_norm_kernel(
+    weight, bias, norm_weight, norm_bias, folded, folded_bias, rows,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
-    there, inside = row < rows, column < WIDTH
-    mask, place = there[:, None] & inside[None, :], row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    value = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(folded + place, (value * factor[None, :]).to(folded.dtype.element_ty), mask=mask)
-    total = tl.sum(value * tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)[None, :], axis=1)
+    row_mask, column_mask = row < rows, column < WIDTH
+    mask, offset = row_mask[:, None] & column_mask[None, :], row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    w = tl.load(weight + offset, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(norm_weight + column, mask=column_mask, other=0.0).to(tl.float32)
+    tl.store(folded + offset, (w * scale[None, :]).to(folded.dtype.element_ty), mask=mask)
+    total = tl.sum(w * tl.load(norm_bias + column, mask=column_mask, other=0.0).to(tl.float32)[None, :], axis=1)
     if HAS_BIAS:
-        total += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
-    tl.store(offset + row, total, mask=there)
+        total += tl.load(bias + row, mask=row_mask, other=0.0).to(tl.float32)
+    tl.store(folded_bias + row, total, mask=row_mask)
 
 
 @triton.jit
-def _unfold_kernel(dfolded, doffset, weight, scale, shift, dweight, sums, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _unfold_norm_kernel(
+    dfolded, dbias, weight, norm_weight, norm_bias, dweight, sums, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     column, program = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
-    inside = column < width
-    factor = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    added = tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    column_mask = column < width
+    scale = tl.load(norm_weight + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    shift = tl.load(norm_bias + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     sum_scale = tl.zeros([ROWS, COLUMNS], tl.float32)
     sum_shift = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(program * ROWS, rows, tl.num_programs(1) * ROWS):
         row = start + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        place = row.to(tl.int64)[:, None] * width + column[None, :]
-        slope = tl.load(dfolded + place, mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
-        lift = tl.load(doffset + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-        tl.store(dweight + place, (slope * factor + lift * added).to(dweight.dtype.element_ty), mask=mask)
-        sum_scale += slope * value
-        sum_shift += lift * value
+        mask = (row < rows)[:, None] & column_mask[None, :]
+        offset = row.to(tl.int64)[:, None] * width + column[None, :]
+        grad = tl.load(dfolded + offset, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + offset, mask=mask, other=0.0).to(tl.float32)
+        grad_bias = tl.load(dbias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        tl.store(dweight + offset, (grad * scale + grad_bias * shift).to(dweight.dtype.element_ty), mask=mask)
+        sum_scale += grad * w
+        sum_shift += grad_bias * w
     target = sums + program * 2 * width + column
-    tl.store(target, tl.sum(sum_scale, axis=0), mask=inside)
-    tl.store(target + width, tl.sum(sum_shift, axis=0), mask=inside)
+    tl.store(target, tl.sum(sum_scale, axis=0), mask=column_mask)
+    tl.store(target + width, tl.sum(sum_shift, axis=0), mask=column_mask)
+
+
+def _empty_folded(
+    weight: Tensor, bias: Tensor | None, norm_weight: Tensor, norm_bias: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    folded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    return folded, torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+
+
+@op(
+    "fold_norm(Tensor weight, Tensor? bias, Tensor norm_weight, Tensor norm_bias, ScalarType dtype) -> (Tensor, Tensor)",
+    _empty_folded,
+)
+def _fold(weight: Tensor, bias: Tensor | None, norm_weight: Tensor, norm_bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    folded, folded_bias = _empty_folded(weight, bias, norm_weight, norm_bias, dtype)
+    rows, width = weight.shape
+    padded = next_power_of_2(width)
+    tile_rows = max(1, 4096 // padded)
+    _fold_norm_kernel[(ceil_div(rows, tile_rows),)](
+        weight.contiguous(), bias, norm_weight, norm_bias, folded, folded_bias, rows,
+        WIDTH=width, PADDED=padded, ROWS=tile_rows, HAS_BIAS=bias is not None, num_warps=4,
+    )  # fmt: skip
+    return folded, folded_bias
+
+
+def _empty_unfolded(
+    dfolded: Tensor, dbias: Tensor, weight: Tensor, norm_weight: Tensor, norm_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    dweight = torch.empty(dfolded.shape, dtype=dfolded.dtype, device=dfolded.device)
+    return dweight, torch.empty(2, weight.shape[1], dtype=norm_weight.dtype, device=weight.device)
+
+
+@op(
+    "unfold_norm(Tensor dfolded, Tensor dbias, Tensor weight, Tensor norm_weight, Tensor norm_bias) -> (Tensor, Tensor)",
+    _empty_unfolded,
+)
+def _unfold(dfolded: Tensor, dbias: Tensor, weight: Tensor, norm_weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight's gradient, and those of the norm's weight and bias as two rows."""
+    rows, width = weight.shape
+    column_tiles = ceil_div(width, _COLUMNS)
+    programs = max(1, min(ceil_div(rows, _ROWS), num_sms(weight.device) * 8 // column_tiles))
+    dweight = torch.empty(dfolded.shape, dtype=dfolded.dtype, device=dfolded.device)
+    sums = torch.empty(programs, 2, width, dtype=torch.float32, device=weight.device)
+    _unfold_norm_kernel[(column_tiles, programs)](
+        dfolded.contiguous(), dbias, weight.contiguous(), norm_weight, norm_bias, dweight, sums, rows, width,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return dweight, column_sum(sums, norm_weight.dtype)
 
 
 def fold_norm(
-    weight: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype
+    weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The weight [row, column] to multiply normed tokens by, in the given precision, and what to add then, in float32.
+    """Return the weight [out, in] to multiply normalised tokens with, in `dtype`, and the bias to add, in float32.
 
-    Without a scale there is nothing to fold: they come back as they are, the weight cast.
+    A norm without weight and bias leaves nothing to fold: the weight is cast, and the bias is returned as it is.
     """
-    if scale is None or shift is None:
+    if norm_weight is None or norm_bias is None:
         return weight.to(dtype), bias
-    weight, width = weight.contiguous(), weight.shape[1]
-    folded = torch.empty_like(weight, dtype=dtype)
-    offset = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    padded = next_power_of_2(width)
-    at_once = max(1, 4096 // padded)
-    if not is_fake(weight):
-        _fold_kernel[(ceil_div(len(weight), at_once),)](
-            weight, bias, scale, shift, folded, offset, len(weight),
-            WIDTH=width, PADDED=padded, ROWS=at_once, HAS_BIAS=bias is not None, num_warps=4,
-        )  # fmt: skip
-    return folded, offset
+    return _fold(weight, bias, norm_weight, norm_bias, dtype)
 
 
 def unfold_norm(
-    dfolded: Tensor, doffset: Tensor | None, weight: Tensor, scale: Tensor | None, shift: Tensor | None
+    dfolded: Tensor, dbias: Tensor | None, weight: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of the weight, the scale and the shift from those of what `fold` gave; `dfolded` is overwritten."""
-    if scale is None or shift is None:
+    """Return the gradients of the weight and of the norm's weight and bias, from those of what `fold_norm` returned."""
+    if norm_weight is None or norm_bias is None:
         return dfolded, None, None
-    weight, (rows, width) = weight.contiguous(), weight.shape
-    across = ceil_div(width, _COLUMNS)
-    programs = max(1, min(ceil_div(rows, _ROWS), num_sms(weight.device) * 8 // across))
-    sums = torch.empty(programs, 2, width, dtype=torch.float32, device=weight.device)
-    if not is_fake(weight):
-        _unfold_kernel[(across, programs)](
-            dfolded, doffset, weight, scale, shift, dfolded, sums, rows, width, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4
-        )
-    dscale, dshift = column_sum(sums, scale.dtype)
-    return dfolded, dscale, dshift
+    assert dbias is not None
+    dweight, dnorm = _unfold(dfolded, dbias, weight, norm_weight, norm_bias)
+    return dweight, *dnorm.unbind(0)

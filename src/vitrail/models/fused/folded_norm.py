@@ -141,7 +141,7 @@ def can_use_folded(block: Block, x: Tensor) -> bool:
 
 def folded_block(block: Block, pending: PendingResidual) -> PendingResidual:
     """Compute a block whose norms are folded, in no more passes over memory than there are matmuls, attention and two additions."""
-    from vitrail.models.fused.branches import attended
+    from vitrail.models.fused.branches import attend
     from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu
     from vitrail.models.fused.residual_norm import residual_stats
 
@@ -149,7 +149,7 @@ def folded_block(block: Block, pending: PendingResidual) -> PendingResidual:
     assert isinstance(norm1, FoldedNorm) and isinstance(norm2, FoldedNorm)
     qkv, out, up, down = attention.qkv, attention.out, mlp.up, mlp.down
     x, mean, rstd = residual_stats(*pending, norm1.eps)
-    values, _ = attended((matmul_bias(x, qkv.weight, qkv.bias, mean, rstd, norm1.row_sums(qkv.weight)),), attention.heads, False)
+    values, _ = attend(matmul_bias(x, qkv.weight, qkv.bias, mean, rstd, norm1.row_sums(qkv.weight)), None, attention.heads, False)
     x, mean, rstd = residual_stats(x, F.linear(values, out.weight), out.bias, None, None, 0.0, norm2.eps)
     hidden = matmul_bias_gelu(x, up.weight, up.bias, mlp.approximate == "tanh", mean, rstd, norm2.row_sums(up.weight))
     return type(pending)(x, F.linear(hidden, down.weight), down.bias)

@@ -1,4 +1,4 @@
-"""What the kernels share: when they can run, and how many programs to start."""
+"""Device properties and launch sizes that the kernels share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import os
 import torch
 from torch import Tensor
 
-# Products and sums in one instruction, which the kernels are written for. From 3.10 on Triton does so only where it is told to,
-# and 3.9 warns of it.
+# The kernels expect multiply-adds in one instruction. From 3.10 on Triton fuses them only on request, and 3.9 warns about it.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the compiler of the kernels is here; torch brings it along where there are CUDA GPUs."""
+    """Return whether Triton is installed; torch for CUDA depends on it."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -25,24 +24,24 @@ def has_triton() -> bool:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """How many multiprocessors the device has; a few on a processor, where kernels run interpreted, in tests."""
+    """Return the GPU's number of streaming multiprocessors; 2 on a CPU, where tests run kernels in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program can share among its threads; a data-centre GPU's where only plans are made."""
+    """Return the bytes of shared memory a block can have; an A100's for memory plans and the interpreter."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 166_912
 
 
 @functools.cache
 def sm_major(device: torch.device) -> int:
-    """The GPU's architecture by number; 9, which is Hopper's, where only plans are made or kernels are interpreted."""
+    """Return the major compute capability; 9 (Hopper) for memory plans and the interpreter."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has a shape and no numbers, as when memory is planned: then nothing is launched."""
+    """Return whether the tensor has a shape and no values, as in a memory plan."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or tensor.is_meta

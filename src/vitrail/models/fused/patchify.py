@@ -1,13 +1,16 @@
-"""Images cut into patches in the precision of the product that follows, in one pass."""
+"""Split images into flattened patches and round them to the matmul's precision, in one pass."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.models.fused.launch import is_fake, next_power_of_2
+from vitrail.models.fused.launch import next_power_of_2
+from vitrail.models.fused.ops import op
 
 
 @triton.jit
@@ -15,27 +18,32 @@ def _patchify_kernel(
     images, patches,
     channels, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PADDED_HEIGHT: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One channel of a row of patches."""
+    """One channel of one row of patches."""
     image, channel, row, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     line, column = tl.arange(0, PADDED_HEIGHT)[:, None], tl.arange(0, PADDED)[None, :]
-    inside = (line < HEIGHT) & (column < width)
-    at = ((image * channels + channel) * rows + row) * HEIGHT * width
-    value = tl.load(images + at + line * width + column, mask=inside, other=0.0)
+    mask = (line < HEIGHT) & (column < width)
+    start = ((image * channels + channel) * rows + row) * HEIGHT * width
+    value = tl.load(images + start + line * width + column, mask=mask, other=0.0)
     patch = (image * rows + row) * (width // WIDTH) + column // WIDTH
-    place = (patch * channels + channel) * HEIGHT * WIDTH + line * WIDTH + column % WIDTH
-    tl.store(patches + place, value.to(patches.dtype.element_ty), mask=inside)
+    offset = (patch * channels + channel) * HEIGHT * WIDTH + line * WIDTH + column % WIDTH
+    tl.store(patches + offset, value.to(patches.dtype.element_ty), mask=mask)
 
 
-def patchify(images: Tensor, patch: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Images [image, channel, row, column] as patches, row by row: [image, patch, channel · row · column]. Has no gradient."""
+def _empty(images: Tensor, patch: Sequence[int], dtype: torch.dtype) -> Tensor:
     batch, channels, height, width = images.shape
-    rows, columns = height // patch[0], width // patch[1]
-    patches = torch.empty(batch, rows * columns, channels * patch[0] * patch[1], dtype=dtype, device=images.device)
+    count = (height // patch[0]) * (width // patch[1])
+    return torch.empty(batch, count, channels * patch[0] * patch[1], dtype=dtype, device=images.device)
+
+
+@op("patchify(Tensor images, int[] patch, ScalarType dtype) -> Tensor", _empty)
+def patchify(images: Tensor, patch: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return images [image, channel, row, column] as patches [image, patch, channel · row · column]. Not differentiable."""
+    batch, channels, height, width = images.shape
+    patches = _empty(images, patch, dtype)
     tile = next_power_of_2(patch[0]), next_power_of_2(width)
-    if not is_fake(images):
-        _patchify_kernel[(batch, channels, rows)](
-            images.contiguous(), patches, channels, width,
-            HEIGHT=patch[0], WIDTH=patch[1], PADDED_HEIGHT=tile[0], PADDED=tile[1],
-            num_warps=min(16, max(4, tile[0] * tile[1] // 1024)),
-        )  # fmt: skip
+    _patchify_kernel[(batch, channels, height // patch[0])](
+        images.contiguous(), patches, channels, width,
+        HEIGHT=patch[0], WIDTH=patch[1], PADDED_HEIGHT=tile[0], PADDED=tile[1],
+        num_warps=min(16, max(4, tile[0] * tile[1] // 1024)),
+    )  # fmt: skip
     return patches

@@ -1,9 +1,9 @@
 """Residual addition and layer norm in one pass over memory, forward and backward.
 
-A branch's output, its bias and its stochastic depth are added to the residual stream, and the sum is normalised for the next. The
-norm's own weights are left to what follows it (`folding.py`). The backward pass needs what was written, not the stream: it gives
-the stream's gradient, the branch's gradient in low precision, and the gradient of the branch's bias, all from reading
-everything once. Sums over rows are kept in registers, in a fixed order: results are the same from run to run.
+A branch's output, its bias and its stochastic depth are added to the residual, and the sum is normalised for the next branch. The
+norm's weight and bias are folded into the linear layer after it (`fold_norm.py`). Backward reads what was written and not the
+residual: one pass gives the residual's gradient, the branch's gradient in low precision and its bias gradient. Sums over rows stay
+in registers, in a fixed order: results are the same in every run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from vitrail.models.fused.column_sum import column_sum
-from vitrail.models.fused.dropout import kept
-from vitrail.models.fused.launch import is_fake, next_power_of_2, num_sms
+from vitrail.models.fused.dropout import keep_factor
+from vitrail.models.fused.launch import next_power_of_2, num_sms
+from vitrail.models.fused.ops import op
 
 
 @triton.jit
@@ -28,27 +30,27 @@ def _norm_forward_kernel(
     DROPS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.arange(0, PADDED)
-    inside = column < WIDTH
-    place = row.to(tl.int64) * WIDTH + column
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    mask = column < WIDTH
+    offset = row.to(tl.int64) * WIDTH + column
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
-        added = tl.load(branch + place, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(branch + offset, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            added += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+            added += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
         if HAS_KEEP:
             added *= tl.load(keep + row // tokens)
         if DROPS:
-            added *= kept(seed, place, rate)
+            added *= keep_factor(seed, offset, rate)
         value += added
         stored = value.to(x_out.dtype.element_ty)
-        tl.store(x_out + place, stored, mask=inside)
+        tl.store(x_out + offset, stored, mask=mask)
         if not NORMS:  # the statistics of what a matmul will read
             value = stored.to(tl.float32)
     mean = tl.sum(value) / WIDTH
-    centred = tl.where(inside, value - mean, 0.0)
+    centred = tl.where(mask, value - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
     if NORMS:
-        tl.store(y + place, (centred * rstd).to(y.dtype.element_ty), mask=inside)
+        tl.store(y + offset, (centred * rstd).to(y.dtype.element_ty), mask=mask)
     else:
         tl.store(mean_out + row, mean)
     tl.store(rstd_out + row, rstd)
@@ -62,93 +64,163 @@ def _norm_backward_kernel(
     DROPS: tl.constexpr,
 ):  # fmt: skip
     program, column = tl.program_id(0), tl.arange(0, PADDED)
-    inside = column < WIDTH
+    mask = column < WIDTH
     sum_bias = tl.zeros([PADDED], tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
-        place = tl.cast(row, tl.int64) * WIDTH + column
-        slope = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
-        normed = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
-        along = tl.sum(slope * normed) / WIDTH
-        level = tl.sum(slope) / WIDTH
-        result = (slope - normed * along - level) * tl.load(rstd_in + row)
+        offset = tl.cast(row, tl.int64) * WIDTH + column
+        grad = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(y + offset, mask=mask, other=0.0).to(tl.float32)
+        projection = tl.sum(grad * normed) / WIDTH
+        grad_mean = tl.sum(grad) / WIDTH
+        result = (grad - normed * projection - grad_mean) * tl.load(rstd_in + row)
         if HAS_NEXT:
-            result += tl.load(dx_next + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + place, result.to(dx.dtype.element_ty), mask=inside)
+            result += tl.load(dx_next + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
         if ADDS:
             if HAS_KEEP:
                 result *= tl.load(keep + row // tokens)
             if DROPS:
-                result *= kept(seed, place, rate)
-            tl.store(dbranch + place, result.to(dbranch.dtype.element_ty), mask=inside)
+                result *= keep_factor(seed, offset, rate)
+            tl.store(dbranch + offset, result.to(dbranch.dtype.element_ty), mask=mask)
             sum_bias += result
     if ADDS:
-        tl.store(sums + program * WIDTH + column, sum_bias, mask=inside)
+        tl.store(sums + program * WIDTH + column, sum_bias, mask=mask)
 
 
-class ResidualNorm(torch.autograd.Function):
-    """(x, branch, bias, …) → (x + keep · dropout(branch + bias), the same with mean 0 and deviation 1 in the given precision).
+def _empty(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return _empty_sum(x, branch), y, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
 
-    `branch` may be None: then x is only normalised. `keep` is stochastic depth's factor for each image, or None. `seed` is that
-    of a dropout with `rate`, or None.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None,
-        rate: float, eps: float, dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y = torch.empty(x.shape, dtype=dtype, device=x.device)
-        out, _, rstd = _forward(x.contiguous(), branch, bias, keep, seed, rate, eps, y)
-        ctx.save_for_backward(y, rstd, keep, seed)
-        ctx.rate, ctx.dtypes = rate, (x.dtype, None if branch is None else branch.dtype, None if bias is None else bias.dtype)
-        ctx.set_materialize_grads(False)
-        return out, y
+def _empty_sum(x: Tensor, branch: Tensor | None) -> Tensor:
+    return torch.empty(0 if branch is None else x.shape, dtype=x.dtype, device=x.device)
 
-    @staticmethod
-    def backward(ctx: Any, dx_next: Tensor | None, dy: Tensor | None) -> Any:
-        y, rstd, keep, seed = ctx.saved_tensors
-        of_stream, of_branch, of_bias = ctx.dtypes
-        dy = torch.zeros_like(y) if dy is None else dy.contiguous()
-        width, rows, adds = y.shape[-1], len(rstd), of_branch is not None
-        dx = torch.empty(y.shape, dtype=of_stream, device=y.device)
-        dbranch = torch.empty(y.shape, dtype=of_branch, device=y.device) if adds else None
-        padded = next_power_of_2(width)
-        programs = min(rows, num_sms(y.device) * (16 if padded <= 512 else 8))
-        sums = torch.empty(programs, width, dtype=torch.float32, device=y.device) if adds else None
-        dx_next = None if dx_next is None else dx_next.contiguous()
-        if not is_fake(y):
-            _norm_backward_kernel[(programs,)](
-                dy, dx_next, y, rstd, keep, seed, dx, dbranch, sums, rows, y.shape[1], ctx.rate,
-                WIDTH=width, PADDED=padded,
-                ADDS=adds, HAS_KEEP=keep is not None, HAS_NEXT=dx_next is not None, DROPS=seed is not None,
-                num_warps=max(1, min(8, padded // 256)),
-            )  # fmt: skip
-        dbias = None if sums is None or of_bias is None else column_sum(sums, of_bias)
-        return dx, dbranch, dbias, None, None, None, None, None
+
+@op(
+    "residual_norm(Tensor x, Tensor? branch, Tensor? bias, Tensor? keep, Tensor? seed, float rate, float eps, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    _empty,
+)
+def _residual_norm(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the sum (empty without a branch), the normalised sum, and one over each row's standard deviation."""
+    total, y, rstd = _empty(x, branch, bias, keep, seed, rate, eps, dtype)
+    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, y, None, rstd)
+    return total, y, rstd
+
+
+def _empty_stats(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rstd = (torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device) for _ in range(2))
+    return _empty_sum(x, branch), mean, rstd
+
+
+@op(
+    "residual_stats(Tensor x, Tensor? branch, Tensor? bias, Tensor? keep, Tensor? seed, float rate, float eps)"
+    " -> (Tensor, Tensor, Tensor)",
+    _empty_stats,
+)
+def _residual_stats(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, mean, rstd = _empty_stats(x, branch, bias, keep, seed, rate, eps)
+    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, None, mean, rstd)
+    return total, mean, rstd
 
 
 def residual_stats(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + keep · dropout(branch + bias), and mean and rstd of its rows, as stored, in float32. Has no gradient."""
-    out, mean, rstd = _forward(x.contiguous(), branch, bias, keep, seed, rate, eps, None)
-    assert mean is not None
-    return out, mean, rstd
+    """Return x + keep · dropout(branch + bias), and mean and rstd of its rows, as stored, in float32. Not differentiable."""
+    total, mean, rstd = _residual_stats(x, branch, bias, keep, seed, rate, eps)
+    return x if branch is None else total, mean, rstd
 
 
-def _forward(
+def _launch_forward(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    y: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """The sum, and mean and rstd of its rows; where `y` is given, the normalised sum is written to it instead of the mean."""
-    width, rows = x.shape[-1], x.numel() // x.shape[-1]
-    out = x.view_as(x) if branch is None else torch.empty_like(x)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(rstd) if y is None else None
-    if not is_fake(x):
-        _norm_forward_kernel[(rows,)](
-            x, branch, bias, keep, seed, out, y, mean, rstd, x.shape[1], eps, rate,
-            WIDTH=width, PADDED=next_power_of_2(width), ADDS=branch is not None, HAS_BIAS=bias is not None,
-            HAS_KEEP=keep is not None, DROPS=seed is not None, NORMS=y is not None, num_warps=4,
-        )  # fmt: skip
-    return out, mean, rstd
+    total: Tensor, y: Tensor | None, mean: Tensor | None, rstd: Tensor,
+) -> None:  # fmt: skip
+    width = x.shape[-1]
+    _norm_forward_kernel[(len(rstd),)](
+        x.contiguous(), None if branch is None else branch.contiguous(), bias, keep, seed, total, y, mean, rstd,
+        x.shape[1], eps, rate,
+        WIDTH=width, PADDED=next_power_of_2(width), ADDS=branch is not None, HAS_BIAS=bias is not None,
+        HAS_KEEP=keep is not None, DROPS=seed is not None, NORMS=y is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def _empty_backward(
+    y: Tensor, rstd: Tensor, dy: Tensor, dx_next: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float,
+    x_dtype: torch.dtype, branch_dtype: torch.dtype | None, bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = torch.empty(y.shape, dtype=x_dtype, device=y.device)
+    dbranch = torch.empty(0 if branch_dtype is None else y.shape, dtype=branch_dtype or y.dtype, device=y.device)
+    return dx, dbranch, torch.empty(0 if bias_dtype is None else y.shape[-1], dtype=bias_dtype or y.dtype, device=y.device)
+
+
+@op(
+    "residual_norm_backward(Tensor y, Tensor rstd, Tensor dy, Tensor? dx_next, Tensor? keep, Tensor? seed, float rate,"
+    " ScalarType x_dtype, ScalarType? branch_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)",
+    _empty_backward,
+)
+def _residual_norm_backward(
+    y: Tensor, rstd: Tensor, dy: Tensor, dx_next: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float,
+    x_dtype: torch.dtype, branch_dtype: torch.dtype | None, bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x, branch and bias; empty for those without a precision."""
+    width, rows, adds = y.shape[-1], len(rstd), branch_dtype is not None
+    dx = torch.empty(y.shape, dtype=x_dtype, device=y.device)
+    dbranch = torch.empty(y.shape if adds else 0, dtype=branch_dtype or y.dtype, device=y.device)
+    padded = next_power_of_2(width)
+    programs = min(rows, num_sms(y.device) * (16 if padded <= 512 else 8))
+    sums = torch.empty(programs, width, dtype=torch.float32, device=y.device) if adds else None
+    _norm_backward_kernel[(programs,)](
+        dy.contiguous(), None if dx_next is None else dx_next.contiguous(), y, rstd, keep, seed, dx, dbranch, sums,
+        rows, y.shape[1], rate,
+        WIDTH=width, PADDED=padded, ADDS=adds, HAS_KEEP=keep is not None, HAS_NEXT=dx_next is not None, DROPS=seed is not None,
+        num_warps=max(1, min(8, padded // 256)),
+    )  # fmt: skip
+    if sums is None or bias_dtype is None:
+        return dx, dbranch, torch.empty(0, dtype=bias_dtype or y.dtype, device=y.device)
+    return dx, dbranch, column_sum(sums, bias_dtype)
+
+
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None,
+        rate: float, eps: float, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        total, y, rstd = _residual_norm(x, branch, bias, keep, seed, rate, eps, dtype)
+        ctx.save_for_backward(y, rstd, keep, seed)
+        ctx.rate, ctx.dtypes = rate, (x.dtype, None if branch is None else branch.dtype, None if bias is None else bias.dtype)
+        ctx.set_materialize_grads(False)
+        # x is returned, too, so that its gradient from later uses is added in the backward kernel, without another pass.
+        return x.view_as(x) if branch is None else total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_next: Tensor | None, dy: Tensor | None) -> Any:
+        y, rstd, keep, seed = ctx.saved_tensors
+        dy = torch.zeros_like(y) if dy is None else dy
+        dx, dbranch, dbias = _residual_norm_backward(y, rstd, dy, dx_next, keep, seed, ctx.rate, *ctx.dtypes)
+        _, has_branch, has_bias = (one is not None for one in ctx.dtypes)
+        return dx, dbranch if has_branch else None, dbias if has_branch and has_bias else None, None, None, None, None, None
+
+
+def residual_norm(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return x + keep · dropout(branch + bias), and its rows with mean 0 and standard deviation 1, in `dtype`.
+
+    Without a branch x is only normalised, and returned as it is. `keep` [image] holds stochastic depth's factors, `seed` that of
+    a dropout with `rate`; either may be None.
+    """
+    return _ResidualNorm.apply(x, branch, bias, keep, seed, rate, eps, dtype)  # type: ignore[no-any-return]

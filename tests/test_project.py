@@ -1,4 +1,4 @@
-"""The rules the code base holds itself to: style, types, rooms, sizes, and a light import."""
+"""Project rules: style, types, import layers, file sizes, a light import, and plain words."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "vitrail"
+
+# Words of a private language, and what to write instead. Patterns are regular expressions, chosen so that ordinary uses pass.
+PRIVATE_WORDS = {
+    r"\b[Ss]eats?\b": "entry",
+    r"\bcontests?\b": "comparison",
+    r"\bis_heard\b": "has_hooks",
+    r"\b(Courier|Facts|Ledger|Listener|Shown|Wishes)\b": "what it is: RunInfo, ResultsFile, Callback, Panel, InspectOptions, …",
+    r"\b(has|have) no words for\b": "cannot store, does not support",
+    r"\bkeeps=|\brecompute[-_]keeps\b": "keep=, recompute_keep",
+    r"\bwaiting branch\b": "pending residual",
+}
+UPGRADES = ("train/upgrade.py", "checkpoints/native.py")  # they name old values, to read old files
 
 
 @pytest.mark.parametrize(
@@ -25,14 +37,14 @@ SOURCE = ROOT / "src" / "vitrail"
 )
 def test_tool(command: list[str]) -> None:
     if command[0] == "importlinter.cli":
-        words = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+        arguments = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
     else:
-        words = [sys.executable, "-m", *command]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        arguments = [sys.executable, "-m", *command]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_importing_is_silent_and_light() -> None:
+def test_import_is_silent_and_light() -> None:
     code = "import vitrail, sys; assert 'torch' not in sys.modules; vitrail.create_model"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -45,6 +57,19 @@ def test_files_stay_small() -> None:
             assert len(file.read_text().splitlines()) <= limit, f"{file.relative_to(ROOT)} is longer than {limit} lines"
 
 
-def test_ci_runs_exactly_the_command_the_readme_gives() -> None:
+@pytest.mark.parametrize("pattern", PRIVATE_WORDS)
+def test_plain_words(pattern: str) -> None:
+    texts = [*SOURCE.rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {match[0]!r} in {line.strip()[:100]!r}"
+        for file in texts
+        if not file.as_posix().endswith(UPGRADES)
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if (match := re.search(pattern, line))
+    ]
+    assert not found, f"write {PRIVATE_WORDS[pattern]!r} instead:\n" + "\n".join(found)
+
+
+def test_ci_runs_the_command_in_the_readme() -> None:
     commands = re.findall(r"^(pip install uv && uv run .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] in commands

@@ -20,6 +20,6 @@ def did_you_mean(word: str, known: Iterable[str], *, count: int = 3) -> str:
     return f" Did you mean {' or '.join(by_key[key] for key in close)}?" if close else ""
 
 
-def plural(count: int, noun: str) -> str:
-    """Return the number with its noun: "1 image", "2 images", "1,000 images"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return `1 image` or `2,000 images`."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

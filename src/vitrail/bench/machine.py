@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vitrail.errors import plural
+from vitrail.errors import counted
 
 PACKAGES = ("vitrail", "torch", "timm", "transformers", "torchvision")
 
@@ -21,7 +21,7 @@ def hardware(device: torch.device) -> str:
     if device.type == "mps":
         return f"Apple GPU, {platform.processor()}"
     threads = torch.get_num_threads()
-    return f"{_cpu_name()}, {plural(threads, 'thread')}"
+    return f"{_cpu_name()}, {counted(threads, 'thread')}"
 
 
 def _cpu_name() -> str:

@@ -95,7 +95,7 @@ class BenchPlan:
         for word in self.modes:
             library, mode = _split(word)
             if library not in (None, OURS, *BASELINES):
-                raise VitrailError(f"--modes {word}: {library!r} is not a supported library. Use one of {', '.join((OURS, *BASELINES))}.")
+                raise VitrailError(f"--modes {word}: unknown library {library!r}. Use one of {', '.join((OURS, *BASELINES))}.")
             if library in BASELINES and library not in self.against:
                 raise VitrailError(f"--modes {word}: {library} is not in --against. Add it there.")
             libraries = (library,) if library else (OURS, *self.against)

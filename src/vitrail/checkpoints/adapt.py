@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.native import assign_weights
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import VitrailError, plural
+from vitrail.errors import VitrailError, counted
 from vitrail.models import empty_model
 from vitrail.models.initialise import lecun_normal_
 
@@ -23,8 +23,8 @@ def change_outputs(bundle: Bundle, outputs: int) -> None:
     old = bundle.model.config.outputs
     bundle.model.replace_head(outputs)
     bundle.classes = None
-    new = f"zero-initialised head with {plural(outputs, 'output')}" if outputs else "no head"
-    bundle.report.notes.append(f"{new}, was {plural(old, 'output') if old else 'no head'}")
+    new = f"zero-initialised head with {counted(outputs, 'output')}" if outputs else "no head"
+    bundle.report.notes.append(f"{new}, was {counted(old, 'output') if old else 'no head'}")
 
 
 def change_size(bundle: Bundle, size: int | tuple[int, int]) -> None:
@@ -46,7 +46,7 @@ def change_channels(bundle: Bundle, channels: int, stem: Stem | None) -> None:
         return
     if stem is None:
         raise VitrailError(
-            f"The model has {plural(config.channels, 'input channel')}. For channels={channels}, choose the rule: "
+            f"The model has {counted(config.channels, 'input channel')}. For channels={channels}, choose the rule: "
             f"stem='sum' (sum over the old channels, exact for grey images in a ViT), 'repeat' or 'random'."
         )
     if stem not in get_args(Stem):

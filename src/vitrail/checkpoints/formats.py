@@ -10,7 +10,7 @@ from vitrail.checkpoints.google import GOOGLE
 from vitrail.checkpoints.huggingface import HUGGING_FACE
 from vitrail.checkpoints.timm import TIMM
 from vitrail.checkpoints.torchvision import TORCHVISION
-from vitrail.errors import VitrailError, plural
+from vitrail.errors import VitrailError, counted
 
 FORMATS: dict[str, Format] = {f.name: f for f in (GOOGLE, BIT, BIG_VISION, TIMM, HUGGING_FACE, TORCHVISION)}
 
@@ -30,6 +30,6 @@ def detect_format(archive: Archive) -> Format:
     shown = ", ".join(sorted(names)[:6])
     titles = ", ".join(known.title for known in FORMATS.values())
     raise VitrailError(
-        f"{archive.path} contains {plural(len(names), 'tensor')} ({shown} …), whose names match no supported format: "
+        f"{archive.path} contains {counted(len(names), 'tensor')} ({shown} …), whose names match no supported format: "
         f"{titles}. If it is one of these, its names may have an extra prefix."
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.checkpoints.archive import Archive
-from vitrail.errors import VitrailError, plural
+from vitrail.errors import VitrailError, counted
 from vitrail.models import BiTConfig, ModelConfig, ResNetConfig, ViTConfig
 from vitrail.models.variants import HYBRIDS, SIZES, STAGES
 
@@ -46,7 +46,7 @@ class Shapes:
             )
         shape = self._shapes[name]
         if len(shape) != ndim or 0 in shape:
-            raise VitrailError(f"{self.path}: {name!r} has shape {shape}; expected {plural(ndim, 'non-empty dimension')}.")
+            raise VitrailError(f"{self.path}: {name!r} has shape {shape}; expected {counted(ndim, 'non-empty dimension')}.")
         return shape
 
     def count(self, template: str, start: int = 0) -> int:
@@ -165,7 +165,7 @@ def _grid(path: Path, table: int | None, prefix: int, given: dict[str, Any], str
         if fitting:
             return (int(asked[0]), int(asked[1])), fitting[0]
         raise VitrailError(
-            f"{path}: grid={tuple(asked)} does not fit {table} position embeddings and {plural(prefix, 'prefix token')}."
+            f"{path}: grid={tuple(asked)} does not fit {table} position embeddings and {counted(prefix, 'prefix token')}."
         )
     squares = {value: math.isqrt(n) for value, n in options.items() if n > 0 and math.isqrt(n) ** 2 == n}
     if len(squares) == 1:
@@ -175,7 +175,7 @@ def _grid(path: Path, table: int | None, prefix: int, given: dict[str, Any], str
         return (side, side), covered
     why = "is ambiguous" if squares else "is not a square grid"
     raise VitrailError(
-        f"{path}: a position embedding with {table} entries and {plural(prefix, 'prefix token')} {why}. "
+        f"{path}: a position embedding with {table} entries and {counted(prefix, 'prefix token')} {why}. "
         f"Pass grid=(rows, columns) (--grid on the command line)."
     )
 

@@ -22,7 +22,7 @@ from vitrail.checkpoints.mapping import read_state, rename, rows_of
 from vitrail.checkpoints.preprocess_configs import from_hugging_face, from_timm
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess, preset
-from vitrail.errors import VitrailError, plural
+from vitrail.errors import VitrailError, counted
 from vitrail.models import ModelConfig, empty_model
 
 Verify = Literal["none", "quick", "full"]
@@ -206,7 +206,7 @@ def _checked(preprocess: Preprocess | str, config: ModelConfig) -> Preprocess:
         return preset(preprocess, size=config.image_size, channels=config.channels)
     if preprocess.size != config.image_size or preprocess.channels != config.channels:
         raise VitrailError(
-            f"The preprocessing gives images of {preprocess.size} with {plural(preprocess.channels, 'channel')}, "
-            f"but the model takes {config.image_size} with {plural(config.channels, 'channel')}."
+            f"The preprocessing gives images of {preprocess.size} with {counted(preprocess.channels, 'channel')}, "
+            f"but the model takes {config.image_size} with {counted(config.channels, 'channel')}."
         )
     return preprocess

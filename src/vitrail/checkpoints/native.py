@@ -19,7 +19,7 @@ from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
 from vitrail.checkpoints.mapping import read_state, row
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import VitrailError, plural
+from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_folder
 from vitrail.models import Model, ModelConfig, empty_model, fill_fixed_tables
 
@@ -261,7 +261,7 @@ def check_task(task: str, classes: Sequence[str] | None, outputs: int) -> None:
         raise VitrailError(f"The task is {task!r}; it must be one of {', '.join(TASKS)}.")
     if classes is not None and len(classes) != outputs:
         raise VitrailError(
-            f"The model has {plural(outputs, 'output')}, but the list of classes has {plural(len(classes), 'name')}. "
+            f"The model has {counted(outputs, 'output')}, but the list of classes has {counted(len(classes), 'name')}. "
             f"Give one name per output."
         )
 

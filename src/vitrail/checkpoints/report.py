@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vitrail.errors import plural
+from vitrail.errors import counted
 
 Shape = tuple[int, ...]
 
@@ -51,7 +51,7 @@ class Report:
         return 100.0 * self.loaded / self.parameters if self.parameters else 100.0
 
     def summary(self) -> str:
-        parts = [f"{plural(len(self.mapped), 'tensor')} mapped", f"{len(self.reshaped)} of them rearranged"]
+        parts = [f"{counted(len(self.mapped), 'tensor')} mapped", f"{len(self.reshaped)} of them rearranged"]
         parts += [f"{len(self.dropped)} dropped"] if self.dropped else []
         return f"{self.source}: {self.format}, {', '.join(parts)}, {self.percent:.1f} % of {self.parameters:,} parameters loaded"
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.bench.results import Ratio, Row, by_comparison, ratios
-from vitrail.errors import plural
+from vitrail.errors import counted
 
 _NOISY = 1.3  # fastest over slowest round; above it a warning is printed
 
@@ -121,7 +121,7 @@ def _notes(row: Row) -> list[str]:
     if row.finite is False:
         found.append("not counted: its outputs were not finite")
     if row.status == "partial":
-        found.append(f"stopped after {plural(row.rounds, 'round')}")
+        found.append(f"stopped after {counted(row.rounds, 'round')}")
     if row.rounds and not row.interleaved_with:
         found.append("ran alone, not in rounds alternating with others")
     return found

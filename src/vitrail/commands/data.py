@@ -27,8 +27,8 @@ from vitrail.data.pack import Fit, Store, choose_settings
 from vitrail.data.pack import pack as pack_source
 from vitrail.data.sources import open_source
 from vitrail.data.split import rename, stratified, write_table
-from vitrail.data.types import Source, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Source
+from vitrail.errors import VitrailError, counted
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Reference = Annotated[str, tyro.conf.arg(metavar="SOURCE")]

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, progress_bar
-from vitrail.data.types import Split, counted
+from vitrail.data.types import Split
+from vitrail.errors import counted
 from vitrail.evaluate.classification import per_class
 from vitrail.evaluate.evaluator import EvalResult, Match, open_split
 from vitrail.evaluate.evaluator import evaluate as evaluate_checkpoint

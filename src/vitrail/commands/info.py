@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.checkpoints import Bundle, load
-from vitrail.errors import plural
+from vitrail.errors import counted
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 
 _HEADS = {
@@ -98,7 +98,7 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("verified", "SHA-256, checksum and golden outputs" if full else "checksum and golden output of a few tokens"))
     if bundle.report.dropped:
         name, reason = bundle.report.dropped[0]
-        lines.append(("dropped", f"{plural(len(bundle.report.dropped), 'tensor')}, such as {name}: {reason}"))
+        lines.append(("dropped", f"{counted(len(bundle.report.dropped), 'tensor')}, such as {name}: {reason}"))
     return lines + [("note", note) for note in bundle.report.notes]
 
 
@@ -108,7 +108,7 @@ def _sizes(config: ModelConfig) -> str:
         return f"{image}, blocks {config.resnet.layers}, width ×{config.resnet.multiplier}"
     assert isinstance(config, ViTConfig)
     prefix = {"class": config.class_token, "distillation": config.distill_token, "register": config.registers}
-    tokens = ", ".join(plural(int(count), f"{name} token") for name, count in prefix.items() if count) or "no prefix tokens"
+    tokens = ", ".join(counted(int(count), f"{name} token") for name, count in prefix.items() if count) or "no prefix tokens"
     return (
         f"{image}, patch {config.patch[0]}×{config.patch[1]}, grid {config.grid[0]}×{config.grid[1]}, {tokens}, "
         f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP {config.mlp}"

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.options import Json
-from vitrail.data.types import counted
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings, short_name
 
 

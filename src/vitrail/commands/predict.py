@@ -16,8 +16,7 @@ from rich.console import Console
 
 from vitrail.checkpoints import Bundle
 from vitrail.commands.options import Checkpoint, Images, Json, Options, RunOptions, progress_bar
-from vitrail.data.types import counted
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.predictor import ImagePredictions, find_images
 from vitrail.evaluate.predictor import predict as predict_images
 from vitrail.files import atomic_file

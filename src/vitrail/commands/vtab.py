@@ -14,8 +14,7 @@ from rich.table import Table
 
 from vitrail.commands.options import Json
 from vitrail.commands.training_display import display_for
-from vitrail.data.types import counted
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, find_tasks, run_task, write_results
 from vitrail.evaluate.suites import SuiteTask, tasks_of
 

@@ -15,7 +15,8 @@ from PIL import Image
 
 from vitrail.data import duplicates
 from vitrail.data.decode import ImageHeader, decode, image_header, open_image, unwrap_npy
-from vitrail.data.types import Array, BadImage, Source, Split, counted
+from vitrail.data.types import Array, BadImage, Source, Split
+from vitrail.errors import counted
 
 Progress = Callable[[int], None]
 Duplicates = Literal["near", "exact", "none"]

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vitrail.data.types import Array, Split, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Array, Split
+from vitrail.errors import VitrailError, counted
 
 log = logging.getLogger("vitrail.data")
 

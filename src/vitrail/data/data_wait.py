@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from vitrail.data.types import counted
+from vitrail.errors import counted
 
 
 class DataWaitTimer:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from vitrail.data.types import Array, BadImage, Payload, counted
+from vitrail.data.types import Array, BadImage, Payload
+from vitrail.errors import counted
 
 MAX_PIXELS = 178_956_970
 """Larger images are refused before they are decoded; above this size Pillow raises DecompressionBombError."""

@@ -23,8 +23,8 @@ from vitrail.data.eval_reader import EvalReader, eval_slices
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import BatchSlice, EpochOrder, Sampling, batch_slices
 from vitrail.data.train_reader import TrainReader
-from vitrail.data.types import BadImage, Split, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import BadImage, Split
+from vitrail.errors import VitrailError, counted
 from vitrail.files import write_text
 
 BadImages = Literal["error", "skip"]

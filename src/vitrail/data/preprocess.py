@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from vitrail.data.resize import Interpolation, Rounding, resize
-from vitrail.data.types import Array, counted
-from vitrail.errors import VitrailError, did_you_mean
+from vitrail.data.types import Array
+from vitrail.errors import VitrailError, counted, did_you_mean
 
 Resize = Literal["square", "short-side", "none"]
 Geometry = Literal["torchvision", "tensorflow"]

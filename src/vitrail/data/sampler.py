@@ -17,8 +17,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from vitrail.data.augment.rng import Purpose, generator
-from vitrail.data.types import Array, Split, counted
-from vitrail.errors import VitrailError, did_you_mean
+from vitrail.data.types import Array, Split
+from vitrail.errors import VitrailError, counted, did_you_mean
 
 Sampling = Literal["shuffle", "balanced", "in-order"]
 

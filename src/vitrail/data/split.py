@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.types import Array, Split, Subset, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Array, Split, Subset
+from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
 
 log = logging.getLogger("vitrail.data")

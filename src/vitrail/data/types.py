@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 
 Task = Literal["classify", "multilabel", "regress", "unlabelled"]
 Array = npt.NDArray[Any]
@@ -127,11 +127,6 @@ class Source:
         }[self.task]
         skipped = f"; {counted(len(self.skipped), 'image')} skipped" if self.skipped else ""
         return f"{self.kind}{f' ({self.detail})' if self.detail else ''}: {sizes} images; {labels}{skipped}"
-
-
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Return `1 image` or `2,000 images`."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 class PackedStrings:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints import Bundle
-from vitrail.data.types import BadImage, Split, counted
-from vitrail.errors import VitrailError, did_you_mean
+from vitrail.data.types import BadImage, Split
+from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec, extract_features

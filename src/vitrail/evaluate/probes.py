@@ -21,8 +21,8 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.split import stratified
-from vitrail.data.types import BadImage, Split, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import BadImage, Split
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec, extract_features

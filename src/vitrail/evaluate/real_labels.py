@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.data.types import Split, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Split
+from vitrail.errors import VitrailError, counted
 
 _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 _WORDNET = re.compile(r"n\d{8}")

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.types import Split, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Split
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate import multilabel, plots, regression
 from vitrail.evaluate.classification import calibration, confusion_matrix, per_class, worst_confusions
 from vitrail.evaluate.evaluator import EvalResult

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from vitrail.data.types import Split, counted
+from vitrail.data.types import Split
+from vitrail.errors import counted
 from vitrail.evaluate.evaluator import EvalResult
 from vitrail.evaluate.thumbnails import data_uri
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from vitrail.data import open_source
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.types import Split, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Split
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.suite_layouts import open_layout
 from vitrail.evaluate.suites import SuiteTask
 

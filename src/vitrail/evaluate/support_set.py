@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.data.types import counted
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 
 Indices = npt.NDArray[np.int64]
 SmallClasses = Literal["error", "drop"]

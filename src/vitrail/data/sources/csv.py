@@ -16,8 +16,8 @@ from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
 from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.split import hold_out, rename
-from vitrail.data.types import BadImage, Split, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import BadImage, Split
+from vitrail.errors import VitrailError, counted
 
 _COLUMNS = {
     "path": ("path", "image", "file", "filename", "file_name", "image_path", "filepath", "image_id"),

@@ -14,8 +14,7 @@ from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.layout import ACCEPTED, images_in, images_under, subfolders, tree
 from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.split import hold_out
-from vitrail.data.types import counted
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 
 log = logging.getLogger("vitrail.data")
 

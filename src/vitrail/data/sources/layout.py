@@ -8,8 +8,7 @@ from pathlib import Path
 
 from vitrail.data.classes import natural_sort
 from vitrail.data.decode import SUFFIXES
-from vitrail.data.types import counted
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 
 ACCEPTED = """\
   1. split folders            2. class folders only           3. a table, as csv:FILE

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.sources.reference import OpenResult, Request
-from vitrail.data.types import Array, PackedStrings, Payload, Split, Task, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Array, PackedStrings, Payload, Split, Task
+from vitrail.errors import VitrailError, counted
 
 FORMAT, VERSION = "vitrail-packed", 2
 

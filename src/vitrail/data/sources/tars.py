@@ -25,8 +25,8 @@ from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
 from vitrail.data.sources.reference import CACHE, OpenResult, Request
-from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task, counted
-from vitrail.errors import VitrailError
+from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
+from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
 
 _INDEX_VERSION = 1

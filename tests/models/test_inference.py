@@ -44,7 +44,8 @@ def build(kind: str = "Ti/16", **changes: Any) -> ViT:
     """A model with every parameter drawn at random, so that nothing is hidden behind a zero or a one."""
     name = kind if "/" in kind else "Ti/16"
     depth = {} if name.startswith("R") else {"depth": 3}
-    model = vitrail.create_model(name, outputs=20, **{"image_size": 64, **depth, **VARIANTS.get(kind, {}), **changes}).eval()
+    fields = {"outputs": 20, "image_size": 64, **depth, **VARIANTS.get(kind, {}), **changes}
+    model = vitrail.create_model(name, **fields).eval()
     generator = torch.Generator().manual_seed(3)
     for key, parameter in model.named_parameters():
         if parameter.ndim < 2 or "head" in key:

@@ -209,8 +209,9 @@ def another_head(model: ViT) -> None:
 
 CHANGES: list[Callable[[ViT], None]] = [
     lora, norm_without_bias, norm_without_weights, another_norm, norm_subclass, mlp_subclass, block_subclass, patched_mlp,
-    patched_attention_method, hook_on_norm, hook_before_linear, hook_on_block, hook_on_final_norm, hook_on_patches, no_final_norm,
-    no_norm_in_a_block, a_block_twice, wrapped_block, vit_subclass, patches_subclass, parametrised_weight, shared_weight, another_head,
+    patched_attention_method, hook_on_norm, hook_before_linear, hook_on_block, hook_on_final_norm, hook_on_patches,
+    no_final_norm, no_norm_in_a_block, a_block_twice, wrapped_block, vit_subclass, patches_subclass, parametrised_weight,
+    shared_weight, another_head,
 ]  # fmt: skip
 
 

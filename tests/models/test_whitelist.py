@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -257,17 +258,15 @@ def test_a_gradient_of_a_gradient_is_refused(images: Tensor, fusing: None) -> No
         torch.autograd.grad(gradient.square().sum(), weight)
 
 
-def test_forward_mode_differentiation_takes_the_plain_path(images: Tensor, fusing: None) -> None:
+def test_forward_mode_differentiation_takes_the_plain_path(fusing: None) -> None:
     model = tiny().eval().requires_grad_(False)
+    tokens, direction = torch.randn(2, 2, 5, 32, device=DEVICE)
     tangents = []
     for kernels in ("plain", "auto"):
-        with forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            model.kernels = kernels  # type: ignore[assignment]
-            dual = forward_ad.make_dual(
-                torch.randn(2, 5, 32, device=DEVICE, generator=_generator()), torch.ones(2, 5, 32, device=DEVICE)
-            )
-            with _math_attention():
-                tangents.append(forward_ad.unpack_dual(model.encode(dual)).tangent)
+        model.kernels = kernels  # type: ignore[assignment]
+        with forward_ad.dual_level(), _math_attention():
+            encoded = model.encode(forward_ad.make_dual(tokens, direction))
+            tangents.append(forward_ad.unpack_dual(encoded).tangent)
     assert tangents[1] is not None and near(tangents[1], tangents[0])
 
 
@@ -347,26 +346,91 @@ def test_tensor_subclasses_take_the_plain_path() -> None:
     assert not dispatch.can_fuse(torch.zeros(1, 5, 32, dtype=torch.bfloat16).as_subclass(Marked))
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator(DEVICE).manual_seed(1)
-
-
-class _math_attention:  # noqa: N801
+@contextmanager
+def _math_attention() -> Iterator[None]:
     """Attention in plain operations: torch's fused ones have no forward-mode derivative and no batching rule."""
 
-    def __enter__(self) -> None:
-        self._real = F.scaled_dot_product_attention
+    def plain(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
-        def plain(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-            return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1) @ v
-
-        F.scaled_dot_product_attention = plain  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        F.scaled_dot_product_attention = self._real
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", plain)
+        yield
 
 
 @pytest.fixture(autouse=True)
 def _no_hooks_left() -> Iterator[None]:
     yield
     assert whitelist.is_ordinary_call()
+
+
+# Engines around the model
+
+
+def test_compiled_models_have_one_graph_and_the_same_numbers(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    for kernels in ("auto", "plain"):
+        model = tiny().train()
+        plain = logits(model, images, "plain")
+        model.kernels = kernels  # type: ignore[assignment]
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+            found = compiled(images)
+        found.sum().backward()
+        assert near(found, plain) and not blocks_fused
+
+
+def test_a_block_compiled_by_itself_is_called_as_such(fusing: None) -> None:
+    block = tiny().blocks[0]
+    assert whitelist.is_plain_block(block)
+    block.compile(backend="eager")
+    assert not whitelist.is_plain_block(block)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", [None, "nothing", "matmuls"])
+def test_sharded_blocks_are_fused_and_compute_the_same(
+    recompute: Any, images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None
+) -> None:
+    from vitrail.train.parallel import Runner, World
+
+    model = tiny().train()
+    plain = logits(model, images, "plain")
+    plain.square().sum().backward()
+    expected = {name: one.grad for name, one in model.named_parameters()}
+    sharded = copy.deepcopy(model)
+    sharded.zero_grad()
+    sharded.kernels = "auto"
+    if recompute:
+        sharded.checkpoint_activations(2, recompute)
+    low = torch.bfloat16 if DEVICE == "cuda" else None
+    run = Runner(sharded, World(torch.device(DEVICE), mode="fsdp"), low_precision=low)
+    for _ in range(2):  # twice: the second pass finds parameters that were freed after the first
+        blocks_fused.clear()
+        sharded.zero_grad()
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+            found = run(images)
+        found.square().sum().backward()
+    assert len(blocks_fused) == (3 if recompute != "nothing" else 5) and near(found, plain)
+    for name, one in sharded.named_parameters():
+        assert near(one.grad.full_tensor(), expected[name], 3 * CLOSE), name
+
+
+def test_a_hook_on_a_sharded_block_is_called(images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None) -> None:
+    from vitrail.train.parallel import Runner, World
+
+    model, calls = tiny().train(), []
+    run = Runner(model, World(torch.device(DEVICE), mode="fsdp"))
+    assert all(whitelist.is_plain_block(block) for block in model.blocks)
+    model.blocks[1].register_forward_hook(lambda *given: calls.append(1))
+    run(images)
+    assert calls and len(blocks_fused) == 2

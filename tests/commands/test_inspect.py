@@ -17,7 +17,7 @@ from vitrail import inspect
 from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess, preset
 
-FIGURES = ["filters", "filters-raw", "positions", "distance", "rollout", "heads", "beside"]
+FIGURES = ["filters", "filters-raw", "positions", "distance", "rollout", "heads", "comparison"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -54,9 +54,9 @@ def links_of(index: Path) -> set[str]:
 
 
 def test_all_figures_of_a_vit(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    out, ref = tmp_path / "inside", checkpoint(tmp_path / "run")
+    out, ref = tmp_path / "inspection", checkpoint(tmp_path / "run")
     status, said, err = run(capsys, "inspect", ref, *pictures, "--out", out, "--device", "cpu", "--patch", 0, 2)
-    assert (status, err) == (0, "") and "index.html" in said and "means nothing" not in said
+    assert (status, err) == (0, "") and "index.html" in said and "not meaningful" not in said
     links = links_of(out / "index.html")
     assert links == {f"{name}.{form}" for name in FIGURES for form in ("png", "svg", "npz")} | {"filters.csv", "distance.csv"}
     assert all((out / link).stat().st_size > 0 for link in links)
@@ -67,17 +67,17 @@ def test_all_figures_of_a_vit(tmp_path: Path, pictures: list[Path], capsys: pyte
     assert bundle.preprocess is not None
     batch = torch.stack([bundle.preprocess(path) for path in pictures])
     np.testing.assert_allclose(np.load(out / "rollout.npz")["rollout"], inspect.rollout(bundle.model, batch), rtol=1e-5)
-    far = inspect.attention_distances(bundle.model, batch)
+    distances = inspect.attention_distances(bundle.model, batch)
     rows = list(csv.DictReader((out / "distance.csv").open()))
-    assert len(rows) == 4 and float(rows[3]["pixels_among_patches"]) == pytest.approx(far["patches"][1, 1], rel=1e-5)
-    assert float(rows[0]["pixels_prefix_as_zero"]) == pytest.approx(far["all"][0, 0], rel=1e-5)
+    assert len(rows) == 4 and float(rows[3]["pixels_among_patches"]) == pytest.approx(distances["patches"][1, 1], rel=1e-5)
+    assert float(rows[0]["pixels_prefix_as_zero"]) == pytest.approx(distances["all"][0, 0], rel=1e-5)
     assert np.load(out / "heads.npz")["patch"].tolist() == [0, 2]
-    beside = np.load(out / "beside.npz")
-    np.testing.assert_allclose(beside["gradient_rollout"], inspect.gradient_rollout(bundle.model, batch), rtol=1e-4)
+    maps = np.load(out / "comparison.npz")
+    np.testing.assert_allclose(maps["gradient_rollout"], inspect.gradient_rollout(bundle.model, batch), rtol=1e-4)
 
 
 def test_data_sources_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, ref = tmp_path / "inside", checkpoint(tmp_path / "digits", size=(8, 8), channels=1, patch=4, pooling="map")
+    out, ref = tmp_path / "inspection", checkpoint(tmp_path / "digits", size=(8, 8), channels=1, patch=4, pooling="map")
     words = (
         "inspect",
         ref,
@@ -107,12 +107,12 @@ def test_data_sources_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads((out / "inspection.json").read_text(encoding="utf-8"))["images"] == first
 
 
-def test_checkpoints_side_by_side(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_of_checkpoints(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     before = checkpoint(tmp_path / "before" / "model", trained=False)
     after = checkpoint(tmp_path / "after" / "model", size=(24, 24))
-    out = tmp_path / "inside"
+    out = tmp_path / "inspection"
     status, said, _ = run(capsys, "inspect", before, *pictures, "--compare", after, "--out", out, "--device", "cpu")
-    assert status == 0 and "untrained" in said and "head is missing or all zeros" in said
+    assert status == 0 and "untrained" in said and "head is missing or zero-initialised" in said
     links = links_of(out / "index.html")
     assert all((out / link).exists() for link in links)
     assert {"comparison/distance.png", "comparison/rollout.svg", "before/rollout.png", "after/rollout.png"} <= links
@@ -124,45 +124,45 @@ def test_checkpoints_side_by_side(tmp_path: Path, pictures: list[Path], capsys: 
 
 
 def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "inside"
+    out = tmp_path / "inspection"
     status, said, _ = run(capsys, "inspect", checkpoint(tmp_path / "run", position="relative"), "--out", out, "--device", "cpu")
     assert status == 0 and "No images were given" in said and "relative positions" in said
     assert sorted(path.stem for path in out.glob("*.png")) == ["filters", "filters-raw"]
 
 
-def test_a_resnet_shows_its_filters_and_says_why_no_more(
+def test_a_resnet_shows_only_its_filters_and_a_note(
     tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = vitrail.create_model("BiT-R50x1", image_size=32, layers=(1,), outputs=3, seed=0)
     vitrail.save(tmp_path / "bit", model, preprocess=Preprocess(size=(32, 32)))
-    status, said, _ = run(capsys, "inspect", tmp_path / "bit", *pictures, "--out", tmp_path / "inside", "--device", "cpu")
+    status, said, _ = run(capsys, "inspect", tmp_path / "bit", *pictures, "--out", tmp_path / "inspection", "--device", "cpu")
     assert status == 0 and "is a ResNet" in said and "do not apply" in said
-    assert (tmp_path / "inside" / "filters.png").exists() and not (tmp_path / "inside" / "rollout.png").exists()
+    assert (tmp_path / "inspection" / "filters.png").exists() and not (tmp_path / "inspection" / "rollout.png").exists()
 
 
-def test_another_size(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    out, ref = tmp_path / "inside", checkpoint(tmp_path / "run")
+def test_another_input_size(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    out, ref = tmp_path / "inspection", checkpoint(tmp_path / "run")
     words = ("inspect", ref, *pictures, "--out", out, "--device", "cpu", "--image-size")
     assert run(capsys, *words, 32, 16)[0] == 0
     assert np.load(out / "rollout.npz")["rollout"].shape == (2, 4, 2)
     status, _, err = run(capsys, *words, 33, "--overwrite")
     assert status == 2 and "not a multiple of patch 8. Nearest: 32×32, 40×40" in err
-    assert np.load(out / "rollout.npz")["rollout"].shape == (2, 4, 2), "a failed run leaves the old one"
+    assert np.load(out / "rollout.npz")["rollout"].shape == (2, 4, 2), "a failed run keeps the old inspection"
 
 
-def test_mistakes_are_sentences(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    ref, out = checkpoint(tmp_path / "run"), tmp_path / "inside"
+def test_mistakes_give_clear_messages(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    ref, out = checkpoint(tmp_path / "run"), tmp_path / "inspection"
     for words, sentence in (
-        ((ref, *pictures, "--data", "digits", "--out", out), "give one of the two"),
+        ((ref, *pictures, "--data", "digits", "--out", out), "both given; choose one"),
         ((ref, tmp_path / "nowhere.png", "--out", out), "nowhere.png"),
-        ((ref, *pictures, "--out", tmp_path), "holds other files"),
+        ((ref, *pictures, "--out", tmp_path), "contains other files"),
         ((ref, *pictures, "--out", pictures[0]), "is a file"),
         ((ref, *pictures, "--out", out, "--layers", 5), "no layer 5"),
         ((ref, *pictures, "--out", out, "--patch", 9, 9), "no patch in row 9, column 9"),
         ((ref, "--data", "digits", "--count", 0, "--out", out), "--count is 0"),
         ((ref, *pictures, "--show", 0, "--out", out), "--show is 0"),
         ((ref, *pictures, "--compare", ref, "--out", out), "same checkpoint was given twice"),
-        ((ref, *pictures, "--image-size", 1, 2, 3, "--out", out), "3 numbers were given"),
+        ((ref, *pictures, "--image-size", 1, 2, 3, "--out", out), "got 3 numbers"),
     ):
         status, _, err = run(capsys, "inspect", *words, "--device", "cpu")
         assert status == 2 and sentence in err and "Traceback" not in err
@@ -172,15 +172,15 @@ def test_mistakes_are_sentences(tmp_path: Path, pictures: list[Path], capsys: py
     assert status == 2 and "--overwrite" in err
 
 
-def test_help_defines_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_defines_the_attention_distance(capsys: pytest.CaptureFixture[str]) -> None:
     status, said, _ = run(capsys, "inspect", "--help")
     assert status == 0 and "Example:" in said and "Euclidean distance" in said and "counts as distance 0" in " ".join(said.split())
 
 
-def test_a_file_that_is_no_image_is_named_without_advice_this_command_does_not_take(
+def test_a_file_that_is_not_an_image_is_named_without_unsupported_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "note.jpg").write_text("hello")
-    status, _, err = run(capsys, "inspect", checkpoint(tmp_path / "model"), tmp_path / "note.jpg", "--out", tmp_path / "inside")
+    status, _, err = run(capsys, "inspect", checkpoint(tmp_path / "model"), tmp_path / "note.jpg", "--out", tmp_path / "inspection")
     assert status == 2 and "a text file and not an image" in err and "--bad-images" not in err
-    assert not (tmp_path / "inside").exists()
+    assert not (tmp_path / "inspection").exists()

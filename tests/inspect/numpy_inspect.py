@@ -1,4 +1,4 @@
-"""The inspected quantities once more, in float64 numpy with plain loops and a forward pass of its own."""
+"""Reference implementation of the inspected quantities in float64 numpy, with its own forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 
 def attention_of(model: Any, image: Array) -> tuple[list[Array], Array]:
-    """Each layer's attention [head, query, key], and how the output weighs the last tokens [token]."""
+    """Return each layer's attention [head, query, key], and the weights of the pooling [token]."""
     config, state = model.config, {name: value.detach().double().numpy() for name, value in model.state_dict().items()}
     x = patch_tokens(image, state, config.patch)
     prefix = [state[name].reshape(-1, config.width) for name in ("class_token", "distill_token", "registers") if name in state]
@@ -49,7 +49,7 @@ def _pooling(config: Any, state: dict[str, Array], tokens: Array) -> Array:
 
 
 def rollout(layers: list[Array], start: Array, prefix: int, grid: tuple[int, int]) -> Array:
-    """The whole matrix product, from the input up."""
+    """Multiply the full matrices, from the input up."""
     total = np.eye(len(start))
     for attention in layers:
         mixed = 0.5 * attention.mean(axis=0) + 0.5 * np.eye(len(start))
@@ -65,11 +65,11 @@ def distance(layers: list[Array], prefix: int, grid: tuple[int, int], stride: tu
             means = []
             for query in range(grid[0] * grid[1]):
                 row, column = divmod(query, grid[1])
-                total = share = 0.0
+                total = weight = 0.0
                 for key in range(grid[0] * grid[1]):
-                    far = math.hypot((key // grid[1] - row) * stride[0], (key % grid[1] - column) * stride[1])
-                    total += weights[prefix + query, prefix + key] * far
-                    share += weights[prefix + query, prefix + key]
-                means.append(total / share if among == "patches" else total)
+                    distance_ = math.hypot((key // grid[1] - row) * stride[0], (key % grid[1] - column) * stride[1])
+                    total += weights[prefix + query, prefix + key] * distance_
+                    weight += weights[prefix + query, prefix + key]
+                means.append(total / weight if among == "patches" else total)
             found[layer, head] = np.mean(means)
     return found

@@ -1,4 +1,4 @@
-"""Attention that is known gives rollouts and distances that are known."""
+"""Rollout and attention distance of models with known attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail
-from tests.inspect.routed import STRIDE, grid_mean_distance, images, routed, shifted, tiny, trained, uniform
+from tests.inspect.known_attention import STRIDE, grid_mean_distance, images, one_hot, shifted, tiny, trained, uniform
 from vitrail import inspect
 from vitrail.models import ViT
 
@@ -30,7 +30,7 @@ def test_uniform_attention_rolls_out_to_a_uniform_map(grid: tuple[int, int], pre
     model = uniform(grid, **KINDS[prefix])
     maps = inspect.rollout(model, images(model))
     patches, tokens = grid[0] * grid[1], prefix + grid[0] * grid[1]
-    # From a prefix token all but 2⁻ᴸ is spread over all tokens; from the mean of patches nothing changes where there is no prefix.
+    # From a prefix token, all but 2⁻ᴸ is spread evenly over all tokens. Without prefix tokens, the mean over patches stays uniform.
     expected = 1 / patches if prefix == 0 else (1 - 0.5**model.config.depth) / tokens
     assert maps.shape == (2, *grid)
     np.testing.assert_allclose(maps, expected, rtol=1e-5)
@@ -50,8 +50,8 @@ def test_uniform_attention_has_the_mean_distance_of_the_grid(grid: tuple[int, in
 
 
 @pytest.mark.parametrize("prefix", KINDS)
-def test_identity_attention_goes_nowhere(prefix: int) -> None:
-    model = routed((3, 4), [lambda token: token] * 2, prefix=prefix, **KINDS[prefix])
+def test_identity_attention_has_distance_zero(prefix: int) -> None:
+    model = one_hot((3, 4), [lambda token: token] * 2, prefix=prefix, **KINDS[prefix])
     assert (inspect.attention_distance(model, images(model)) == 0).all()
     maps = inspect.rollout(model, images(model))
     np.testing.assert_allclose(maps, 1 / 12 if prefix == 0 else 0.0, rtol=1e-6)
@@ -59,24 +59,24 @@ def test_identity_attention_goes_nowhere(prefix: int) -> None:
 
 @pytest.mark.parametrize("prefix", KINDS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 2), (2, 1)])
-def test_shifted_attention_has_the_length_of_the_shift(prefix: int, rows: int, columns: int) -> None:
+def test_shifted_attention_has_the_distance_of_the_shift(prefix: int, rows: int, columns: int) -> None:
     grid = (4, 5)
     targets = [shifted(grid, rows, columns, prefix), lambda token: token]
-    model = routed(grid, targets, prefix=prefix, **KINDS[prefix])
+    model = one_hot(grid, targets, prefix=prefix, **KINDS[prefix])
     found = inspect.attention_distance(model, images(model))
     np.testing.assert_allclose(found[:, 0], math.hypot(rows * STRIDE[0], columns * STRIDE[1]), rtol=1e-6)
     assert (found[:, 1] == 0).all()
 
 
-def test_patches_that_look_only_at_the_class_token_have_no_distance() -> None:
-    model = routed((3, 3), [lambda token: 0], prefix=1)
+def test_patches_that_attend_only_to_the_class_token_have_distance_zero() -> None:
+    model = one_hot((3, 3), [lambda token: 0], prefix=1)
     for among in ("patches", "all"):
         assert (inspect.attention_distance(model, images(model), among=among) == 0).all()  # type: ignore[arg-type]
 
 
 def test_rollout_follows_a_path_and_halves_at_every_residual() -> None:
-    """The class token looks at patch 4, every patch at itself: of each layer half moves there and half stays."""
-    model = routed((3, 3), [lambda token: 5 if token == 0 else token], prefix=1)
+    """The class token attends to patch 4, every patch to itself: each layer moves half of the weight there."""
+    model = one_hot((3, 3), [lambda token: 5 if token == 0 else token], prefix=1)
     maps = inspect.rollout(model, images(model))
     expected = np.zeros((3, 3))
     expected[1, 1] = 1 - 0.5**model.config.depth
@@ -84,15 +84,15 @@ def test_rollout_follows_a_path_and_halves_at_every_residual() -> None:
 
 
 def test_rollout_of_a_distilled_model_starts_from_both_tokens() -> None:
-    """The class token looks at the first patch, the distillation token at the last."""
-    model = routed((2, 2), [lambda token: {0: 2, 1: 5}.get(token, token)], prefix=2, distill_token=True)
-    share = (1 - 0.5**model.config.depth) / 2
-    np.testing.assert_allclose(inspect.rollout(model, images(model, 1))[0], [[share, 0], [0, share]], atol=1e-6)
+    """The class token attends to the first patch, the distillation token to the last."""
+    model = one_hot((2, 2), [lambda token: {0: 2, 1: 5}.get(token, token)], prefix=2, distill_token=True)
+    weight = (1 - 0.5**model.config.depth) / 2
+    np.testing.assert_allclose(inspect.rollout(model, images(model, 1))[0], [[weight, 0], [0, weight]], atol=1e-6)
 
 
-def test_heads_show_where_each_of_them_looks() -> None:
+def test_head_attention_shows_the_target_of_each_head() -> None:
     grid = (3, 4)
-    model = routed(grid, [shifted(grid, 1, 0, 1), lambda token: 1], prefix=1)
+    model = one_hot(grid, [shifted(grid, 1, 0, 1), lambda token: 1], prefix=1)
     found = inspect.head_attention(model, images(model, 1), (0, 2), layers=[0, -1])
     assert found.shape == (1, 2, 2, 3, 4)
     for layer in range(2):
@@ -101,7 +101,7 @@ def test_heads_show_where_each_of_them_looks() -> None:
     assert of_class[0, 0, 0].sum() == pytest.approx(0, abs=1e-6) and of_class[0, 0, 1, 0, 0] == pytest.approx(1)
 
 
-def test_a_hybrids_distance_is_in_pixels_of_the_input() -> None:
+def test_the_distance_of_a_hybrid_is_in_pixels_of_the_input() -> None:
     """The stem's map has a stride of 4 and a patch covers 8×8 of it: a token stands for 32 pixels."""
     model = vitrail.create_model("R+ViT-Ti/16", image_size=(64, 96), depth=1, outputs=2, seed=0)
     assert isinstance(model, ViT) and model.config.grid == (2, 3)
@@ -114,7 +114,7 @@ def test_a_hybrids_distance_is_in_pixels_of_the_input() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([0, 1, 5]))
-def test_shares_never_exceed_one_on_any_grid(rows: int, columns: int, prefix: int) -> None:
+def test_weights_sum_to_at_most_one_on_any_grid(rows: int, columns: int, prefix: int) -> None:
     model = trained(tiny((rows, columns), depth=2, **KINDS[prefix]))
     maps = inspect.rollout(model, images(model))
     assert maps.shape == (2, rows, columns) and (maps >= 0).all()

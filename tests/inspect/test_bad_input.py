@@ -1,4 +1,4 @@
-"""What cannot be shown, or would mean nothing, is said in a sentence."""
+"""Clear messages for models and images that cannot be inspected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail
-from tests.inspect.routed import images, tiny, trained
+from tests.inspect.known_attention import images, tiny, trained
 from vitrail import VitrailError, inspect
 from vitrail.inspect.inputs import fitting_batch
 from vitrail.models import model_config
@@ -25,11 +25,11 @@ OF_IMAGES: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("function", OF_IMAGES)
-def test_models_that_are_no_vits(function: Callable[..., Any]) -> None:
+def test_models_that_are_not_vits(function: Callable[..., Any]) -> None:
     with pytest.raises(VitrailError, match=r"torchvision\.VisionTransformer, not one of Vitrail's models.*vitrail\.load"):
         function(torchvision.models.VisionTransformer(32, 16, 1, 1, 16, 16), torch.zeros(1, 3, 32, 32))
     bit = vitrail.create_model("BiT-R50x1", image_size=64, layers=(1,), outputs=2)
-    with pytest.raises(VitrailError, match=r"is a ResNet.*neither attention"):
+    with pytest.raises(VitrailError, match=r"is a ResNet.*no attention"):
         function(bit, torch.zeros(1, 3, 64, 64))
 
 
@@ -41,23 +41,23 @@ def test_images_that_do_not_fit(function: Callable[..., Any]) -> None:
         (torch.zeros(3, 24, 12), r"Add the batch axis"),
         (torch.zeros(1, 1, 24, 12), "3 input channels, these images have 1"),
         (torch.zeros(1, 3, 24, 12, dtype=torch.uint8), "floating-point"),
-        (torch.zeros(0, 3, 24, 12), "0 images"),
-        ([], "0 images"),
+        (torch.zeros(0, 3, 24, 12), "No images were given"),
+        ([], "No images were given"),
     ):
         with pytest.raises(VitrailError, match=words):
             function(model, wrong)
-    with pytest.raises(VitrailError, match="NaN or infinite"):
+    with pytest.raises(VitrailError, match="contains NaN or infinity"):
         function(model, torch.full((1, 3, 24, 12), float("nan")))
     with pytest.raises(VitrailError, match="batch is 0"):
         function(model, images(model), batch=0)
 
 
-def test_a_size_that_needs_padding_names_the_nearest_that_do_not() -> None:
+def test_a_size_that_needs_padding_lists_the_nearest_valid_sizes() -> None:
     with pytest.raises(VitrailError, match=r"not a multiple of patch.*Nearest"):
         trained(tiny((3, 3))).resize((25, 13))
 
 
-def test_layers_patches_and_outputs_that_are_not_there() -> None:
+def test_layers_patches_and_outputs_that_do_not_exist() -> None:
     model = trained(tiny((3, 4)))
     with pytest.raises(VitrailError, match="0 of 3 layers asked for"):
         inspect.attention_distance(model, images(model), layers=[])
@@ -71,23 +71,23 @@ def test_layers_patches_and_outputs_that_are_not_there() -> None:
         inspect.attention_distance(model, images(model), among="tokens")  # type: ignore[arg-type]
     with pytest.raises(VitrailError, match="one number from 0 to 4"):
         inspect.gradient_rollout(model, images(model), [0, 5])
-    with pytest.raises(VitrailError, match="3 outputs are named for 2 images"):
+    with pytest.raises(VitrailError, match="`outputs` has length 3, but there are 2 images"):
         inspect.gradient_rollout(model, images(model), [0, 1, 2])
-    with pytest.raises(VitrailError, match="not as a stream"):
+    with pytest.raises(VitrailError, match="not as an iterable of batches"):
         inspect.gradient_rollout(model, iter([images(model)]), [0, 1])
     with pytest.raises(VitrailError, match="has no head"):
-        inspect.gradient_rollout(trained_body(), images(model))
+        inspect.gradient_rollout(trained_backbone(), images(model))
 
 
-def trained_body() -> ViT:
+def trained_backbone() -> ViT:
     model = tiny((3, 4), outputs=0)
     torch.nn.init.normal_(model.norm.bias)
     return model
 
 
-def test_untrained_and_zero_models_say_that_the_figure_means_nothing() -> None:
+def test_untrained_and_zero_models_give_a_warning() -> None:
     fresh = tiny((3, 3))
-    with pytest.warns(inspect.UntrainedWarning, match="untrained, as they were initialised: the figure means nothing yet"):
+    with pytest.warns(inspect.UntrainedWarning, match="untrained, as initialised: the figure is not meaningful"):
         inspect.rollout(fresh, images(fresh))
     for parameter in fresh.parameters():
         torch.nn.init.zeros_(parameter)
@@ -95,7 +95,7 @@ def test_untrained_and_zero_models_say_that_the_figure_means_nothing() -> None:
         maps = inspect.rollout(fresh, images(fresh))
     assert maps.std() < 1e-7
     with pytest.warns(inspect.UntrainedWarning, match="all zero"):
-        assert (inspect.filters(fresh).explained == 0).all()
+        assert (inspect.filters(fresh).explained_variance_ratio == 0).all()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = trained(tiny((3, 3)))
@@ -104,7 +104,7 @@ def test_untrained_and_zero_models_say_that_the_figure_means_nothing() -> None:
         inspect.filters(vitrail.create_model("B/16", device="meta"))
 
 
-def test_one_step_of_training_is_enough_to_count_as_trained() -> None:
+def test_two_steps_of_training_count_as_trained() -> None:
     model = tiny((2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):  # the head starts at zero: only the second step reaches the layers before it
@@ -117,9 +117,9 @@ def test_one_step_of_training_is_enough_to_count_as_trained() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["Ti/16", "B/16", "L/16", "H/14", "B/8"]), st.integers(1, 60))
-def test_what_is_held_at_a_time_stays_within_the_bound(name: str, side: int) -> None:
+def test_a_batch_stays_within_the_memory_limit(name: str, side: int) -> None:
     patch = int(name.split("/")[1])
     with torch.device("meta"):
         model = ViT(model_config(name, image_size=side * patch, depth=2))  # type: ignore[arg-type]
-    held = fitting_batch(model) * 4 * model.config.tokens**2 * (3 * model.config.heads + 2)
-    assert fitting_batch(model) == 1 or held <= 2**30
+    used = fitting_batch(model) * 4 * model.config.tokens**2 * (3 * model.config.heads + 2)
+    assert fitting_batch(model) == 1 or used <= 2**30

@@ -1,4 +1,4 @@
-"""Figures: they render as PNG and SVG, keep proportions, and touch nothing global."""
+"""Figures render as PNG and SVG, keep their aspect ratio, and change no global state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from tests.inspect.routed import images, tiny, trained
+from tests.inspect.known_attention import images, tiny, trained
 from vitrail import VitrailError, inspect
 from vitrail.inspect import draw, draw_maps, style
 
@@ -25,15 +25,15 @@ def check(figure: Figure) -> Image.Image:
     assert style.rendered(figure, "svg") == svg, "the same figure gives the same file"
     picture = Image.open(io.BytesIO(png))
     picture.load()
-    assert np.asarray(picture.convert("L")).std() > 1, "not an empty sheet"
+    assert np.asarray(picture.convert("L")).std() > 1, "the figure is not empty"
     return picture
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_filters(channels: int) -> None:
-    found = inspect.filters(trained(tiny((2, 2), channels=channels, width=40)))
-    check(draw.draw_filters(found))
-    check(draw.draw_raw_filters(found))
+    filters = inspect.filters(trained(tiny((2, 2), channels=channels, width=40)))
+    check(draw.draw_filters(filters))
+    check(draw.draw_raw_filters(filters))
 
 
 @pytest.mark.parametrize("grid", [(3, 7), (20, 2), (1, 1)])
@@ -42,22 +42,22 @@ def test_positions_of_rectangles(grid: tuple[int, int]) -> None:
     assert max(picture.size) < 2000
 
 
-def test_distances_and_their_comparison() -> None:
+def test_distance_and_comparison_of_distances() -> None:
     model = trained(tiny((3, 4), registers=1))
-    far = inspect.attention_distances(model, images(model))
+    distances = inspect.attention_distances(model, images(model))
     level = inspect.uniform_distance(model.config)
-    check(draw.draw_distance(far["patches"], uniform=level, images=2, other=far["all"]))
-    check(draw.draw_distance(far["patches"][1:], layers=[1, 2], uniform=level, images=1))
-    models = {"before": far["patches"], "after": far["patches"][:2] * 0.8}
+    check(draw.draw_distance(distances["patches"], uniform=level, images=2, other=distances["all"]))
+    check(draw.draw_distance(distances["patches"][1:], layers=[1, 2], uniform=level, images=1))
+    models = {"before": distances["patches"], "after": distances["patches"][:2] * 0.8}
     layers = {name: np.arange(len(values)) for name, values in models.items()}
     check(draw.draw_distance_comparison(models, layers=layers, uniform=[level, level], images=2))
-    many = {str(number): far["patches"] for number in range(9)}
+    many = {str(number): distances["patches"] for number in range(9)}
     with pytest.raises(VitrailError, match="9 checkpoints are too many"):
         draw.draw_distance_comparison(many, layers={name: np.arange(3) for name in many}, uniform=[level] * 9, images=2)
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_maps_over_pictures(count: int) -> None:
+def test_maps_over_images(count: int) -> None:
     model = trained(tiny((3, 4)))
     random = np.random.default_rng(0)
     pictures = [random.random((24, 16, 3)) for _ in range(count)]
@@ -79,18 +79,18 @@ def test_the_mask_is_brightest_where_attention_is_highest() -> None:
     assert row >= 44 and 12 <= column <= 36
 
 
-def test_a_map_without_contrast_stays_without() -> None:
+def test_a_constant_map_is_not_rescaled() -> None:
     assert (style.attention_mask(np.full((3, 3), 0.1), (24, 24), blur=8) == 1).all()
     assert (style.attention_mask(np.zeros((3, 3)), (24, 24), blur=8) == 0).all()
 
 
-def test_gaps_of_a_mosaic_are_nothing() -> None:
+def test_gaps_of_a_mosaic_are_nan() -> None:
     sheet = style.mosaic(np.ones((2, 3, 2, 2)), gap=1)
     assert sheet.shape == (5, 8) and np.isnan(sheet).sum() == 5 * 8 - 24
     assert style.even_steps(7, 16) == list(range(7)) and style.even_steps(37, 16) == list(range(0, 37, 3))
 
 
-def test_arrays_need_no_matplotlib_and_drawing_no_pyplot() -> None:
+def test_arrays_import_no_matplotlib_and_drawing_imports_no_pyplot() -> None:
     code = (
         "import sys, vitrail; vitrail.inspect.rollout; assert 'matplotlib' not in sys.modules;"
         "import vitrail.inspect.draw_maps; assert 'matplotlib.pyplot' not in sys.modules"

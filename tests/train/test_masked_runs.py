@@ -284,7 +284,7 @@ def test_reconstructions_are_drawn(name: str, runs: Runs, tmp_path: Path, capsys
     shown, hidden = ("reconstructed", "visible") if name == "mae" else ("predicted", "corrupted")
     assert stored["original"].shape == stored[shown].shape == stored[hidden].shape
     assert not np.array_equal(stored["original"], stored[hidden]) and not np.array_equal(stored[hidden], stored[shown])
-    assert "of that of the best constant prediction" in (out / "index.html").read_text()
+    assert "of the loss of the best constant prediction" in (out / "index.html").read_text()
     assert len((out / "reconstruction.csv").read_text().splitlines()) == 4
 
 

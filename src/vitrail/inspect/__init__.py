@@ -1,9 +1,9 @@
-"""Looking inside: the paper's figures for any model, as arrays first and as plots second.
+"""Inspect models: compute the paper's figures for any model, as arrays first and as plots second.
 
     maps = vitrail.inspect.rollout(model, images)            # [image, row, column]
     pixels = vitrail.inspect.attention_distance(model, images)  # [layer, head]
 
-Everything computes in eval mode, one layer and a few images at a time, and gives numpy arrays.
+Everything runs in eval mode, one layer and a few images at a time, and returns numpy arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mean attention distance by depth and head (Fig. 7 right, Fig. 11), and what single heads look at."""
+"""Mean attention distance by layer and head (Fig. 7 right, Fig. 11), and attention maps of single heads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def attention_distance(
     layers: Iterable[int] | None = None,
     batch: int | None = None,
 ) -> Array:
-    """How far heads look, in pixels of the input: [layer, head].
+    """Compute the mean attention distance in pixels of the input: [layer, head].
 
-    For every patch as query, the Euclidean distance to every patch as key, averaged with the attention as weight; then the mean
-    over queries and images. A key that is a prefix token (class, distillation, registers) lies nowhere. `among="patches"`, the
-    default, leaves its share out, so that the weights of each query sum to one: a true weighted average. `among="all"` keeps
-    the share and counts it as distance 0, as much circulated code does; it is never larger.
+    For every query patch, the Euclidean distance to every key patch, averaged with the attention as weight; then the mean
+    over queries and images. Prefix tokens (class, distillation, registers) have no position. `among="patches"`, the default,
+    ignores the attention to them and renormalises, so the weights of each query sum to one. `among="all"` counts it as
+    distance 0, as much published code does; that value is never larger.
     """
     if among not in ("patches", "all"):
         raise VitrailError(f"among is {among!r}; it can be 'patches' or 'all'.")
@@ -41,36 +41,36 @@ def attention_distance(
 def attention_distances(
     model: nn.Module, images: Images, *, layers: Iterable[int] | None = None, batch: int | None = None
 ) -> dict[Among, Array]:
-    """`attention_distance` by both conventions from one pass."""
+    """Compute `attention_distance` by both conventions in one pass."""
     vit = checked_vit(model)
     chosen = chosen_layers(layers, len(vit.blocks))
-    measure = _measure(vit.config).to(vit.norm.weight.device)
-    total, seen = torch.zeros(2, len(chosen), vit.config.heads, dtype=torch.float64), 0
+    factors = _distance_factors(vit.config).to(vit.norm.weight.device)
+    total, count = torch.zeros(2, len(chosen), vit.config.heads, dtype=torch.float64), 0
     for part in in_batches(vit, images, batch):
-        seen += len(part)
-        means = [_query_means(weights, measure, vit.config.prefix) for _, weights in vit.attention(part, chosen)]
-        total += torch.stack(means, dim=1).cpu().double().sum(dim=2)  # one transfer a batch: each would wait for the device
-    patches, everything = finite((total / seen).numpy(), "The attention distance")
-    return {"patches": patches, "all": everything}
+        count += len(part)
+        means = [_query_means(weights, factors, vit.config.prefix) for _, weights in vit.attention(part, chosen)]
+        total += torch.stack(means, dim=1).cpu().double().sum(dim=2)  # one transfer per batch, because each synchronises
+    patches, all_keys = finite((total / count).numpy(), "The attention distance")
+    return {"patches": patches, "all": all_keys}
 
 
-def _measure(config: ViTConfig) -> Tensor:
-    """[query, key, 2]: by what to multiply attention and sum over keys to get a distance, and the share of the patches."""
-    measure = torch.zeros(config.tokens, config.tokens, 2)
-    measure[config.prefix :, config.prefix :, 0] = patch_distances(config)
-    measure[:, config.prefix :, 1] = 1.0
-    return measure
+def _distance_factors(config: ViTConfig) -> Tensor:
+    """Build [query, key, 2]: the distance in pixels, and 1 where the key is a patch."""
+    factors = torch.zeros(config.tokens, config.tokens, 2)
+    factors[config.prefix :, config.prefix :, 0] = patch_distances(config)
+    factors[:, config.prefix :, 1] = 1.0
+    return factors
 
 
-def _query_means(weights: Tensor, measure: Tensor, prefix: int) -> Tensor:
-    """[convention, image, head]: the mean over patch queries. The attention is read once and nothing of its size is made."""
-    travelled, share = torch.einsum("bhij,ijc->cbhi", weights, measure)[..., prefix:]
-    # A query that looks only at prefix tokens has no distance among patches: 0 / 0 counts as 0.
-    return torch.stack([travelled / share.clamp(min=1e-30), travelled]).mean(dim=-1)
+def _query_means(attention: Tensor, factors: Tensor, prefix: int) -> Tensor:
+    """Average over query patches: [convention, image, head]. Reads the attention once and allocates nothing of its size."""
+    distance, patch_weight = torch.einsum("bhij,ijc->cbhi", attention, factors)[..., prefix:]
+    # A query that attends only to prefix tokens has no distance among patches: 0 / 0 counts as 0.
+    return torch.stack([distance / patch_weight.clamp(min=1e-30), distance]).mean(dim=-1)
 
 
 def patch_distances(config: ViTConfig) -> Tensor:
-    """Distances between the centres of all patches in pixels of the input, [patch, patch]; a hybrid's tokens likewise."""
+    """Compute the distances between the centres of all patches in pixels of the input, [patch, patch]. Hybrids included."""
     y, x = torch.meshgrid(
         *(torch.arange(count) * float(stride) for count, stride in zip(config.grid, config.stride, strict=True)), indexing="ij"
     )
@@ -79,7 +79,7 @@ def patch_distances(config: ViTConfig) -> Tensor:
 
 
 def uniform_distance(config: ViTConfig) -> float:
-    """The mean distance of a head that looks at all patches alike: the level at which attention is global."""
+    """Compute the mean attention distance of uniform attention over all patches."""
     return float(patch_distances(config).double().mean())
 
 
@@ -91,24 +91,24 @@ def head_attention(
     layers: Iterable[int] | None = None,
     batch: int | None = None,
 ) -> Array:
-    """What each head attends to from one query: [image, layer, head, row, column], the shares of the patches.
+    """Return each head's attention from one query to all patches: [image, layer, head, row, column].
 
-    `query` is a patch as (row, column), or a prefix token by its number: 0 is the class token. The shares sum to one less what
-    goes to prefix tokens.
+    `query` is a patch as (row, column), or a prefix token by its index: 0 is the class token. The weights of a map sum to one
+    minus the attention to prefix tokens.
     """
     vit = checked_vit(model)
     token = check_patch(vit, query) if isinstance(query, tuple) else _prefix_token(vit, query)
     chosen = chosen_layers(layers, len(vit.blocks))
     parts = []
     for part in in_batches(vit, images, batch):
-        found = [weights[:, :, token, vit.config.prefix :].cpu() for _, weights in vit.attention(part, chosen)]
-        parts.append(torch.stack(found, dim=1).unflatten(-1, vit.config.grid).numpy())
+        maps = [weights[:, :, token, vit.config.prefix :].cpu() for _, weights in vit.attention(part, chosen)]
+        parts.append(torch.stack(maps, dim=1).unflatten(-1, vit.config.grid).numpy())
     return finite(np.concatenate(parts), "The attention")
 
 
-def _prefix_token(model: ViT, number: int) -> int:
+def _prefix_token(model: ViT, index: int) -> int:
     count = model.config.prefix
-    if not 0 <= number < count:
-        found = f"has {count} prefix tokens, numbered 0 to {count - 1}" if count else "has no prefix tokens"
-        raise VitrailError(f"There is no prefix token {number}: {model.config.name} {found}. A patch is named as (row, column).")
-    return number
+    if not 0 <= index < count:
+        existing = "no prefix tokens" if not count else "only prefix token 0" if count == 1 else f"prefix tokens 0 to {count - 1}"
+        raise VitrailError(f"There is no prefix token {index}: {model.config.name} has {existing}. Give a patch as (row, column).")
+    return index

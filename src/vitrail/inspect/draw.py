@@ -1,4 +1,4 @@
-"""Figures of what the weights show and of how far heads look: filters, positions, distances (Fig. 7, Fig. 11)."""
+"""Draw filters, position similarity and mean attention distance (Fig. 7, Fig. 11)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vitrail.inspect.inputs import Array
 from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, fitted, mosaic, styled, tight
 from vitrail.inspect.weights import Filters
 
-_TILES = 16  # at most so many small maps along an axis of the position figure
+_MAX_TILES = 16  # small maps along an axis of the position figure
 _RAW_COLUMNS = 32
 
 
 @styled
-def draw_filters(found: Filters, title: str = "") -> Figure:
-    """The principal components, strongest first, with the share of variance under each."""
-    count, channels = found.components.shape[:2]
+def draw_filters(filters: Filters, title: str = "") -> Figure:
+    """Draw the principal components, strongest first, with the explained variance under each."""
+    count, channels = filters.components.shape[:2]
     columns = min(7, count)
     rows = -(-count // columns)
-    height, width = found.components.shape[2:]
+    height, width = filters.components.shape[2:]
     wide, tall = fitted(height, width, (WIDTH * 0.72 / columns, 1.4))
     figure = Figure(figsize=(max(wide * columns, 3.4), (tall + 0.12) * rows + 0.3), layout="constrained")
     tight(figure, 0.03)
@@ -32,40 +32,41 @@ def draw_filters(found: Filters, title: str = "") -> Figure:
     for number, one in enumerate(axes.flat):
         bare(one)
         if number < count:
-            one.imshow(filter_picture(found.components[number]), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-            one.set_xlabel(f"{found.explained[number]:.1%}", fontsize=6.5, labelpad=2, color="#444444")
-    shown = "" if channels in (1, 3) else f", mean over {channels} channels"
-    figure.suptitle(f"{title}First-layer filters: {count} principal components, share of variance{shown}", fontsize=9)
+            one.imshow(filter_picture(filters.components[number]), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            one.set_xlabel(f"{filters.explained_variance_ratio[number]:.1%}", fontsize=6.5, labelpad=2, color="#444444")
+    averaged = "" if channels in (1, 3) else f", mean over {channels} channels"
+    components = "1 principal component" if count == 1 else f"{count} principal components"
+    figure.suptitle(f"{title}First-layer filters: {components} with explained variance{averaged}", fontsize=9)
     return figure
 
 
 @styled
-def draw_raw_filters(found: Filters, title: str = "") -> Figure:
-    """All filters as they are, in the model's order, each stretched to the full range of brightness."""
-    pictures = np.stack([filter_picture(one) for one in found.raw])
+def draw_raw_filters(filters: Filters, title: str = "") -> Figure:
+    """Draw all filters in the model's order, each scaled to the full range of brightness."""
+    pictures = np.stack([filter_picture(one) for one in filters.raw])
     columns = min(_RAW_COLUMNS, len(pictures))
     sheet = np.nan_to_num(mosaic(filled_grid(pictures, columns)), nan=1.0)
-    shown = "" if found.raw.shape[1] in (1, 3) else f", mean over {found.raw.shape[1]} channels"
+    averaged = "" if filters.raw.shape[1] in (1, 3) else f", mean over {filters.raw.shape[1]} channels"
     wide, tall = fitted(sheet.shape[0], sheet.shape[1], (WIDTH, 2 * WIDTH))
     figure = Figure(figsize=(max(wide, 3.4), tall + 0.3), layout="constrained")
     axes = figure.subplots()
     bare(axes)
     axes.imshow(sheet, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_title(f"{title}All {len(pictures)} first-layer filters{shown}")
+    axes.set_title(f"{title}All {len(pictures)} first-layer filters{averaged}")
     return figure
 
 
 def filter_picture(values: Array) -> Array:
-    """[channel, height, width] as a picture from 0 to 1: colours for three channels, else grey; zero is mid-grey."""
+    """Map a filter [channel, height, width] to values from 0 to 1: RGB for three channels, else grey. Zero is mid-grey."""
     picture = values.transpose(1, 2, 0) if len(values) == 3 else values.mean(axis=0)
     return np.asarray(picture / max(2 * float(np.abs(picture).max()), 1e-30) + 0.5)
 
 
 @styled
 def draw_positions(similarity: Array, title: str = "") -> Figure:
-    """A grid of grids: the small map in row r and column c shows how like the position of that patch all others are."""
+    """Draw a grid of maps: the map at (r, c) shows the similarity of that patch's position embedding to all others."""
     rows, columns = similarity.shape[:2]
-    shown_rows, shown_columns = even_steps(rows, _TILES), even_steps(columns, _TILES)
+    shown_rows, shown_columns = even_steps(rows, _MAX_TILES), even_steps(columns, _MAX_TILES)
     gap = max(1, round(0.12 * min(rows, columns)))
     sheet = mosaic(similarity[np.ix_(shown_rows, shown_columns)], gap)
     wide, tall = fitted(sheet.shape[0], sheet.shape[1], (WIDTH * 0.72, WIDTH))
@@ -77,10 +78,11 @@ def draw_positions(similarity: Array, title: str = "") -> Figure:
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
-    axes.set_xlabel("column of the patch")
-    axes.set_ylabel("row of the patch")
-    every = "" if len(shown_rows) * len(shown_columns) == rows * columns else f", {len(shown_rows)}×{len(shown_columns)} of them"
-    axes.set_title(f"{title}Position embeddings of {rows}×{columns} patches{every}: each map shows one against all")
+    axes.set_xlabel("patch column")
+    axes.set_ylabel("patch row")
+    complete = len(shown_rows) * len(shown_columns) == rows * columns
+    subset = "" if complete else f", {len(shown_rows)}×{len(shown_columns)} of them shown"
+    axes.set_title(f"{title}Position embedding similarity, {rows}×{columns} patches{subset}")
     figure.colorbar(image, ax=axes, shrink=0.8, aspect=28, label="cosine similarity").outline.set_visible(False)
     return figure
 
@@ -95,21 +97,21 @@ def draw_distance(
     other: Array | None = None,
     title: str = "",
 ) -> Figure:
-    """Mean attention distance of every head by depth (Fig. 7 right, Fig. 11), with the level of a head that looks everywhere.
+    """Draw the mean attention distance of every head by layer (Fig. 7 right, Fig. 11), with the value of uniform attention.
 
     `distances` [layer, head] are among patches; `other`, the second convention, is drawn faintly behind. `layers` are the
-    numbers of the layers where some were left out.
+    layer indices if `distances` has only some layers.
     """
     figure = Figure(figsize=(WIDTH * 0.78, 3.1), layout="constrained")
     axes = figure.subplots()
     depth = np.arange(len(distances)) if layers is None else np.array(layers)
     if other is not None:
-        _heads(axes, depth, other, "#bbbbbb", "x", "each head, prefix tokens' share as 0 px")
-    _heads(axes, depth, distances, COLOURS[0], "o", "each head, among patches")
-    axes.plot(depth, distances.mean(axis=1), color=COLOURS[1], linewidth=1.2, label="mean of the heads", zorder=3)
-    axes.axhline(uniform, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)), label="looking everywhere alike", zorder=1)
+        _heads(axes, depth, other, "#bbbbbb", "x", "head, prefix tokens counted as 0 pixels")
+    _heads(axes, depth, distances, COLOURS[0], "o", "head, among patches")
+    axes.plot(depth, distances.mean(axis=1), color=COLOURS[1], linewidth=1.2, label="mean over heads", zorder=3)
+    axes.axhline(uniform, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)), label="uniform attention", zorder=1)
     _distance_axes(axes, depth)
-    axes.set_title(f"{title}How far heads look, mean over {_counted(images)}")
+    axes.set_title(f"{title}Mean attention distance over {_count_images(images)}")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -118,30 +120,30 @@ def draw_distance(
 def draw_distance_comparison(
     models: Mapping[str, Array], *, layers: Mapping[str, Array], uniform: Sequence[float], images: int
 ) -> Figure:
-    """Several checkpoints depth by depth: points are heads, lines their mean, dashes the level of looking everywhere."""
+    """Compare checkpoints layer by layer: dots are heads, lines their mean, dashed lines uniform attention."""
     if len(models) > len(COLOURS):
-        raise VitrailError(f"{len(models)} checkpoints are too many for one figure; up to {len(COLOURS)} can be told apart.")
+        raise VitrailError(f"{len(models)} checkpoints are too many for one figure; compare at most {len(COLOURS)}.")
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
     axes = figure.subplots()
     for number, (name, distances) in enumerate(models.items()):
         colour, marker = COLOURS[number], MARKERS[number]
         depth = layers[name]
-        aside = (number - (len(models) - 1) / 2) * 0.6 / len(models)
-        _heads(axes, depth + aside, distances, colour, marker, None)
+        offset = (number - (len(models) - 1) / 2) * 0.6 / len(models)
+        _heads(axes, depth + offset, distances, colour, marker, None)
         axes.plot(depth, distances.mean(axis=1), color=colour, marker=marker, markersize=4, linewidth=1.3, label=name, zorder=3)
     for level in sorted(set(uniform)):
         colour = COLOURS[list(uniform).index(level)] if len(set(uniform)) > 1 else "#444444"
         axes.axhline(level, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     _distance_axes(axes, np.concatenate(list(layers.values())))
     axes.set_title(
-        f"How far heads look, mean over {_counted(images)}: points are heads, lines their mean, dashes looking everywhere alike"
+        f"Mean attention distance over {_count_images(images)} (dots: heads, lines: mean over heads, dashed: uniform attention)"
     )
     figure.legend(loc="outside lower center", ncols=min(len(models), 3))
     return figure
 
 
-def _counted(images: int) -> str:
-    return "1 image" if images == 1 else f"{images} images"
+def _count_images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
 
 
 def _heads(axes: Axes, depth: Array, distances: Array, colour: str, marker: str, label: str | None) -> None:
@@ -156,5 +158,5 @@ def _distance_axes(axes: Axes, layers: Array) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y")
     axes.set_axisbelow(True)
-    axes.set_xlabel("layer, counted from 0")
-    axes.set_ylabel("mean distance in pixels")
+    axes.set_xlabel("layer (from 0)")
+    axes.set_ylabel("mean attention distance (pixels)")

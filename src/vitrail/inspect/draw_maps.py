@@ -1,4 +1,4 @@
-"""Figures that lie over images: rollout contact sheets (Fig. 6, Fig. 14), comparisons, and what each head attends to."""
+"""Draw attention maps over images: rollout (Fig. 6, Fig. 14), comparisons, and attention of each head."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from matplotlib.patches import Rectangle
 from vitrail.inspect.inputs import Array
 from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, fitted, mosaic, styled, tight
 
-_HEAD_TILE = 0.6  # inches at most for one head's map
+_HEAD_TILE = 0.6  # maximum size of one head's map in inches
 
 
 @dataclass(frozen=True)
 class Column:
-    """Maps of one kind to draw beside each other's: a heading, [image, row, column], and whose pictures lie beneath."""
+    """A column of maps [image, row, column] to compare with other columns, and the pictures below the maps."""
 
     heading: str
     maps: Array
     pictures: Sequence[Array]
     signed: bool = False
-    """Shares light the picture from 0 to their maximum; similarities get a colour scale over their own range."""
+    """False: attention, which sets the brightness of the picture. True: similarity, drawn with a colour map over its range."""
 
 
 @styled
 def draw_rollout(pictures: Sequence[Array], maps: Array, *, labels: Sequence[str] = (), title: str = "") -> Figure:
-    """A contact sheet of pairs: the input, and the input lit by its attention, as in the paper."""
+    """Draw pairs of images: the input, and the input multiplied by its attention, as in the paper."""
     pairs = min(len(pictures), 4)
     rows = -(-len(pictures) // pairs)
     height, width = pictures[0].shape[:2]
@@ -42,23 +42,23 @@ def draw_rollout(pictures: Sequence[Array], maps: Array, *, labels: Sequence[str
         bare(one)
         if number < len(pictures):
             picture = pictures[number]
-            line_between = np.ones((height, max(1, width // 60), 3))
-            one.imshow(np.concatenate([picture, line_between, lit(picture, maps[number])], axis=1))
+            separator = np.ones((height, max(1, width // 60), 3))
+            one.imshow(np.concatenate([picture, separator, overlay(picture, maps[number])], axis=1))
             if labels:
                 one.set_title(labels[number], fontsize=6.5, loc="left", pad=2, color="#444444")
-    figure.suptitle(f"{title}Input, and attention rolled out from the output to the patches", fontsize=9)
+    figure.suptitle(f"{title}Input (left) and attention rollout (right)", fontsize=9)
     return figure
 
 
-def lit(picture: Array, values: Array) -> Array:
-    """The picture as bright as a map lets through, smoothed over one patch."""
+def overlay(picture: Array, values: Array) -> Array:
+    """Multiply the picture by a map, smoothed over one patch."""
     size = (picture.shape[0], picture.shape[1])
     return dimmed(picture, attention_mask(values, size, blur=size[0] / values.shape[0]))
 
 
 @styled
 def draw_columns(pictures: Sequence[Array], columns: Sequence[Column], *, labels: Sequence[str] = (), title: str = "") -> Figure:
-    """A row an image, a column a kind of map or a checkpoint: rollouts beside what else is drawn elsewhere."""
+    """Draw one row per image and one column per kind of map or per checkpoint."""
     height, width = pictures[0].shape[:2]
     wide, tall = fitted(height, width, (min(WIDTH / (len(columns) + 1), 1.4), 2.4))
     line = 0.16 if any(column.signed for column in columns) else 0.0
@@ -84,7 +84,7 @@ def draw_columns(pictures: Sequence[Array], columns: Sequence[Column], *, labels
 def _draw_map(axes: Axes, column: Column, number: int) -> None:
     picture, values = column.pictures[number], column.maps[number]
     if not column.signed:
-        axes.imshow(lit(picture, values))
+        axes.imshow(overlay(picture, values))
         return
     height, width = picture.shape[:2]
     axes.imshow(values, cmap=MAP, interpolation="nearest", extent=(0, width, height, 0))
@@ -93,18 +93,18 @@ def _draw_map(axes: Axes, column: Column, number: int) -> None:
 
 @styled
 def draw_heads(picture: Array, attention: Array, query: tuple[int, int], *, layers: Sequence[int], title: str = "") -> Figure:
-    """What each head (column) of each layer (row) attends to from one patch: attention [layer, head, row, column].
+    """Draw the attention [layer, head, row, column] of each head (column) and layer (row) from one query patch.
 
-    Each small map is drawn from 0 to its own maximum. The patch, at (row, column), is framed in the picture.
+    Each map is scaled from 0 to its own maximum. The query patch (row, column) is framed in the picture.
     """
     count, heads, rows, columns = attention.shape
     highest = attention.max(axis=(2, 3), keepdims=True)
     sheet = mosaic(attention / np.where(highest > 0, highest, 1), gap=max(1, round(0.12 * min(rows, columns))))
     height, width = picture.shape[:2]
-    beside, high = fitted(height, width, (1.5, 3.0))
+    picture_wide, picture_tall = fitted(height, width, (1.5, 3.0))
     wide, tall = fitted(sheet.shape[0], sheet.shape[1], (min(WIDTH - 1.9, _HEAD_TILE * heads), 2 * WIDTH))
-    figure = Figure(figsize=(beside + wide + 0.4, max(tall, high) + 0.65), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(beside, wide))
+    figure = Figure(figsize=(picture_wide + wide + 0.4, max(tall, picture_tall) + 0.65), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(picture_wide, wide))
     left.imshow(picture)
     bare(left)
     patch = (width / columns, height / rows)
@@ -112,11 +112,11 @@ def draw_heads(picture: Array, attention: Array, query: tuple[int, int], *, laye
     for colour, line in (("black", 2.4), ("white", 1.2)):
         left.add_patch(Rectangle(corner, *patch, fill=False, edgecolor=colour, linewidth=line))
     left.set_anchor("N")
-    left.set_title(f"row {query[0]}, column {query[1]}", fontsize=7.5)
+    left.set_title(f"query patch: row {query[0]}, column {query[1]}", fontsize=7.5)
     right.imshow(sheet, cmap=MAP, vmin=0, vmax=1, interpolation="nearest")
     _number_tiles(right, sheet, count, heads, layers)
     right.set_anchor("N")
-    right.set_title(f"{title}attention of each head, from 0 to its maximum", fontsize=7.5)
+    right.set_title(f"{title}attention of each head, scaled to its maximum", fontsize=7.5)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Images as a checkpoint sees them: preprocessed for the model, and turned back into pictures to draw on."""
+"""Load images for inspection: preprocessed for the model, and denormalised for drawing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitrail.inspect.inputs import Array
 
 @dataclass(frozen=True)
 class RawImages:
-    """Images as they lie on the disk, so that every checkpoint can preprocess them its own way."""
+    """Encoded images, so that every checkpoint can apply its own preprocessing."""
 
     names: list[str]
     payloads: list[Payload]
@@ -28,12 +28,12 @@ class RawImages:
 
 @dataclass(frozen=True)
 class PreprocessedImages:
-    """The same images through one checkpoint's preprocessing."""
+    """Images after one checkpoint's preprocessing."""
 
     names: list[str]
     images: Tensor
     pictures: list[Array]
-    """Of the first images, [height, width, 3] from 0 to 1: just what the model saw, cut and resized."""
+    """The first images, denormalised: [height, width, 3] from 0 to 1, cropped and resized as the model sees them."""
 
 
 def from_files(paths: Sequence[Path]) -> RawImages:
@@ -41,36 +41,35 @@ def from_files(paths: Sequence[Path]) -> RawImages:
 
 
 def from_source(reference: str, split: str | None, count: int, seed: int) -> RawImages:
-    """Images of a data source drawn at random, the same for the same seed, in the source's order."""
+    """Draw `count` random images of a data source."""
     source = open_source(reference)
     if split is None:
         split = next((name for name in ("val", "test") if name in source.splits), next(iter(source.splits)))
     chosen = source.split(split)
     if not len(chosen):
-        raise VitrailError(f"The split {split!r} of {reference} has no images, so there is nothing to look at.")
-    order = np.random.default_rng(seed).permutation(len(chosen))[:count]
-    picked = [int(index) for index in order]
-    return RawImages([chosen.image_name(index) for index in picked], [chosen.payload(index) for index in picked])
+        raise VitrailError(f"The split {split!r} of {reference} has no images.")
+    indices = np.random.default_rng(seed).permutation(len(chosen))[:count].tolist()
+    return RawImages([chosen.image_name(index) for index in indices], [chosen.payload(index) for index in indices])
 
 
-def views(bundle: Bundle, originals: RawImages, shown: int) -> PreprocessedImages:
-    """The images as this checkpoint takes them, the first `shown` of them also as pictures."""
+def preprocess_images(bundle: Bundle, raw: RawImages, shown: int) -> PreprocessedImages:
+    """Apply the checkpoint's preprocessing; the first `shown` images are also kept as pictures."""
     preprocess = bundle.preprocess
     if preprocess is None:
         raise VitrailError(
-            f"No preprocessing is recorded in {bundle.report.source}, so its images cannot be prepared as in its training. "
-            "Pass --preprocess google-vit (Google's ViTs: [−1, 1], square resize), or another preset."
+            f"No preprocessing stored in {bundle.report.source}. For Google's ViTs ([−1, 1], square resize) pass "
+            "--preprocess google-vit; for other models pass another preset, such as imagenet."
         )
-    pairs = zip(originals.payloads, originals.names, strict=True)
+    pairs = zip(raw.payloads, raw.names, strict=True)
     try:
         images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])
     except BadImage as bad:
-        raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or look at other images.") from bad
-    return PreprocessedImages(originals.names, images, [picture(image, preprocess) for image in images[:shown]])
+        raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
+    return PreprocessedImages(raw.names, images, [denormalise(image, preprocess) for image in images[:shown]])
 
 
-def picture(image: Tensor, preprocess: Preprocess) -> Array:
-    """A normalised image [channel, height, width] as colours from 0 to 1; other than three channels as their mean in grey."""
+def denormalise(image: Tensor, preprocess: Preprocess) -> Array:
+    """Turn a normalised image [channel, height, width] into RGB from 0 to 1. Other than three channels become grey."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocess.mean, preprocess.std))
     colours = (image * std + mean).clamp(0, 1)
     if len(colours) != 3:

@@ -1,4 +1,4 @@
-"""The page that shows an inspection. It links to the files beside it by relative paths and needs nothing else."""
+"""Build the HTML page of an inspection. It links to files in the same folder by relative paths and needs nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ NOT_IN_PAPER = "not in the paper"
 
 
 def page(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
-    title = f"Inside {' · '.join(about['titles'])}"
+    """Build the whole page."""
+    title = f"Inspection of {' · '.join(about['titles'])}"
     links = "".join(
-        f'<a href="#{_anchor(section, shown)}">{escape(shown.heading)}</a>' for section in sections[:1] for shown in section.figures
+        f'<a href="#{_anchor(section, panel)}">{escape(panel.heading)}</a>' for section in sections[:1] for panel in section.panels
     )
     if len(sections) > 1:
         links = "".join(f'<a href="#{escape(section.folder)}">{escape(section.title)}</a>' for section in sections)
@@ -25,28 +26,28 @@ def page(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
 
 
 def _section(section: Section) -> str:
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in section.facts.items())
+    info = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in section.info.items())
     notes = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
     callout = f'<ul class="notes">{notes}</ul>' if notes else ""
-    figures = "".join(_figure(section, shown) for shown in section.figures)
-    return f'<section id="{escape(section.folder)}"><h2>{escape(section.title)}</h2><dl>{facts}</dl>{callout}{figures}</section>'
+    figures = "".join(_figure(section, panel) for panel in section.panels)
+    return f'<section id="{escape(section.folder)}"><h2>{escape(section.title)}</h2><dl>{info}</dl>{callout}{figures}</section>'
 
 
-def _figure(section: Section, shown: Panel) -> str:
-    forms = ["png", "svg", "npz", *(["csv"] if shown.table is not None else [])]
-    stem = f"{section.folder}/{shown.name}".removeprefix("./")
-    files = " ".join(f'<a href="{escape(stem)}.{form}">{form.upper()}</a>' for form in forms)
-    kind = "badge" if shown.badge == NOT_IN_PAPER else "badge paper"
-    badge = f'<span class="{kind}">{escape(shown.badge)}</span>' if shown.badge else ""
+def _figure(section: Section, panel: Panel) -> str:
+    extensions = ["png", "svg", "npz", *(["csv"] if panel.table is not None else [])]
+    stem = f"{section.folder}/{panel.name}".removeprefix("./")
+    files = " ".join(f'<a href="{escape(stem)}.{extension}">{extension.upper()}</a>' for extension in extensions)
+    kind = "badge" if panel.badge == NOT_IN_PAPER else "badge paper"
+    badge = f'<span class="{kind}">{escape(panel.badge)}</span>' if panel.badge else ""
     return (
-        f'<figure id="{_anchor(section, shown)}"><h3>{escape(shown.heading)} {badge}</h3>'
-        f'<a class="sheet" href="{escape(stem)}.png"><img src="{escape(stem)}.png" alt="{escape(shown.heading)}"></a>'
-        f'<figcaption>{escape(shown.caption)} <span class="files">{files}</span></figcaption></figure>'
+        f'<figure id="{_anchor(section, panel)}"><h3>{escape(panel.heading)} {badge}</h3>'
+        f'<a class="sheet" href="{escape(stem)}.png"><img src="{escape(stem)}.png" alt="{escape(panel.heading)}"></a>'
+        f'<figcaption>{escape(panel.caption)} <span class="files">{files}</span></figcaption></figure>'
     )
 
 
-def _anchor(section: Section, shown: Panel) -> str:
-    return escape(f"{section.folder}-{shown.name}".removeprefix(".-"))
+def _anchor(section: Section, panel: Panel) -> str:
+    return escape(f"{section.folder}-{panel.name}".removeprefix(".-"))
 
 
 _STYLE = """
@@ -84,5 +85,5 @@ _PAGE = """<!doctype html>
 <title>{title}</title><style>{style}</style></head>
 <body><header><h1>{title}</h1><nav>{links}</nav></header>
 <main>{sections}</main>
-<footer>Made with Vitrail {version}. Every figure is here as PNG and SVG, with its numbers as NPZ.</footer></body></html>
+<footer>Made with Vitrail {version}. Every figure is available as PNG and SVG, and its data as NPZ.</footer></body></html>
 """

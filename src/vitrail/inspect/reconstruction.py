@@ -1,4 +1,4 @@
-"""What a model that learns without labels makes of hidden patches: the image, what was hidden of it, what it predicts."""
+"""Draw the reconstructions of masked pre-training: the image, the model's input, and the prediction."""
 
 from __future__ import annotations
 
@@ -32,57 +32,58 @@ _GREY = 0.5
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Pictures [image, row, column, channel] from 0 to 1 by what they show, in the order in which they are drawn."""
+    """Original, masked and reconstructed images."""
 
     pictures: Mapping[str, Array]
-    places: Array
-    """[image, place]: the hidden patches, counted along the rows of the grid."""
+    """Kind → images [image, row, column, channel] from 0 to 1, in the order in which they are drawn."""
+    target_patches: Array
+    """[image, target]: indices of the patches to predict, row by row."""
     losses: Array
     metrics: Mapping[str, float]
-    """Over all images, as training reports them."""
+    """Metrics over all images, as in training."""
 
 
 @torch.no_grad()
 def reconstruct(wrapper: Pretraining, task: Masked, images: Tensor, *, seed: int = 0) -> Reconstruction:
-    """Hide patches of normalised images as in training, drawn by `seed`, and show what is predicted for them."""
+    """Mask patches of normalised images as in training, chosen by `seed`, and predict them."""
     target, device = task.target, wrapper.encoder.norm.weight.device
     images = images.to(device)
     task.to(device)
     noise = torch.rand(len(images), wrapper.patches, wrapper.draws, generator=torch.Generator().manual_seed(seed)).to(device)
     with evaluating(wrapper):
-        predicted, places = wrapper(images, noise)
-    wanted, true = at(target.of(images), places), target.patches(images)
-    there = at(true, places)
-    shown = {"original": true, **_hidden(wrapper, true, noise, places)}
-    shown[_predicted(wrapper)] = _put(true, places, target.painted(predicted, there))
+        predicted, indices = wrapper(images, noise)
+    targets, true = at(target.of(images), indices), target.patches(images)
+    true_patches = at(true, indices)
+    kinds = {"original": true, **_model_input(wrapper, true, noise, indices)}
+    kinds[_prediction_name(wrapper)] = _replace(true, indices, target.painted(predicted, true_patches))
     if isinstance(target, Colours):
-        shown["true colours"] = _put(true, places, target.colours(wanted))
+        kinds["true colours"] = _replace(true, indices, target.colours(targets))
     meter = MaskedMeter(target)
-    meter.update(Outcome(predicted.float(), wanted, at(target.bins(images), places)))
-    pictures = {name: _pictures(patches, target) for name, patches in shown.items()}
-    return Reconstruction(pictures, places.cpu().numpy(), target.loss(predicted, wanted).cpu().numpy(), meter.metrics())
+    meter.update(Outcome(predicted.float(), targets, at(target.bins(images), indices)))
+    pictures = {name: _unpatchify(patches, target) for name, patches in kinds.items()}
+    return Reconstruction(pictures, indices.cpu().numpy(), target.loss(predicted, targets).cpu().numpy(), meter.metrics())
 
 
-def _predicted(wrapper: Pretraining) -> str:
+def _prediction_name(wrapper: Pretraining) -> str:
     return "reconstructed" if isinstance(wrapper, MaskedAutoencoder) else "predicted"
 
 
-def _hidden(wrapper: Pretraining, patches: Tensor, noise: Tensor, places: Tensor) -> dict[str, Tensor]:
-    """The image as far as the model sees it: a [mask] is grey, a replaced patch shows the one in its place."""
-    grey = torch.full_like(at(patches, places), _GREY)
+def _model_input(wrapper: Pretraining, patches: Tensor, noise: Tensor, indices: Tensor) -> dict[str, Tensor]:
+    """Build the model's input: a masked patch is grey, a replaced patch shows its replacement."""
+    grey = torch.full_like(at(patches, indices), _GREY)
     if not isinstance(wrapper, MaskedPatches):
-        return {"visible": _put(patches, places, grey)}
-    swapped = places[:, wrapper.masked : wrapper.masked + wrapper.replaced]
-    others = patches.flatten(0, 1)[wrapper.donors(swapped, noise[..., 1])]
-    kept = at(patches, places[:, wrapper.masked + wrapper.replaced :])
-    return {"corrupted": _put(patches, places, torch.cat([grey[:, : wrapper.masked], others, kept], dim=1))}
+        return {"visible": _replace(patches, indices, grey)}
+    replaced = indices[:, wrapper.masked : wrapper.masked + wrapper.replaced]
+    others = patches.flatten(0, 1)[wrapper.donors(replaced, noise[..., 1])]
+    unchanged = at(patches, indices[:, wrapper.masked + wrapper.replaced :])
+    return {"corrupted": _replace(patches, indices, torch.cat([grey[:, : wrapper.masked], others, unchanged], dim=1))}
 
 
-def _put(patches: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    return patches.scatter(1, places[..., None].expand(-1, -1, patches.shape[2]), values.to(patches.dtype))
+def _replace(patches: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    return patches.scatter(1, indices[..., None].expand(-1, -1, patches.shape[2]), values.to(patches.dtype))
 
 
-def _pictures(patches: Tensor, target: PatchTarget) -> Array:
+def _unpatchify(patches: Tensor, target: PatchTarget) -> Array:
     (rows, columns), (height, width) = target.grid, target.stride
     images = patches.reshape(len(patches), rows, columns, target.channels, height, width).permute(0, 1, 4, 2, 5, 3)
     colours = images.reshape(len(patches), rows * height, columns * width, target.channels).cpu()
@@ -92,13 +93,13 @@ def _pictures(patches: Tensor, target: PatchTarget) -> Array:
 
 
 def run_folder(reference: str) -> Path:
-    """The folder of a run, named itself or by the model in it."""
+    """Return the folder of a run, given the run or the model in it."""
     path = Path(reference).expanduser()
     return path.parent if path.name == "model" and (path.parent / "config.json").is_file() else path
 
 
 def own_source(reference: str) -> str | None:
-    """Where a run's own images came from."""
+    """Return the data source that a run was trained on."""
     try:
         recipe: dict[str, Any] = json.loads((run_folder(reference) / "config.json").read_text(encoding="utf-8"))["recipe"]
         return str(recipe["data"]["source"]) or None
@@ -106,63 +107,62 @@ def own_source(reference: str) -> str | None:
         return None
 
 
-def examine_reconstruction(title: str, folder: str, reference: str, bundle: Bundle, seen: PreprocessedImages, seed: int) -> Section:
-    """The section of one run."""
+def inspect_reconstruction(
+    title: str, folder: str, reference: str, bundle: Bundle, inputs: PreprocessedImages, seed: int
+) -> Section:
+    """Draw the reconstructions of one run."""
     if bundle.preprocess is None:
-        raise VitrailError(f"No preprocessing is recorded in {reference}, so its pixels cannot be told. Is it a run's folder?")
+        raise VitrailError(f"No preprocessing stored in {reference}. Pass the folder of a run.")
     wrapper, task = load_parts(run_folder(reference), bundle.model, bundle.preprocess)
-    images = seen.images[: len(seen.pictures)]
-    found = reconstruct(wrapper, task, images, seed=seed)
-    mae = isinstance(wrapper, MaskedAutoencoder)
+    images = inputs.images[: len(inputs.pictures)]
+    result = reconstruct(wrapper, task, images, seed=seed)
+    metrics = result.metrics
     caption = (
-        f"{wrapper.num_masked} of {wrapper.patches} patches are masked in each image"
-        + (
-            " (grey)"
-            if mae
-            else f" ({wrapper.masked} masked, grey; {wrapper.replaced} replaced by patches of other images; rest kept)"
-        )
-        + f". {_captions(task)} The loss on these images is {found.metrics['loss']:.4g}, "
-        f"{found.metrics['relative_loss']:.1%} of that of the best constant prediction ({found.metrics['constant_loss']:.4g})."
+        f"{_masking_text(wrapper)} {_target_text(task)} The loss on these images is {metrics['loss']:.4g}, "
+        f"{metrics['relative_loss']:.1%} of the loss of the best constant prediction ({metrics['constant_loss']:.4g})."
     )
-    names = seen.names[: len(images)]
-    rows = [("image", "loss"), *zip(names, found.losses.tolist(), strict=True)]
-    facts = {"checkpoint": reference, "model": bundle.model.config.name, "task": task.kind}
-    arrays = {name.replace(" ", "_"): values for name, values in found.pictures.items()} | {"places": found.places}
-    badge = NOT_IN_PAPER if mae else "App. B.1.2"
-    shown = Panel("reconstruction", "Reconstruction", caption, draw_reconstruction(found.pictures), arrays, rows, badge)
-    return Section(title, folder, facts, [shown])
+    rows = [("image", "loss"), *zip(inputs.names[: len(images)], result.losses.tolist(), strict=True)]
+    info = {"checkpoint": reference, "model": bundle.model.config.name, "task": task.kind}
+    arrays = {name.replace(" ", "_"): values for name, values in result.pictures.items()}
+    arrays["target_patches"] = result.target_patches
+    badge = NOT_IN_PAPER if isinstance(wrapper, MaskedAutoencoder) else "App. B.1.2"
+    panel = Panel("reconstruction", "Reconstruction", caption, draw_reconstruction(result.pictures), arrays, rows, badge)
+    return Section(title, folder, info, [panel])
 
 
-def _how(wrapper: Pretraining) -> str:
+def _masking_text(wrapper: Pretraining) -> str:
     if not isinstance(wrapper, MaskedPatches):
-        return " (grey)"
-    kept = wrapper.num_masked - wrapper.masked - wrapper.replaced
-    return f" ({wrapper.masked} masked, grey; {wrapper.replaced} replaced by other patches of these images; {kept} kept)"
+        return f"{wrapper.num_masked} of {wrapper.patches} patches per image are masked (grey)."
+    unchanged = wrapper.num_masked - wrapper.masked - wrapper.replaced
+    return (
+        f"{wrapper.num_masked} of {wrapper.patches} patches per image are corrupted: {wrapper.masked} masked (grey), "
+        f"{wrapper.replaced} replaced by other patches, {unchanged} unchanged."
+    )
 
 
-def _captions(task: Masked) -> str:
+def _target_text(task: Masked) -> str:
     if task.kind == "masked-autoencoder":
-        return "Pixels are predicted relative to each patch's own mean and deviation, which the drawing takes from the truth."
+        return "Pixels are predicted after normalising each patch; the drawing uses the true mean and standard deviation."
     if isinstance(task.target, Colours):
-        what = "its mean colour" if task.target.cells == 1 else "its colours on a 4×4 grid"
-        return f"Of each hidden patch {what} is predicted, in 3 bits a channel; shown is the most likely class."
-    return "Of each hidden patch all pixels are predicted."
+        what = "mean colour" if task.target.cells == 1 else "colours on a 4×4 grid"
+        return f"The model predicts the {what} of each corrupted patch with 3 bits per channel; the most likely class is shown."
+    return "The model predicts all pixels of each corrupted patch."
 
 
 @styled
 def draw_reconstruction(pictures: Mapping[str, Array]) -> Figure:
-    """Two images a row (one, if there is only one), each with all its pictures side by side."""
+    """Draw up to two images per row, each with all its kinds side by side."""
     count, (height, width) = len(next(iter(pictures.values()))), next(iter(pictures.values())).shape[1:3]
-    abreast, kinds = min(2, count), [*pictures]
-    columns, rows = [*kinds, None] * abreast, -(-count // abreast)  # None: a gap after each image
-    gaps = [0.08 if kind is None else 1.0 for kind in columns[:-1]]
-    wide, tall = fitted(height, width, (min(WIDTH / sum(gaps), 1.6), 2.4))
-    figure = Figure(figsize=(wide * sum(gaps), rows * tall + 0.3), layout="constrained")
+    per_row, kinds = min(2, count), [*pictures]
+    columns, rows = [*kinds, None] * per_row, -(-count // per_row)  # None: a gap after each image
+    widths = [0.08 if kind is None else 1.0 for kind in columns[:-1]]
+    wide, tall = fitted(height, width, (min(WIDTH / sum(widths), 1.6), 2.4))
+    figure = Figure(figsize=(wide * sum(widths), rows * tall + 0.3), layout="constrained")
     tight(figure, 0.015)
-    axes = figure.subplots(rows, len(gaps), squeeze=False, width_ratios=gaps)
+    axes = figure.subplots(rows, len(widths), squeeze=False, width_ratios=widths)
     for (row, column), one in np.ndenumerate(axes):
         bare(one)
-        kind, image = columns[column], row * abreast + column // (len(kinds) + 1)
+        kind, image = columns[column], row * per_row + column // (len(kinds) + 1)
         if kind is None or image >= count:
             one.set_visible(False)
             continue

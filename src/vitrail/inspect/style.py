@@ -1,7 +1,7 @@
-"""How every figure looks, and how arrays become pictures.
+"""The common style of all figures, and helpers that turn arrays into pictures.
 
-Figures are drawn without pyplot: nothing global is touched, and no window system is needed. The colours are Okabe and Ito's,
-which people with any kind of colour vision can tell apart; maps are matplotlib's perceptually even cividis and viridis.
+Figures are drawn without pyplot: no global state, and no display is needed. The colours are Okabe and Ito's palette, which is
+safe for colour-blind readers; maps use matplotlib's perceptually uniform viridis.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MAP = "viridis"
 WIDTH = 6.8  # inches: the text width of a page
-_PIXELS = 200  # an inch
+_DPI = 200
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -50,13 +50,13 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    "svg.hashsalt": "vitrail",  # the same figure gives the same file
+    "svg.hashsalt": "vitrail",  # identical figures give identical files
     "svg.fonttype": "path",
 }
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """A drawing function in the common style."""
+    """Decorate a drawing function so that it uses the common style."""
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
@@ -66,40 +66,40 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     return drawn
 
 
-def rendered(figure: Figure, form: str) -> bytes:
-    """The figure as a file's content, "png" or "svg"."""
+def rendered(figure: Figure, format_: str) -> bytes:
+    """Render the figure as "png" or "svg"."""
     content = io.BytesIO()
-    figure.draw_without_rendering()  # lays it out once; laid out again for each form, parts would shift between them
+    figure.draw_without_rendering()  # fixes the layout once; otherwise PNG and SVG would differ slightly
     figure.set_layout_engine("none")
-    metadata = {"Date": None, "Creator": "Vitrail"} if form == "svg" else {"Software": "Vitrail"}
+    metadata = {"Date": None, "Creator": "Vitrail"} if format_ == "svg" else {"Software": "Vitrail"}
     with mpl.rc_context(_STYLE):
-        figure.savefig(content, format=form, dpi=_PIXELS, bbox_inches="tight", pad_inches=0.06, metadata=metadata)
+        figure.savefig(content, format=format_, dpi=_DPI, bbox_inches="tight", pad_inches=0.06, metadata=metadata)
     return content.getvalue()
 
 
 def tight(figure: Figure, gap: float = 0.02) -> None:
-    """Little room between the parts of a figure, in inches."""
+    """Set small gaps between the axes of a figure, in inches."""
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)
     engine.set(w_pad=gap, h_pad=gap, wspace=0.0, hspace=0.0)
 
 
 def bare(axes: Axes) -> None:
-    """No ticks and no frame: for pictures."""
+    """Remove ticks and frame, for pictures."""
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_visible(False)
 
 
-def fitted(height: float, width: float, most: tuple[float, float]) -> tuple[float, float]:
-    """(wide, tall) in inches for something of these proportions that is to stay within `most` (wide, tall)."""
-    scale = min(most[0] / width, most[1] / height)
+def fitted(height: float, width: float, limit: tuple[float, float]) -> tuple[float, float]:
+    """Return (width, height) in inches that keep the aspect ratio and fit into `limit` (width, height)."""
+    scale = min(limit[0] / width, limit[1] / height)
     return width * scale, height * scale
 
 
 def mosaic(tiles: Array, gap: int = 1) -> Array:
-    """Tiles [row, column, height, width, …] as one picture; the gaps between are NaN, which is drawn as nothing."""
+    """Arrange tiles [row, column, height, width, …] in one picture. Gaps are NaN, which matplotlib leaves blank."""
     rows, columns, height, width = tiles.shape[:4]
     sheet = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, *tiles.shape[4:]), np.nan)
     for row in range(rows):
@@ -110,24 +110,24 @@ def mosaic(tiles: Array, gap: int = 1) -> Array:
 
 
 def filled_grid(tiles: Array, columns: int) -> Array:
-    """[tile, …] as [row, column, …]; the last row is filled up with NaN."""
+    """Reshape [tile, …] to [row, column, …]; the last row is padded with NaN."""
     rows = -(-len(tiles) // columns)
     grid = np.full((rows * columns, *tiles.shape[1:]), np.nan)
     grid[: len(tiles)] = tiles
     return grid.reshape(rows, columns, *tiles.shape[1:])
 
 
-def even_steps(count: int, most: int) -> list[int]:
-    """Of `count` rows or columns, those to show: all, or evenly many up to `most`, always from the first."""
-    step = -(-count // most)
+def even_steps(count: int, limit: int) -> list[int]:
+    """Choose at most `limit` evenly spaced indices below `count`, starting at 0."""
+    step = -(-count // limit)
     return list(range(0, count, step))
 
 
 def attention_mask(values: Array, size: tuple[int, int], blur: float) -> Array:
-    """A map [row, column] smoothly over an image of `size` (height, width), from 0 to 1, as the authors drew it.
+    """Resize a map [row, column] smoothly to `size` (height, width), from 0 to 1, as the authors draw it.
 
-    Divided by its maximum, enlarged by Lanczos, blurred by a Gaussian of one patch, and stretched to the full range. A map
-    without any difference stays without: it becomes zeros where it is zero and ones elsewhere.
+    The map is divided by its maximum, enlarged with Lanczos, blurred with a Gaussian of one patch, and rescaled to the full
+    range. A constant map is not rescaled: it becomes all zeros if it is zero, else all ones.
     """
     top = float(values.max())
     if top <= 0 or float(values.min()) == top:
@@ -141,5 +141,5 @@ def attention_mask(values: Array, size: tuple[int, int], blur: float) -> Array:
 
 
 def dimmed(picture: Array, mask: Array) -> Array:
-    """The picture [height, width, 3] as bright as the mask says."""
+    """Multiply the picture [height, width, 3] by the mask."""
     return picture * mask[..., None]

@@ -1,4 +1,4 @@
-"""What the weights alone show: filters of the first layer and likeness of positions (Fig. 7 left and centre)."""
+"""Inspect the weights alone: first-layer filters and position similarity (Fig. 7 left and centre)."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from vitrail.models import Model, ViT
 
 
 class Filters(NamedTuple):
-    """The first linear map of the pixels."""
+    """The filters of the first layer."""
 
     components: Array
     """[component, channel, height, width]: principal components of the filters, unit length, strongest first."""
-    explained: Array
-    """[component]: the share of the filters' variance each accounts for."""
+    explained_variance_ratio: Array
+    """[component]: the fraction of the filters' variance explained by each component."""
     raw: Array
     """[filter, channel, height, width]: the filters themselves."""
 
 
 def filters(model: nn.Module, components: int = 28) -> Filters:
-    """Principal components of the filters that see the pixels, 28 as in the paper's Fig. 7, and the filters themselves.
+    """Compute the principal components of the first-layer filters, 28 as in the paper's Fig. 7.
 
-    For a ViT these are the rows of the patch embedding. A hybrid's patches come from a feature map, so for hybrids and BiT it
-    is the ResNet's first convolution, standardised as it is applied. The filters' mean is taken off first. A component's sign
-    is free; here its largest entry is positive. There are at most as many components as filters or as entries of a filter.
+    For a ViT the filters are the rows of the patch embedding; for hybrids and BiT the ResNet's first convolution, after weight
+    standardisation. Filters are centred first. The sign of a component is arbitrary; here its largest entry is positive. There
+    are at most as many components as filters, or as entries of a filter.
     """
     if components < 1:
-        raise VitrailError(f"components is {components}; at least one principal component must be asked for.")
+        raise VitrailError(f"components is {components}; use 1 or more.")
     raw = first_filters(checked_model(model))
     flat = raw.flatten(1)
     centred = flat - flat.mean(dim=0)
-    _, strengths, directions = torch.linalg.svd(centred, full_matrices=False)
+    _, singular_values, directions = torch.linalg.svd(centred, full_matrices=False)
     largest = directions.abs().argmax(dim=1, keepdim=True)
     directions = directions * directions.gather(1, largest).sign()
-    variance = strengths**2
-    explained = variance / variance.sum().clamp(min=torch.finfo(variance.dtype).tiny)
-    kept = min(components, len(directions))
+    variance = singular_values**2
+    ratio = variance / variance.sum().clamp(min=torch.finfo(variance.dtype).tiny)
+    count = min(components, len(directions))
     finite(raw.numpy(), "The filters")
     return Filters(
-        directions[:kept].unflatten(1, raw.shape[1:]).float().numpy(),
-        explained[:kept].float().numpy(),
+        directions[:count].unflatten(1, raw.shape[1:]).float().numpy(),
+        ratio[:count].float().numpy(),
         raw.float().numpy(),
     )
 
 
 def first_filters(model: Model) -> Tensor:
-    """[filter, channel, height, width] in float64 on the CPU, where a decomposition is exact and the same everywhere."""
+    """Return the filters [filter, channel, height, width] in float64 on the CPU, so that results do not depend on the device."""
     if isinstance(model, ViT):
         weight = model.patches.weight if model.resnet is None else model.resnet.root.standardised()
     else:
@@ -59,21 +59,22 @@ def first_filters(model: Model) -> Tensor:
 
 
 def position_similarity(model: nn.Module, layer: int = 0) -> Array:
-    """Cosine similarity of each patch's position embedding to every other's: [row, column, row, column], −1 to 1.
+    """Compute the cosine similarity between the position embeddings of all patches: [row, column, row, column], −1 to 1.
 
-    The first two axes say whose similarities, the last two to which patch. Prefix tokens are left out. Models that add
-    positions of their own before every layer take `layer`.
+    Prefix tokens are not included. `layer` chooses the embedding of models with one position embedding per layer.
     """
     vit = checked_vit(model)
     if not 0 <= layer < vit.positions.layers:
-        found = (
-            f"{vit.positions.layers} tables of positions" if vit.positions.layers > 1 else "one table of positions for all layers"
+        existing = (
+            f"{vit.positions.layers} position embeddings, counted from 0"
+            if vit.positions.layers > 1
+            else "one position embedding for all layers"
         )
-        raise VitrailError(f"There is no table of positions for layer {layer}: {vit.config.name} has {found}, counted from 0.")
+        raise VitrailError(f"There is no position embedding for layer {layer}: {vit.config.name} has {existing}.")
     vectors = vit.positions.of_patches(layer)
     if vectors is None:
-        kind = "no positions" if vit.config.position == "none" else "relative positions: a bias for each offset, no vector a patch"
-        raise VitrailError(f"{vit.config.name} has {kind}, so there is nothing whose similarity could be shown.")
+        kind = "no position embedding" if vit.config.position == "none" else "relative positions (a bias per offset)"
+        raise VitrailError(f"{vit.config.name} has {kind}, so there are no position vectors to compare.")
     rows, columns = vit.config.grid
     unit = torch.nn.functional.normalize(vectors.detach().to("cpu", torch.float64).flatten(0, 1), dim=1)
     similarity = (unit @ unit.T).reshape(rows, columns, rows, columns).float().numpy()

@@ -1,4 +1,4 @@
-"""Real models with weights made so that their attention is known: all alike, or each token looking at one chosen token."""
+"""Models whose weights give a known attention: uniform, or each token attends to one chosen token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRIDE = (8, 4)
 
 
 def tiny(grid: tuple[int, int], *, heads: int = 2, depth: int = 3, width: int | None = None, **changes: Any) -> ViT:
-    """A small ViT on a grid with patches that are not square."""
+    """A small ViT with patches that are not square."""
     size = (grid[0] * STRIDE[0], grid[1] * STRIDE[1])
     fields = {"patch": STRIDE, "width": width or 12 * heads, "depth": depth, "heads": heads, "mlp": 16, "outputs": 5, **changes}
     model = vitrail.create_model("Ti/16", image_size=size, seed=0, **fields)
@@ -24,7 +24,7 @@ def tiny(grid: tuple[int, int], *, heads: int = 2, depth: int = 3, width: int | 
 
 
 def uniform(grid: tuple[int, int], **changes: Any) -> ViT:
-    """Queries and keys are zero: every token looks at all tokens alike."""
+    """Queries and keys are zero, so attention is uniform."""
     model = trained(tiny(grid, **changes))
     for block in model.blocks:
         torch.nn.init.zeros_(block.attention.qkv.weight)
@@ -32,13 +32,13 @@ def uniform(grid: tuple[int, int], **changes: Any) -> ViT:
     return model
 
 
-def routed(grid: tuple[int, int], targets: Sequence[Callable[[int], int]], *, prefix: int, **changes: Any) -> ViT:
-    """Head h of token t looks at token targets[h](t) alone, in every layer.
+def one_hot(grid: tuple[int, int], targets: Sequence[Callable[[int], int]], *, prefix: int, **changes: Any) -> ViT:
+    """In every layer, head h of token t attends only to token targets[h](t).
 
-    The position table is one-hot a token and all else adds nothing, so queries and keys can be made to meet at will.
+    Position embeddings are one-hot and all other parts add zero, so queries and keys can be chosen freely.
     """
     tokens, heads = prefix + grid[0] * grid[1], len(targets)
-    size = 2 * tokens  # room to spare: normalised one-hot vectors that fill their space sum to nothing
+    size = 2 * tokens  # twice the size needed: LayerNorm maps one-hot vectors that span the whole space to vectors that sum to zero
     model = trained(tiny(grid, heads=heads, width=heads * size, **changes))
     assert model.config.tokens == tokens
     with torch.no_grad():
@@ -61,7 +61,7 @@ def routed(grid: tuple[int, int], targets: Sequence[Callable[[int], int]], *, pr
 
 
 def trained(model: ViT) -> ViT:
-    """Weights that do not look untouched; the final norm's bias reaches no attention."""
+    """Make the weights look trained; the bias of the final norm does not affect attention."""
     torch.nn.init.normal_(model.norm.bias)
     torch.nn.init.normal_(model.head.weight)
     return model
@@ -73,13 +73,13 @@ def images(model: ViT, count: int = 2) -> torch.Tensor:
 
 
 def grid_mean_distance(grid: tuple[int, int], stride: tuple[int, int] = STRIDE) -> float:
-    """By plain loops: the mean over all pairs of patches, a patch with itself included."""
-    places = [(r * stride[0], c * stride[1]) for r in range(grid[0]) for c in range(grid[1])]
-    return float(np.mean([np.hypot(a[0] - b[0], a[1] - b[1]) for a in places for b in places]))
+    """The mean distance over all pairs of patches, including a patch with itself."""
+    centres = [(r * stride[0], c * stride[1]) for r in range(grid[0]) for c in range(grid[1])]
+    return float(np.mean([np.hypot(a[0] - b[0], a[1] - b[1]) for a in centres for b in centres]))
 
 
 def shifted(grid: tuple[int, int], rows: int, columns: int, prefix: int) -> Callable[[int], int]:
-    """Each patch looks so many rows and columns away, towards whichever side has room; prefix tokens look at themselves."""
+    """Each patch attends to the patch `rows` and `columns` away, in the direction that exists; prefix tokens to themselves."""
 
     def target(token: int) -> int:
         if token < prefix:

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import vitrail
 from tests.checkpoints.small_models import KINDS, SMALL, bundle_of, images_for, random_model
+from vitrail.checkpoints.golden import check as golden_check
 from vitrail.checkpoints.golden import golden_image
 from vitrail.checkpoints.native import checksum
 from vitrail.data.preprocess import preset
 from vitrail.errors import VitrailError
-from vitrail.models import ViTConfig
+from vitrail.models import ViTConfig, build_model
 
 
 @pytest.fixture
@@ -248,3 +249,45 @@ def test_with_a_zero_head_the_golden_pre_logits_detect_changes(tmp_path: Path) -
     change(tmp_path / "x", model__gelu="erf")
     with pytest.raises(VitrailError, match="its pre_logits differ"):
         vitrail.load(tmp_path / "x")
+
+
+VERSION_1 = """
+{
+  "format": "vitrail", "version": 1,
+  "model": {
+    "family": "vit", "name": "tiny", "outputs": 2, "image_size": [4, 4], "channels": 3, "width": 4, "depth": 1, "heads": 2, "mlp": 4,
+    "patch": [2, 2], "resnet": null, "gelu": "tanh", "norm_eps": 1e-06, "qkv_bias": true, "layer_scale": null, "attention": "full",
+    "class_token": true, "distill_token": false, "registers": 0, "position": "learned", "position_at": "input",
+    "position_prefix": true, "position_resize": "reference", "position_std": 0.02, "pooling": "class",
+    "final_norm": "before-pool", "pre_logits": null, "head_bias": 0.0, "dropout": 0.0, "attention_dropout": 0.0,
+    "stochastic_depth": 0.0
+  },
+  "preprocess": {
+    "size": [4, 4], "resize": "square", "resize_to": null, "interpolation": "bilinear", "antialias": false, "rounding": "none",
+    "geometry": "tensorflow", "pad": false, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "channels": 3, "bits": 8, "exif": true,
+    "name": "google-vit"
+  },
+  "classes": ["a", "b"], "task": "classify",
+  "provenance": {"recipe": "digits", "task": {"kind": "classify", "activation": "softmax"}},
+  "golden": {
+    "quick": {"pre_logits": [-0.38746125, 0.9887287, 2.4767227, 4.0765181], "logits": [15.531122, 17.38225]},
+    "full": {"pre_logits": [-0.38746053, 0.98872894, 2.4767225, 4.0765185], "logits": [15.531126, 17.382254]}
+  },
+  "weights": {"parameters": 230, "dtype": "float32", "checksum": "2ee2cb5ce3f1ccecebf1947e79cc78d7", "sha256": {}}
+}
+"""
+
+
+def test_a_folder_of_version_1_is_read(tmp_path: Path) -> None:
+    """The literal config.json of an older Vitrail, which has no `init`; the weights are the numbers it was saved with."""
+    model = build_model(ViTConfig(name="tiny", width=4, depth=1, heads=2, mlp=4, patch=(2, 2), image_size=(4, 4), outputs=2))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            values = (torch.arange(parameter.numel()) % 17 - 8) / 16 + number / 8
+            parameter.copy_(values.reshape(parameter.shape))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(VERSION_1)
+    bundle = vitrail.load(tmp_path)
+    assert (bundle.classes, bundle.task_info) == (("a", "b"), {"kind": "classify", "activation": "softmax"})
+    assert bundle.preprocess == preset("google-vit", size=(4, 4))
+    golden_check(bundle.model, json.loads(VERSION_1)["golden"], "version 1", full=True)

@@ -12,6 +12,8 @@ from vitrail.models.fused.launch import is_fake, num_sms, sm_major
 from vitrail.models.fused.self_test import largest_difference, passes, rejected, remember
 
 _TOLERANCE = 0.01  # relative error of a row: a few times that of rounding to low precision
+_ROWS = 40_037  # every program computes several tiles, and the last ones are not full
+_FEW_ROWS = 150  # tiles have fewer rows then
 
 
 def use_own_matmul(x: Tensor, columns: int, epilogue: Literal["bias", "gelu"]) -> bool:
@@ -43,18 +45,27 @@ def _norm_epilogue_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _norm_epilogue_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the worst relative error of matmuls with a layer norm in their epilogue."""
+    """Return the worst relative error of matmuls with a layer norm in their epilogue, for tokens far from mean zero."""
     from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu
     from vitrail.models.fused.residual_norm import residual_stats
 
-    generator, sizes = torch.Generator(device).manual_seed(0), ((1, 40_037, 192), (1, 40_037, 192), (256, 192), (256,), (192,))
-    x, branch, weight, bias, added = (torch.randn(size, device=device, generator=generator) / 4 for size in sizes)
-    exact = F.linear(F.layer_norm(x + branch + added, (192,)), weight, bias)
-    total, mean, rstd = residual_stats(x.to(dtype), branch.to(dtype), added.to(dtype), None, None, 0.0, 1e-6)
-    weight = weight.to(dtype)
-    norm = mean, rstd, weight.sum(1, dtype=torch.float32)
-    found = matmul_bias(total, weight, bias, *norm), matmul_bias_gelu(total, weight, bias, False, *norm)
-    return largest_difference([exact, F.gelu(exact)], found)
+    generator, sizes = torch.Generator(device).manual_seed(0), ((1, _ROWS, 192), (1, _ROWS, 192), (192,), (256, 192), (256,))
+    given = (torch.randn(size, device=device, generator=generator).to(dtype) / 4 for size in sizes)
+    x, branch, branch_bias, weight, bias = given
+    x, mean, rstd = residual_stats(x + 10, branch, branch_bias, None, None, 0.0, 1e-6)
+    exact = F.linear(F.layer_norm(x[0].float(), (192,), eps=1e-6), weight.float(), bias.float())
+    row_sums = weight.sum(1, dtype=torch.float32)
+    expected, found = [], []
+    for rows in (_ROWS, _FEW_ROWS):
+        norm = mean[:rows], rstd[:rows], row_sums
+        expected += [exact[:rows], *(_gelu(exact[:rows], tanh) for tanh in (True, False))]
+        found += [matmul_bias(x[0, :rows], weight, bias, *norm)]
+        found += [matmul_bias_gelu(x[0, :rows], weight, bias, tanh, *norm) for tanh in (True, False)]
+    return largest_difference(expected, found)
+
+
+def _gelu(x: Tensor, tanh: bool) -> Tensor:
+    return F.gelu(x, approximate="tanh" if tanh else "none")
 
 
 def use_hopper_attention(qkv: Tensor, heads: int, needs_grad: bool) -> bool:
@@ -99,23 +110,22 @@ def _works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the worst relative error of matmuls and of GELU's value, derivative and gradient.
-
-    Each program gets several tiles, and those at the edge are not full; or there are so few rows that tiles have fewer.
-    """
+    """Return the worst relative error of matmuls and of GELU's value, derivative and gradient, in both forms."""
     from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
     from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu, matmul_bias_gelu_with_grad
 
-    generator, sizes = torch.Generator(device).manual_seed(0), ((40_037, 192), (256, 192), (256,), (192, 256))
-    y, up, bias, down = (torch.randn(size, device=device, generator=generator).to(dtype) / 4 for size in sizes)
-    again, gelu_grad = matmul_bias_gelu_with_grad(y, up, bias, False)
-    found = [matmul_bias(y, up, bias), matmul_bias_gelu(y[:150], up, bias, False), matmul_bias_gelu(y, up, bias, False)]
-    found += [again, gelu_grad, *matmul_gelu_backward(y, down, gelu_grad)]
-    hidden = F.linear(y.float(), up.float(), bias.float()).requires_grad_()
-    value = F.gelu(hidden)
-    (derivative,) = torch.autograd.grad(value.sum(), hidden)
-    gradient = (y.float() @ down.float()) * derivative
-    expected = [hidden, value[:150], value, value, derivative, gradient, gradient.sum(0)]
+    generator, sizes = torch.Generator(device).manual_seed(0), ((_ROWS, 192), (256, 192), (256,), (192, 256))
+    x, up, bias, down = (torch.randn(size, device=device, generator=generator).to(dtype) / 4 for size in sizes)
+    hidden = F.linear(x.float(), up.float(), bias.float()).requires_grad_()
+    expected, found = [hidden, hidden[:_FEW_ROWS]], [matmul_bias(x, up, bias), matmul_bias(x[:_FEW_ROWS], up, bias)]
+    for tanh in (True, False):
+        value = _gelu(hidden, tanh)
+        (derivative,) = torch.autograd.grad(value.sum(), hidden)
+        again, gelu_grad = matmul_bias_gelu_with_grad(x, up, bias, tanh)
+        gradient = (x.float() @ down.float()) * gelu_grad.float()
+        expected += [value, value[:_FEW_ROWS], value, derivative, gradient, gradient.sum(0)]
+        found += [matmul_bias_gelu(x, up, bias, tanh), matmul_bias_gelu(x[:_FEW_ROWS], up, bias, tanh), again, gelu_grad]
+        found += matmul_gelu_backward(x, down, gelu_grad)
     return largest_difference(expected, found)
 
 

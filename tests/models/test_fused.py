@@ -39,7 +39,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     else:
         monkeypatch.setattr(encoder, "matmul_dtype", lambda x: LOW)
         monkeypatch.setattr(dispatch, "_kernels_run", lambda x, dtype: True)
-        monkeypatch.setattr(dispatch, "_block_runs", lambda block, x, dtype: True)
+        monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
         from vitrail.models.fused import self_test
 
         monkeypatch.setattr(self_test, "attention_works", lambda *given: True)

@@ -73,13 +73,13 @@ class ResidualStream:
     def __init__(self, x: Tensor, kernels: Kernels = "auto", recompute: Recompute | None = None) -> None:
         self._pending = PendingResidual(x)
         self._recompute = recompute or Recompute()
-        self._fuses = kernels != "plain" and can_fuse(x)
+        self._dtype = encoder.matmul_dtype(x) if kernels != "plain" and can_fuse(x) else None
         self._fp8 = kernels == "fp8"
 
     def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
         """Run block `number`, with what positions add before it or inside it."""
         at_input = positions is None or positions.at == "input"
-        if self._fuses and at_input and fuses_block(block, self._pending.x):  # type: ignore[arg-type]
+        if self._dtype is not None and at_input and fuses_block(block, self._pending.x, self._dtype):
             self._run_fused(number, block, num_queries)  # type: ignore[arg-type]
             return
         x, bias = self.tokens, None
@@ -118,12 +118,12 @@ def can_fuse(x: Tensor) -> bool:
     return whitelist.is_plain_tensor(x) and whitelist.is_ordinary_call() and _kernels_run(x, dtype)
 
 
-def fuses_block(block: Block, x: Tensor) -> bool:
-    """Tell whether a block runs in fused kernels on tokens that `can_fuse`."""
-    if not whitelist.is_plain_block(block) or block.attention.qkv.weight.device != x.device:
+def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a block runs in fused kernels on tokens that `can_fuse`, with matmuls of this precision."""
+    if not whitelist.is_plain_block(block):
         return False
-    dtype = encoder.matmul_dtype(x)
-    return dtype is not None and _block_runs(block, x, dtype)
+    device, shape = whitelist.device_and_shape(block)
+    return device == x.device and _block_runs(shape, x, dtype)
 
 
 def is_fusable(model: ViT) -> bool:
@@ -144,7 +144,7 @@ def _kernels_run(x: Tensor, dtype: torch.dtype) -> bool:
     return x.is_cuda and works_on(x.device, dtype)
 
 
-def _block_runs(block: Block, x: Tensor, dtype: torch.dtype) -> bool:
+def _block_runs(shape: whitelist.BlockShape, x: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether blocks of this shape passed their self-test here."""
     from vitrail.models.fused.launch import is_fake
 

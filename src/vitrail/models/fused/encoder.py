@@ -57,12 +57,13 @@ def matmul_dtype(x: Tensor) -> torch.dtype | None:
 
 def draw_noise(block: Block, x: Tensor) -> BlockOptions:
     """Draw what dropout and stochastic depth need, from each module's own rate and mode."""
-    seeds: list[Tensor | None] = [None, None, None]
-    rates = _rate(block.dropout), _rate(block.mlp.dropout)
-    if any(rates):
-        drawn = torch.randint(2**62, (3,), device=x.device).unbind()
-        seeds = [seed if rate else None for seed, rate in zip(drawn, (rates[0], rates[1], rates[1]), strict=True)]
-    return BlockOptions(keep=_draw_keep(block.skip.rate, x) if block.skip.training else None, seeds=(seeds[0], seeds[1], seeds[2]))
+    parts = block.__dict__["_modules"]  # as in whitelist.py: `__getattr__` is slow, and this runs for every block
+    skip, attention_rate, mlp_rate = parts["skip"], _rate(parts["dropout"]), _rate(parts["mlp"].__dict__["_modules"]["dropout"])
+    keep = _draw_keep(skip.rate, x) if skip.training else None
+    if not (attention_rate or mlp_rate):
+        return BlockOptions(keep=keep)
+    one, two, three = torch.randint(2**62, (3,), device=x.device).unbind()
+    return BlockOptions(keep=keep, seeds=(one if attention_rate else None, *((two, three) if mlp_rate else (None, None))))
 
 
 def _draw_keep(rate: float, x: Tensor) -> tuple[Tensor, Tensor] | None:

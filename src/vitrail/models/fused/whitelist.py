@@ -8,7 +8,7 @@ The checks read `__dict__` directly: `nn.Module.__getattr__` would cost ten time
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,24 @@ def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bo
     if parts["dropout"].p >= 1.0 or outer["dropout"].p >= 1.0 or skip.rate >= 1.0:  # nothing survives: the plain path knows how
         return False
     return not (attention.dropout > 0.0 and attention.training)
+
+
+class BlockShape(NamedTuple):
+    """What kernels are chosen by, and were tested for."""
+
+    width: int
+    mlp: int
+    heads: int
+    tanh: bool
+
+
+def device_and_shape(block: nn.Module) -> tuple[torch.device, BlockShape]:
+    """Where a plain block is, and its sizes."""
+    parts = block.__dict__["_modules"]
+    attention, mlp = parts["attention"].__dict__, parts["mlp"].__dict__
+    qkv, up = attention["_modules"]["qkv"].__dict__, mlp["_modules"]["up"].__dict__
+    shape = BlockShape(qkv["in_features"], up["out_features"], attention["heads"], mlp["approximate"] == "tanh")
+    return qkv["_parameters"]["weight"].device, shape
 
 
 def is_ordinary_call() -> bool:

@@ -255,8 +255,9 @@ VERSION_1 = """
 {
   "format": "vitrail", "version": 1,
   "model": {
-    "family": "vit", "name": "tiny", "outputs": 2, "image_size": [4, 4], "channels": 3, "width": 4, "depth": 1, "heads": 2, "mlp": 4,
-    "patch": [2, 2], "resnet": null, "gelu": "tanh", "norm_eps": 1e-06, "qkv_bias": true, "layer_scale": null, "attention": "full",
+    "family": "vit", "name": "tiny", "outputs": 2, "image_size": [4, 4], "channels": 3, "width": 4, "depth": 1, "heads": 2,
+    "mlp": 4, "patch": [2, 2], "resnet": null, "gelu": "tanh", "norm_eps": 1e-06, "qkv_bias": true, "layer_scale": null,
+    "attention": "full",
     "class_token": true, "distill_token": false, "registers": 0, "position": "learned", "position_at": "input",
     "position_prefix": true, "position_resize": "reference", "position_std": 0.02, "pooling": "class",
     "final_norm": "before-pool", "pre_logits": null, "head_bias": 0.0, "dropout": 0.0, "attention_dropout": 0.0,
@@ -264,8 +265,8 @@ VERSION_1 = """
   },
   "preprocess": {
     "size": [4, 4], "resize": "square", "resize_to": null, "interpolation": "bilinear", "antialias": false, "rounding": "none",
-    "geometry": "tensorflow", "pad": false, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "channels": 3, "bits": 8, "exif": true,
-    "name": "google-vit"
+    "geometry": "tensorflow", "pad": false, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "channels": 3, "bits": 8,
+    "exif": true, "name": "google-vit"
   },
   "classes": ["a", "b"], "task": "classify",
   "provenance": {"recipe": "digits", "task": {"kind": "classify", "activation": "softmax"}},

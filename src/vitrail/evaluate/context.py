@@ -84,7 +84,7 @@ class EvalContext:
 
 def default_context(model: Model, *, bad_images: BadImages = "error") -> EvalContext:
     """Build the default context: the model stays on its device."""
-    return EvalContext(world=World(model.norm.weight.device), bad_images=bad_images)
+    return EvalContext(world=World(next(model.parameters()).device), bad_images=bad_images)
 
 
 class Pass(Iterator[tuple[T, Batch]]):
@@ -173,7 +173,7 @@ class Pass(Iterator[tuple[T, Batch]]):
         # On a CPU, bf16 is built into the layers of the inference copy.
         precision = "fp32" if self._on_cpu and self._context.precision != "fp16" else self._context.precision
         with torch.no_grad(), autocast(precision, self._context.world.device):
-            return self._compute(batch.images.to(self._model.norm.weight.dtype))
+            return self._compute(batch.images.to(next(self._model.parameters()).dtype))
 
 
 def gather_bad_images(context: EvalContext, bad: dict[str, BadImage]) -> list[BadImage]:

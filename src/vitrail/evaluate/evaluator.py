@@ -101,8 +101,8 @@ def evaluate(
         preprocess = preprocess.with_size(model.config.image_size)
     note = context.precision_note(model)
     notes += [note] if note is not None else []
-    model = context.prepare(model)
-    results = context.run(opened, preprocess, model, model.__call__)
+    prepared = context.prepare(model)
+    results = context.run(opened, preprocess, prepared, prepared.__call__)
     collected = (_collect_predictions if bundle.task == "classify" else _collect_outputs)(bundle, opened, results, context)
     common = {
         "task": bundle.task,

@@ -13,7 +13,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, gather_bad_images
-from vitrail.models import BiTConfig, Model
+from vitrail.models import BiTConfig, Model, ViTConfig
 from vitrail.models.inference import InferenceModel
 
 Array = npt.NDArray[Any]
@@ -46,13 +46,13 @@ class FeatureSpec:
 
     def check(self, model: Model | InferenceModel) -> None:
         """Refuse features this model does not have."""
-        name = model.config.name
-        if isinstance(model.config, BiTConfig):
+        config, name = model.config, model.config.name
+        if isinstance(config, BiTConfig):
             if self.feature == "class":
                 raise VitrailError(f"{name} is a ResNet without a class token; use mean or pooled.")
             if self.layer is not None and self.norm:
                 raise VitrailError(f"The final norm of {name} applies to its last stage only; pass --no-norm with --layer.")
-        elif self.feature == "class" and not model.config.class_token:
+        elif self.feature == "class" and not config.class_token:
             raise VitrailError(f"{name} has no class token; use mean or pooled.")
 
     def compute(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
@@ -64,6 +64,7 @@ class FeatureSpec:
 
     def _vit_layer(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
         config, layer = model.config, -1 if self.layer is None else self.layer
+        assert isinstance(config, ViTConfig)
         tokens = next(iter(model.features(images, layers=[layer]).layers.values()))
         norm_first = self.norm and config.final_norm == "before-pool"
         tokens = model.norm(tokens) if norm_first else tokens
@@ -107,8 +108,8 @@ def extract_features(
     spec.check(model)
     if len(split) == 0:
         raise VitrailError(f"The split {split.name!r} has no images.")
-    model = context.prepare(model)
-    results = context.run(split, preprocess, model, lambda images: spec.compute(model, images))
+    prepared = context.prepare(model)
+    results = context.run(split, preprocess, prepared, lambda images: spec.compute(prepared, images))
     features, indices, row = np.empty(0, np.float32), np.empty(len(split), np.int64), 0
     for output, batch in results:
         values = output.float().cpu().numpy()

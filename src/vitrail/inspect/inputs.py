@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
 from vitrail.models import BiT, Model, ViT
+from vitrail.models.inference import InferenceModel
 
 Array = npt.NDArray[Any]
 Images = Tensor | Array | Iterable[Tensor]
@@ -47,6 +48,8 @@ def checked_model(model: nn.Module) -> Model:
 
 
 def _not_ours(model: object) -> str:
+    if isinstance(model, InferenceModel):
+        return "This copy was made for inference: its weights are packed and folded. Inspect the model it was made from."
     kind = f"{type(model).__module__.split('.')[0]}.{type(model).__name__}"
     return (
         f"This is a {kind}, not one of Vitrail's models. Build it with vitrail.create_model, or load its weights with "

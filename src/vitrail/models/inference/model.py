@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
 from vitrail.models.bit import BiT
-from vitrail.models.config import ModelConfig, Pair, PositionRule
+from vitrail.models.config import BiTConfig, Pair, PositionRule, ViTConfig
 from vitrail.models.features import Features, check_images
 from vitrail.models.layers import Float32Linear
 from vitrail.models.vit import ViT
@@ -33,7 +33,7 @@ class InferenceModel(nn.Module):
         self.training = False
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> ViTConfig | BiTConfig:
         return self.model.config
 
     @property
@@ -155,7 +155,8 @@ class InferenceModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._changed()
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def cast_all_but_heads(model: ViT | BiT, dtype: torch.dtype) -> None:

@@ -57,7 +57,7 @@ class PackedLinear(InferenceLinear):
         return {**self.__dict__, "packed": onednn.unpack(self.packed)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "packed": onednn.pack(state["packed"])})
+        super().__setstate__({**state, "packed": onednn.pack(state["packed"])})  # type: ignore[no-untyped-call]
 
 
 class Int8Linear(InferenceLinear):
@@ -82,7 +82,7 @@ class Int8Linear(InferenceLinear):
         return {**self.__dict__, "packed": onednn.unpack_int8(self.packed)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "packed": onednn.pack_int8(state["packed"])})
+        super().__setstate__({**state, "packed": onednn.pack_int8(state["packed"])})  # type: ignore[no-untyped-call]
 
 
 def quantise(x: Tensor) -> Quantised:

@@ -6,6 +6,7 @@ Stricter than the whitelist that training asks at every call: this is asked when
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -29,7 +30,7 @@ def replaceable_blocks(model: nn.Module) -> list[Block]:
     """The plain blocks, which a packed block or folded norms can stand for. None in a subclass of ViT: it may look into them."""
     if not _calls_blocks_as_ever(model):
         return []
-    return [block for block in model.blocks if _is_plain(block) and not any(map(_has_patched_methods, block.modules()))]  # type: ignore[union-attr, misc]
+    return [block for block in model.blocks if _is_plain(block) and not any(map(_has_patched_methods, block.modules()))]  # type: ignore[union-attr]
 
 
 def blocks_of_known_parts(model: nn.Module) -> list[Block]:
@@ -37,7 +38,7 @@ def blocks_of_known_parts(model: nn.Module) -> list[Block]:
     replaced one by one."""
     if not _calls_blocks_as_ever(model):
         return []
-    return [block for block in model.blocks if _is_of_known_parts(block) and not _is_plain(block)]  # type: ignore[union-attr, misc]
+    return [block for block in model.blocks if _is_of_known_parts(block) and not _is_plain(block)]  # type: ignore[union-attr]
 
 
 def runs_known_code(model: nn.Module) -> bool:
@@ -50,21 +51,23 @@ def runs_known_code(model: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return _is_known_class(type(module)) and not has_hooks(module) and not _has_patched_methods(module)
+    kind: Any = type(module)
+    return _is_known_class(kind) and not has_hooks(module) and not _has_patched_methods(module)
 
 
 @cache
-def _is_known_class(kind: type[nn.Module]) -> bool:
+def _is_known_class(kind: Any) -> bool:
     return kind.__module__.partition(".")[0] in ("torch", "vitrail")
 
 
 def _has_patched_methods(module: nn.Module) -> bool:
     """Tell whether an attribute of the instance hides a method of its class, as after `mlp.forward = …` or `mlp.compile()`."""
-    return not _methods(type(module)).isdisjoint(vars(module))
+    kind: Any = type(module)
+    return not _methods(kind).isdisjoint(vars(module))
 
 
 @cache
-def _methods(kind: type[nn.Module]) -> frozenset[str]:
+def _methods(kind: Any) -> frozenset[str]:
     return frozenset(name for name in dir(kind) if callable(getattr(kind, name))) | {"_compiled_call_impl"}
 
 

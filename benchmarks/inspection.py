@@ -1,14 +1,14 @@
-"""What it costs to look inside: attention distance and rollout against a plain forward pass with unfused attention.
+"""Measure the cost of inspection: attention distance and rollout against a forward pass with unfused attention.
 
-    python benchmarks/inspection.py                       # ViT-B/16, 128 images at 224, on the processor
+    python benchmarks/inspection.py                       # ViT-B/16, 128 images at 224, on the CPU
     python benchmarks/inspection.py --device cuda         # the same on a GPU
-    python benchmarks/inspection.py --device cuda --model H/14 --size 518   # how much memory the largest needs
-    python benchmarks/inspection.py --tiny                # does everything run?
+    python benchmarks/inspection.py --device cuda --model H/14 --size 518   # memory of the largest model
+    python benchmarks/inspection.py --tiny                # smoke test
 
-The bar is 1.5 times the plain pass; the fused pass and gradient-weighted rollout are timed for comparison. All take turns in one
-run over the same images and the same number of them at a time, and the median counts. Prints a table and writes
-benchmarks/results/inspection-….csv with hardware and versions. (The name is not inspect.py: Python's own `inspect` would be
-hidden from every script in this folder.)
+The target is at most 1.5 times the unfused forward pass; the fused pass and gradient-weighted rollout are timed for comparison.
+All run in alternating rounds over the same images with the same batch size, and the median is reported. Prints a table and writes
+benchmarks/results/inspection-….csv with hardware and versions. (It is not called inspect.py, because that would shadow Python's
+own `inspect` module in every script of this folder.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vitrail import inspect
 from vitrail.inspect.inputs import fitting_batch
 from vitrail.models import ViT
 
-BAR = 1.5
+TARGET = 1.5
 
 
 def main() -> None:
@@ -41,11 +41,11 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     model = vitrail.create_model(options.model, image_size=options.size, device=options.device, seed=0).eval()
-    torch.nn.init.normal_(model.norm.bias, std=0.01)  # so that it does not count as untrained
+    torch.nn.init.normal_(model.norm.bias, std=0.01)  # avoids the warning about untrained models
     torch.nn.init.normal_(model.head.weight, std=0.02)
     images = torch.randn(options.images, 3, *model.config.image_size)
     batch = options.batch or min(fitting_batch(model), options.images)
-    report(measure(model, images, batch, options), batch, options)
+    report(benchmark(model, images, batch, options), batch, options)
 
 
 def parse() -> argparse.Namespace:
@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="B/16")
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--images", type=int, default=128)
-    parser.add_argument("--batch", type=int, help="images at a time; as many as the memory bound allows if not said")
+    parser.add_argument("--batch", type=int, help="images per batch; default: as many as need about 1 GiB")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tiny", action="store_true")
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 @torch.no_grad()
 def plain(model: ViT, images: torch.Tensor, batch: int, kernel: SDPBackend | None) -> None:
-    """A forward pass over all images, in pieces of the same size as inspection takes."""
+    """Run a forward pass over all images, with the batch size of the inspection."""
     for part in images.split(batch):
         part = part.to(model.norm.weight.device)
         if kernel is None:
@@ -76,7 +76,7 @@ def plain(model: ViT, images: torch.Tensor, batch: int, kernel: SDPBackend | Non
                 model(part)
 
 
-def measure(model: ViT, images: torch.Tensor, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def benchmark(model: ViT, images: torch.Tensor, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     runs: dict[str, Callable[[], object]] = {
         "forward, unfused attention": partial(plain, model, images, batch, SDPBackend.MATH),
         "forward, fused attention": partial(plain, model, images, batch, None),
@@ -96,10 +96,10 @@ def measure(model: ViT, images: torch.Tensor, batch: int, options: argparse.Name
     base = statistics.median(times["forward, unfused attention"])
     return [
         {
-            "what": name,
+            "run": name,
             "seconds": round(statistics.median(times[name]), 4),
-            "times_the_unfused_forward": round(statistics.median(times[name]) / base, 3),
-            "bar": BAR if name in ("attention distance", "rollout") else "",
+            "relative_to_unfused_forward": round(statistics.median(times[name]) / base, 3),
+            "target": TARGET if name in ("attention distance", "rollout") else "",
             "peak_memory_gib": round(memory[name], 2),
         }
         for name in runs
@@ -107,16 +107,16 @@ def measure(model: ViT, images: torch.Tensor, batch: int, options: argparse.Name
 
 
 def timed(run: Callable[[], object], device: str) -> tuple[float, float]:
-    """Seconds, and the most memory in GiB: of the GPU, or of the whole process so far on a processor."""
+    """Return seconds and peak memory in GiB: of the GPU, or of the process so far on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
+    start = time.perf_counter()
     run()
     if device == "cuda":
         torch.cuda.synchronize()
-        return time.perf_counter() - began, torch.cuda.max_memory_allocated() / 2**30
-    return time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
+    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def report(rows: list[dict[str, Any]], batch: int, options: argparse.Namespace) -> None:
@@ -132,7 +132,7 @@ def report(rows: list[dict[str, Any]], batch: int, options: argparse.Namespace) 
     print(f"\n{', '.join(f'{key} {value}' for key, value in about.items())}")
     for row in rows:
         print(
-            f"{row['what']:28} {row['seconds']:9.3f} s {row['times_the_unfused_forward']:7.2f}× {row['peak_memory_gib']:7.2f} GiB"
+            f"{row['run']:28} {row['seconds']:9.3f} s {row['relative_to_unfused_forward']:7.2f}× {row['peak_memory_gib']:7.2f} GiB"
         )
     machine = options.device if options.device == "cpu" else torch.cuda.get_device_name().split()[-1].lower()
     name = f"inspection-{machine}-{options.model.replace('/', '-')}-{options.size}-torch{about['torch']}.csv"

@@ -83,7 +83,7 @@ class MaskedAutoencoder(Pretraining):
             ],
             dim=1,
         )
-        stream = ResidualStream(x, "plain" if self.encoder.kernels == "plain" else "auto")
+        stream = ResidualStream(x, self.encoder.kernels)
         for number, block in enumerate(self.decoder_blocks):
             stream.run(number, block, num_queries=self.num_masked if number == len(self.decoder_blocks) - 1 else None)
         return stream.normed(self.norm)

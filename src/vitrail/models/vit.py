@@ -30,9 +30,8 @@ class Block(nn.Module):
         self.attention = attention_for(config, number)
         self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
-        scaled = config.layer_scale is not None
-        self.scale1 = LayerScale(config.width) if scaled else nn.Identity()
-        self.scale2 = LayerScale(config.width) if scaled else nn.Identity()
+        self.scale1 = nn.Identity() if config.layer_scale is None else LayerScale(config.width)
+        self.scale2 = nn.Identity() if config.layer_scale is None else LayerScale(config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.skip = StochasticDepth(config.stochastic_depth * number / max(config.blocks - 1, 1))
 
@@ -56,15 +55,11 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """`model(images) → logits`, with everything on the way open to `features()` and `attention()`.
-
-    Build it with `vitrail.create_model`, which also initialises it.
-    """
+    """`model(images) → logits`, with everything on the way open to `features()` and `attention()`."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.config = config
-        width = config.width
+        self.config, width = config, config.width
         self.resnet = HybridStem(config.resnet, config.channels) if config.resnet else None
         self.patches = PatchEmbedding(config.patch_channels, width, config.patch)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if config.class_token else None
@@ -121,10 +116,9 @@ class ViT(nn.Module):
     def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None, num_queries: int | None = None) -> Tensor:
         """All blocks, then the final norm where it comes before pooling; `kept` is filled with the layers it names.
 
-        With `num_queries` only so many of the first tokens come out: the last block computes nothing else.
+        With `num_queries` the last block computes only so many of the first tokens.
         """
-        kernels = self.kernels if self.training or self.kernels != "fp8" else "auto"
-        stream = dispatch.ResidualStream(x, kernels, self.recompute)
+        stream = dispatch.ResidualStream(x, self.kernels, self.recompute, fp8=self.kernels == "fp8" and self.training)
         for number, block in enumerate(self.blocks):
             stream.run(number, block, self.positions, num_queries if number == len(self.blocks) - 1 else None)
             if kept and number in kept:

@@ -70,11 +70,11 @@ class ResidualStream:
     and is called as a module, hooks and all.
     """
 
-    def __init__(self, x: Tensor, kernels: Kernels = "auto", recompute: Recompute | None = None) -> None:
+    def __init__(self, x: Tensor, kernels: Kernels, recompute: Recompute | None = None, *, fp8: bool = False) -> None:
         self._pending = PendingResidual(x)
         self._recompute = recompute or Recompute()
         self._dtype = encoder.matmul_dtype(x) if kernels != "plain" and can_fuse(x) else None
-        self._fp8 = kernels == "fp8"
+        self._fp8 = fp8
 
     def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
         """Run block `number`, with what positions add before it or inside it."""

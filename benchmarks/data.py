@@ -1,12 +1,12 @@
-"""How fast images reach the model.
+"""Benchmark data loading and augmentation.
 
-On the CPU: 500×375 JPEGs (written here) to batches of 224×224 inception crops, flipped, against timm's `create_loader`
-and torchvision's ImageFolder with transforms v2, all with the same workers, taking turns in one run; and the same
-images packed. On a GPU: batches augmented on the device, every parameter drawn for each image.
+On the CPU: from 500×375 JPEGs (generated here) to batches of flipped 224×224 inception crops, against timm's
+`create_loader` and torchvision's ImageFolder with transforms v2, with the same number of workers, interleaved in one run;
+and the same images packed. On a GPU: batches augmented on the device, with parameters per image.
 
     python benchmarks/data.py                    # about three minutes on two cores
     python benchmarks/data.py --device cuda      # under a minute and a half
-    python benchmarks/data.py --tiny             # does everything run?
+    python benchmarks/data.py --tiny             # smoke test
 
 Prints a table and writes benchmarks/results/data-….csv with hardware and versions.
 """
@@ -51,15 +51,15 @@ SECONDS = 2.0
 def main() -> None:
     options = parse()
     torch.manual_seed(0)
-    rows = gpu_rows(options) if options.device == "cuda" or options.stage else cpu_rows(options)
+    rows = gpu_rows(options) if options.device == "cuda" or options.device_transforms else cpu_rows(options)
     report(rows, options)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--stage", action="store_true", help="measure the GPU's part, on whichever device is given")
-    parser.add_argument("--tiny", action="store_true", help="few and small batches, to see that everything runs")
+    parser.add_argument("--device-transforms", action="store_true", help="benchmark the device transforms, also on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="smoke test with few and small batches")
     parser.add_argument("--images", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-# --- the CPU's part ---------------------------------------------------------------------------------------------------
+# --- loaders on the CPU -----------------------------------------------------------------------------------------------
 
 
 def cpu_rows(options: argparse.Namespace) -> list[Row]:
@@ -81,18 +81,18 @@ def cpu_rows(options: argparse.Namespace) -> list[Row]:
         size = write_photos(photos, options.images)
         print(f"{options.images} JPEGs of 500×375, {size / options.images / 1000:.0f} kB each; packing them at 256")
         pack_photos(photos, packed)
-        contenders = contenders_of(photos, packed, options)
-        speeds: dict[str, list[float]] = {name: [] for name in contenders}
-        costs: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(options.rounds):
-            for name, start in contenders.items():  # taking turns, so that a busy moment hits all alike
+        loaders = make_loaders(photos, packed, options)
+        speeds: dict[str, list[float]] = {name: [] for name in loaders}
+        costs: dict[str, list[float]] = {name: [] for name in loaders}
+        for k in range(options.rounds):
+            for name, start in loaders.items():  # interleaved, so that background load affects all alike
                 rate, cost = speed(start, options)
                 speeds[name].append(rate)
                 costs[name].append(cost)
-                print(f"round {turn + 1}: {name:<26} {rate:8,.0f} images/s, {cost:6.3f} ms of processor each", flush=True)
+                print(f"round {k + 1}: {name:<26} {rate:8,.0f} images/s, {cost:6.3f} ms of CPU time per image", flush=True)
     rows: list[Row] = [
-        {"what": name, "images/s": statistics.median(speeds[name]), "processor ms/image": statistics.median(costs[name])}
-        for name in contenders
+        {"what": name, "images/s": statistics.median(speeds[name]), "CPU ms/image": statistics.median(costs[name])}
+        for name in loaders
     ]
     ratios = {
         "JPEG folder, uint8: Vitrail / timm": ("vitrail JPEG uint8", "timm JPEG uint8", 1.5),
@@ -103,23 +103,23 @@ def cpu_rows(options: argparse.Namespace) -> list[Row]:
         "packed / JPEG folder, uint8, cropped on the GPU": ("vitrail packed whole", "vitrail JPEG uint8", 10),
         "packed / JPEG folder, float32, cropped on the CPU": ("vitrail packed float32", "vitrail JPEG float32", 10),
     }
-    for name, (fast, slow, bar) in ratios.items():
+    for name, (fast, slow, target) in ratios.items():
         each = [left / right for left, right in zip(speeds[fast], speeds[slow], strict=True)]
-        rows.append({"what": name, "ratio": statistics.median(each), "bar": bar})
+        rows.append({"what": name, "ratio": statistics.median(each), "target": target})
         saved = [right / left for left, right in zip(costs[fast], costs[slow], strict=True)]
-        rows.append({"what": f"{name}, by processor time", "ratio": statistics.median(saved)})
+        rows.append({"what": f"{name}, by CPU time", "ratio": statistics.median(saved)})
     return rows
 
 
 def write_photos(folder: Path, count: int) -> int:
-    """Images with the spectrum of photographs (power falling with frequency), in four classes; returns their bytes."""
+    """Write images with the power spectrum of photographs, in four classes; return their total size in bytes."""
     rng = np.random.default_rng(0)
     frequency = np.hypot(np.fft.fftfreq(375)[:, None], np.fft.rfftfreq(500)[None])
-    falling = 1 / np.maximum(frequency, 1 / 500) ** 1.1
+    amplitude = 1 / np.maximum(frequency, 1 / 500) ** 1.1
 
     def layer() -> np.ndarray:
-        phase = rng.normal(size=falling.shape) + 1j * rng.normal(size=falling.shape)
-        return np.fft.irfft2(falling * phase, s=(375, 500))
+        phase = rng.normal(size=amplitude.shape) + 1j * rng.normal(size=amplitude.shape)
+        return np.fft.irfft2(amplitude * phase, s=(375, 500))
 
     bases = []
     for _ in range(16):
@@ -127,11 +127,11 @@ def write_photos(folder: Path, count: int) -> int:
         bases.append(((shades - shades.mean()) / shades.std() * 50 + 120).clip(0, 255).astype(np.uint8))
     total = 0
     for number in range(count):
-        place = folder / "train" / f"class {number % 4}" / f"{number:05d}.jpg"
-        place.parent.mkdir(parents=True, exist_ok=True)
+        file = folder / "train" / f"class {number % 4}" / f"{number:05d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
         rows, columns = int(rng.integers(375)), int(rng.integers(500))
-        Image.fromarray(np.roll(bases[number % 16], (rows, columns), (0, 1))).save(place, quality=90)
-        total += place.stat().st_size
+        Image.fromarray(np.roll(bases[number % 16], (rows, columns), (0, 1))).save(file, quality=90)
+        total += file.stat().st_size
     return total
 
 
@@ -143,15 +143,15 @@ def pack_photos(photos: Path, packed: Path) -> None:
     pack(source, packed, choose_settings(source, size=256))
 
 
-def contenders_of(photos: Path, packed: Path, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Any]]]:
+def make_loaders(photos: Path, packed: Path, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Any]]]:
     from vitrail.data.sources import open_source
 
-    def ours(reference: str, *, host: bool, place: str = "cpu") -> Callable[[], Iterator[Any]]:
+    def ours(reference: str, *, host: bool, device: str = "cpu") -> Callable[[], Iterator[Any]]:
         def start() -> Iterator[Any]:
             loader = TrainLoader(
                 open_source(reference).split("train"),
                 preprocess=preset("imagenet"),
-                augment=Augment(crop_area=(0.08, 1.0), device=place),  # type: ignore[arg-type]
+                augment=Augment(crop_area=(0.08, 1.0), device=device),  # type: ignore[arg-type]
                 batch=options.batch,
                 workers=options.workers,
             )
@@ -169,7 +169,7 @@ def contenders_of(photos: Path, packed: Path, options: argparse.Namespace) -> di
         "torchvision JPEG float32": lambda: iter(torchvision_loader(photos / "train", options, floats=True)),
         "vitrail packed uint8": ours(stored, host=True),
         "vitrail packed float32": ours(stored, host=False),
-        "vitrail packed whole": ours(stored, host=True, place="gpu"),
+        "vitrail packed whole": ours(stored, host=True, device="gpu"),
     }
 
 
@@ -207,31 +207,31 @@ def torchvision_loader(folder: Path, options: argparse.Namespace, *, floats: boo
 
 
 def speed(start: Callable[[], Iterator[Any]], options: argparse.Namespace) -> tuple[float, float]:
-    """Images a second over an epoch, after the workers have started and filled their queues; and processor time each.
+    """Return images per second, once the workers have filled their queues, and milliseconds of CPU time per image.
 
-    The processor time is that of this process and its workers. It depends little on what else runs on the machine.
+    The CPU time is that of this process and its workers. It depends little on other load on the machine.
     """
     batches = start()
     for _ in islice(batches, WARM_UP):
         pass
-    steps = options.images // options.batch - 2 * WARM_UP  # an epoch ends with queues running empty: stop before
-    used, began, count = processor_seconds(), time.perf_counter(), 0
-    endless = isinstance(batches, Generator)  # ours; packed images would be over before the clock has ticked
+    steps = options.images // options.batch - 2 * WARM_UP  # stop before the queues run empty at the end of the epoch
+    used, started, count = cpu_seconds(), time.perf_counter(), 0
+    endless = isinstance(batches, Generator)  # ours; an epoch of packed images is too short to time
     for _ in batches:
         count += options.batch
-        if count >= steps * options.batch and not (endless and time.perf_counter() - began < SECONDS):
+        if count >= steps * options.batch and not (endless and time.perf_counter() - started < SECONDS):
             break
-    rate = count / (time.perf_counter() - began)
-    cost = (processor_seconds() - used) / count * 1000
+    rate = count / (time.perf_counter() - started)
+    cost = (cpu_seconds() - used) / count * 1000
     if isinstance(batches, Generator):
         batches.close()
     del batches
-    gc.collect()  # ends the workers before the next ones start
+    gc.collect()  # stops the workers before the next ones start
     return rate, cost
 
 
-def processor_seconds() -> float:
-    """Used so far by this process and the workers that live, in user and system mode."""
+def cpu_seconds() -> float:
+    """Return the user and system time of this process and its live workers."""
     total = sum(os.times()[:2])
     for worker in multiprocessing.active_children():
         status = Path(f"/proc/{worker.pid}/stat")
@@ -241,11 +241,11 @@ def processor_seconds() -> float:
     return total
 
 
-# --- the GPU's part ---------------------------------------------------------------------------------------------------
+# --- transforms on the device -----------------------------------------------------------------------------------------
 
 
-class Stored(Split):
-    """Images of one size in memory, as a packed set has them."""
+class StoredSplit(Split):
+    """Images of one size in memory, as in a packed dataset."""
 
     def __init__(self, count: int, side: int) -> None:
         self.name, self.task, self.classes = "train", "classify", tuple(str(c) for c in range(1000))
@@ -283,51 +283,57 @@ def gpu_rows(options: argparse.Namespace) -> list[Row]:
     }
     rows: list[Row] = []
     cases = ((64, 64, 2048, 100_000), (256, 224, 512, 20_000))
-    for stored_side, side, batch, bar in cases:
+    for stored_side, side, batch, target in cases:
         batch = 16 if options.tiny else batch
-        split = Stored(4 * batch, stored_side)
+        split = StoredSplit(4 * batch, stored_side)
         for name, augment in kinds.items():
             title = f"{side}×{side} from {stored_side}×{stored_side}: {name}"
             here = on_device(split, augment, side, batch, device, options)
-            rows.append({"what": f"{title}; batch on the device", "images/s": here, "bar": bar, "batch": batch})
+            rows.append({"what": f"{title}; batch on the device", "images/s": here, "target": target, "batch": batch})
             through = end_to_end(split, augment, side, batch, device, options)
-            rows.append({"what": f"{title}; from memory, by the loader", "images/s": through, "bar": "", "batch": batch})
+            rows.append({"what": f"{title}; through the loader", "images/s": through, "target": "", "batch": batch})
             print(f"{title}: {here:,.0f} images/s on the device, {through:,.0f} through the loader", flush=True)
         rows.append(agreement(split, kinds["+ RandAugment (torchvision 2, 9)"], side, device))
     return rows
 
 
-def stage_of(split: Split, augment: Augment, side: int, device: torch.device) -> DeviceTransforms:
-    return DeviceTransforms(preset("imagenet", size=side), augment, task="classify", classes=len(split.classes), seed=0, device=device)
+def make_transforms(split: Split, augment: Augment, side: int, device: torch.device) -> DeviceTransforms:
+    preprocess = preset("imagenet", size=side)
+    return DeviceTransforms(preprocess, augment, task="classify", classes=len(split.classes), seed=0, device=device)
 
 
-def host_batch(split: Stored, batch: int, step: int, device: torch.device) -> HostBatch:
-    where = BatchSlice(0, step, 0, 1, np.arange(batch), ((step * batch, batch),), 0, batch, batch)
+def host_batch(split: StoredSplit, batch: int, step: int, device: torch.device) -> HostBatch:
+    batch_slice = BatchSlice(0, step, 0, 1, np.arange(batch), ((step * batch, batch),), 0, batch, batch)
     images = torch.from_numpy(split.arrays[:batch]).to(device)
     targets = torch.from_numpy(split.targets[:batch]).to(device)
-    return HostBatch(images, targets, torch.arange(batch), where, uncropped=True)
+    return HostBatch(images, targets, torch.arange(batch), batch_slice, uncropped=True)
 
 
-def on_device(split: Stored, augment: Augment, side: int, batch: int, device: torch.device, options: argparse.Namespace) -> float:
-    """From uint8 batches on the device to the model's input; parameters are drawn and sent for every batch."""
-    stage = stage_of(split, augment, side, device)
+def on_device(
+    split: StoredSplit, augment: Augment, side: int, batch: int, device: torch.device, options: argparse.Namespace
+) -> float:
+    """Time the transforms from uint8 batches on the device to the model's input, including drawing and copying parameters."""
+    transforms = make_transforms(split, augment, side, device)
     steps = 2 if options.tiny else 30
     batches = [host_batch(split, batch, 0, device)] * (2 * steps)
     batches = [
-        HostBatch(host.images, host.targets, host.indices, _at(host.slice, step), uncropped=True) for step, host in enumerate(batches)
+        HostBatch(host.images, host.targets, host.indices, _at(host.slice, step), uncropped=True)
+        for step, host in enumerate(batches)
     ]
     for host in batches[: steps // 2 + 1]:
-        stage(host)
-    return timed(lambda: [stage(host) for host in batches[steps:]][-1] and None, steps * batch, device)
+        transforms(host)
+    return timed(lambda: [transforms(host) for host in batches[steps:]][-1] and None, steps * batch, device)
 
 
-def _at(where: BatchSlice, step: int) -> BatchSlice:
-    count = where.total
-    return BatchSlice(0, step, 0, 1, where.indices, ((step * count, count),), 0, count, count)
+def _at(batch_slice: BatchSlice, step: int) -> BatchSlice:
+    count = batch_slice.total
+    return BatchSlice(0, step, 0, 1, batch_slice.indices, ((step * count, count),), 0, count, count)
 
 
-def end_to_end(split: Stored, augment: Augment, side: int, batch: int, device: torch.device, options: argparse.Namespace) -> float:
-    """From stored images in main memory: gathered, sent, augmented."""
+def end_to_end(
+    split: StoredSplit, augment: Augment, side: int, batch: int, device: torch.device, options: argparse.Namespace
+) -> float:
+    """Time the loader from stored images in main memory: gather, copy, augment."""
     loader = TrainLoader(split, preprocess=preset("imagenet", size=side), augment=augment, batch=batch, workers=0, device=device)
     batches = iter(loader)
     for _ in islice(batches, 4):
@@ -342,19 +348,19 @@ def end_to_end(split: Stored, augment: Augment, side: int, batch: int, device: t
 
 
 def timed(work: Callable[[], Any], images: int, device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    started = time.perf_counter()
     work()
-    wait()
-    return images / (time.perf_counter() - began)
+    synchronize()
+    return images / (time.perf_counter() - started)
 
 
-def agreement(split: Stored, augment: Augment, side: int, device: torch.device) -> Row:
-    """The device's images against the CPU's, in levels of 255: a fast wrong answer would be worth nothing."""
+def agreement(split: StoredSplit, augment: Augment, side: int, device: torch.device) -> Row:
+    """Compare the images of the device with those of the CPU, in levels of 255."""
     here, there = (
-        stage_of(split, augment, side, place)(host_batch(split, 16, 3, place)).images.cpu()
-        for place in (device, torch.device("cpu"))
+        make_transforms(split, augment, side, where)(host_batch(split, 16, 3, where)).images.cpu()
+        for where in (device, torch.device("cpu"))
     )
     std = torch.tensor(preset("imagenet", size=side).std)[:, None, None]
     levels = (here - there).abs() * std * 255
@@ -376,22 +382,26 @@ def report(rows: list[Row], options: argparse.Namespace) -> None:
         "simplejpeg": version_of("simplejpeg"),
         "python": platform.python_version(),
         "load average": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "",
-        "workers": options.workers if options.device == "cpu" and not options.stage else 0,
+        "workers": options.workers if options.device == "cpu" and not options.device_transforms else 0,
     }
     print(f"\n{where}; " + ", ".join(f"{key} {value}" for key, value in common.items() if key != "hardware"))
     for row in rows:
         value = f"{row['images/s']:12,.0f} img/s" if "images/s" in row else f"{row['ratio']:12.3f}      "
-        bar = row.get("bar", "")
-        met = "" if bar == "" else f"  bar {bar:,}: {'met' if row.get('images/s', row.get('ratio', 0)) >= bar else 'MISSED'}"
+        target = row.get("target", "")
+        met = (
+            ""
+            if target == ""
+            else f"  target {target:,}: {'met' if row.get('images/s', row.get('ratio', 0)) >= target else 'MISSED'}"
+        )
         print(f"{row['what']:<92}{value}{met}")
     if options.tiny:
         print("(tiny: nothing written)")
         return
     options.results.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() else "-" for c in where.lower()).strip("-")
-    part = "device" if options.device == "cuda" or options.stage else "loaders"
+    part = "device" if options.device == "cuda" or options.device_transforms else "loaders"
     file = options.results / f"data-{part}-{name}-torch{torch.__version__.split('+')[0]}.csv"
-    columns = ["what", "images/s", "processor ms/image", "ratio", "bar", "batch", *common]
+    columns = ["what", "images/s", "CPU ms/image", "ratio", "target", "batch", *common]
     with file.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, columns)
         writer.writeheader()

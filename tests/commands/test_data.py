@@ -21,17 +21,17 @@ def photos(tmp_path: Path) -> Path:
     return folder_of(tmp_path / "photos", {"train/cat": 4, "train/dog": 3, "val/dog": 2})
 
 
-def test_check_of_a_good_set(photos: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_of_a_good_dataset(photos: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.png"
     assert run("data", "check", photos, "--sheet", sheet) == 0
     shown = capsys.readouterr().out
-    for words in ("folder (split folders): train 7, val 2 images; 2 classes", "40×48", "RGB", "Nothing is wrong."):
+    for words in ("folder (split folders): train 7, val 2 images; 2 classes", "40×48", "RGB", "No problems found."):
         assert words in shown
-    assert "val has no image of 1 of the 2 classes: cat." in shown
+    assert "val has no image of 1 of 2 classes: cat." in shown
     assert sheet.exists()
 
 
-def test_check_finds_faults_and_says_so_to_a_program(photos: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_reports_problems_as_json(photos: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (photos / "train/cat/empty.jpg").write_bytes(b"")
     (photos / "val/dog/copy.png").write_bytes((photos / "train/cat/0.png").read_bytes())
     assert run("data", "check", photos, "--sheet", tmp_path / "s.png", "--json") == 1
@@ -42,25 +42,25 @@ def test_check_finds_faults_and_says_so_to_a_program(photos: Path, capsys: pytes
     assert found["contact_sheet"] == str(tmp_path / "s.png")
     assert run("data", "check", photos, "--sheet", "None") == 1
     shown = capsys.readouterr().out
-    assert "wrong train: 1 of 8 images cannot be used." in shown
+    assert "problem train: 1 of 8 images cannot be used." in shown
     assert "train/cat/0.png ~ val/dog/copy.png" in shown
     assert "Contact sheet" not in shown
 
 
-def test_check_goes_on_behind_an_unknown_class(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_continues_after_an_unknown_class(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of(photos, {"val/eel": 1})
     (photos / "train/cat/empty.jpg").write_bytes(b"")
     assert run("data", "check", photos, "--sheet", "None", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [problem["kind"] for problem in found["problems"]] == ["source", "unreadable"]
-    assert "val has class 'eel' unknown" in found["problems"][0]["message"]
+    assert "val has class 'eel', which the training split does not have" in found["problems"][0]["message"]
 
 
 def test_check_of_a_wrong_layout_shows_the_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of(tmp_path / "loose", {".": 2})
     assert run("data", "check", tmp_path / "loose") == 1
     shown = capsys.readouterr().out
-    assert "holds 2 images but no folder for any class" in shown
+    assert "contains 2 images but no class folders" in shown
     assert "DIR/train/cat/1.jpg" in shown
 
 
@@ -85,37 +85,37 @@ def test_split_writes_a_table_that_opens_again(tmp_path: Path, capsys: pytest.Ca
     assert len(set(everything)) == 60
     assert not list(root.glob("vitrail-split*"))
     assert run("data", "split", reference, table) == 2
-    assert "already there" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
-def test_split_keeps_the_splits_there_are(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_split_keeps_existing_splits(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("data", "split", photos, tmp_path / "s.csv") == 2
     assert "already has a split 'val'" in capsys.readouterr().err
     assert run("data", "split", photos, tmp_path / "s.csv", "--val", "0", "--test", "0.3", "--json") == 0
     assert json.loads(capsys.readouterr().out)["splits"] == {"train": 5, "val": 2, "test": 2}
     assert run("data", "split", "digits", tmp_path / "d.csv") == 2
     assert run("data", "split", photos, tmp_path / "t.csv", "--val", "0.7", "--test", "0.3") == 2
-    assert "leave something to train on" in capsys.readouterr().err
+    assert "expected fractions from 0 to below 1" in capsys.readouterr().err
 
 
 def test_pack_and_use(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "packed"
-    assert run("data", "pack", photos, place, "--size", "32") == 0
+    folder = tmp_path / "packed"
+    assert run("data", "pack", photos, folder, "--size", "32") == 0
     shown = capsys.readouterr().out
-    assert f"{place}: train 7, val 2 images" in shown
+    assert f"{folder}: train 7, val 2 images" in shown
     assert "checksums verified" in shown
-    assert f"Use it as packed:{place}" in shown
-    arrays = open_source(f"packed:{place}").splits["train"].arrays
+    assert f"Use it as packed:{folder}" in shown
+    arrays = open_source(f"packed:{folder}").splits["train"].arrays
     assert arrays is not None
     assert arrays.shape == (7, 32, 32, 3)
-    assert run("data", "check", place, "--sheet", "None") == 0
+    assert run("data", "check", folder, "--sheet", "None") == 0
 
 
-def test_pack_leaves_bad_images_out_when_told(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_skips_bad_images_if_requested(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "train/cat/text.jpg").write_text("not an image")
     assert run("data", "pack", photos, tmp_path / "p", "--size", "32") == 2
     error = capsys.readouterr().err
-    assert "train/cat/text.jpg: a text file and not an image" in error
+    assert "train/cat/text.jpg: a text file, not an image" in error
     assert "--bad-images skip" in error
     assert run("data", "pack", photos, tmp_path / "q", "--size", "16", "24", "--bad-images", "skip", "--json") == 0
     result = json.loads(capsys.readouterr().out)
@@ -130,7 +130,7 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     assert f"Example: vitrail data {command}" in capsys.readouterr().out
 
 
-def test_markup_in_names_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markup_in_names_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = folder_of(tmp_path / "set", {"train/[red]cat": 2, "train/dog": 2})
     (root / "train/[red]cat/bad[1].jpg").write_bytes(encoded(picture(0))[:20])
     assert run("data", "check", root, "--sheet", "None") == 1

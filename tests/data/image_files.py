@@ -1,4 +1,4 @@
-"""Small images and folders of them for the tests of sources, checking and packing."""
+"""Small images and folders of images, for tests of sources, checking and packing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.data.types import Array, Split
 
 
 def picture(seed: int | str, height: int = 40, width: int = 48, channels: int = 3) -> Array:
-    """Soft blobs of colour, unlike those of any other seed, that survive a JPEG."""
+    """Return smooth colours that differ for every seed and survive JPEG compression."""
     number = seed if isinstance(seed, int) else zlib.crc32(seed.encode())
     coarse = np.random.default_rng(number).integers(0, 256, (7, 7, channels), dtype=np.uint8)
     planes = [Image.fromarray(coarse[:, :, c]).resize((width, height), Image.Resampling.BICUBIC) for c in range(channels)]
@@ -31,22 +31,22 @@ def encoded(image: Array | Image.Image, kind: str = "PNG", **options: object) ->
 
 
 def folder_of(root: Path, counts: Mapping[str, int]) -> Path:
-    """`counts` says how many images each folder gets, as in {"train/cat": 3}; no two images are alike."""
+    """Write images to folders, for example {"train/cat": 3}; no two images are the same."""
     for folder, count in counts.items():
-        place = root / folder
-        place.mkdir(parents=True, exist_ok=True)
+        path = root / folder
+        path.mkdir(parents=True, exist_ok=True)
         for k in range(count):
-            (place / f"{k}.png").write_bytes(encoded(picture(f"{folder}/{k}")))
+            (path / f"{k}.png").write_bytes(encoded(picture(f"{folder}/{k}")))
     return root
 
 
 def digest_of(splits: list[Split]) -> list[str]:
-    """What another process sees of these splits: names, contents and targets."""
+    """Hash names, payloads and targets of splits, to compare them across processes."""
     digests = []
     for split in splits:
-        seen = hashlib.sha256(np.ascontiguousarray(split.targets).tobytes())
+        digest = hashlib.sha256(np.ascontiguousarray(split.targets).tobytes())
         for k in range(len(split)):
             payload = split.payload(k)
-            seen.update(split.image_name(k).encode() + (payload if isinstance(payload, bytes) else payload.tobytes()))
-        digests.append(seen.hexdigest())
+            digest.update(split.image_name(k).encode() + (payload if isinstance(payload, bytes) else payload.tobytes()))
+        digests.append(digest.hexdigest())
     return digests

@@ -1,4 +1,4 @@
-"""Small splits in memory for the tests of augmentation and loading."""
+"""Small splits in memory, for tests of augmentation and loading."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vitrail.data.types import Array, BadImage, Payload, Split, Task
 
 
 def picture(seed: int, height: int, width: int, channels: int = 3) -> Array:
-    """Smooth colours with some grain: what a JPEG keeps well."""
+    """Return smooth colours with some noise, which JPEG compresses well."""
     rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (6, 8, channels), dtype=np.uint8)
     planes = [
         np.asarray(Image.fromarray(small[:, :, c]).resize((width, height), Image.Resampling.BICUBIC)) for c in range(channels)
     ]
-    grain = rng.integers(-8, 9, (height, width, channels))
-    return (np.stack(planes, -1).astype(int) + grain).clip(0, 255).astype(np.uint8)
+    noise = rng.integers(-8, 9, (height, width, channels))
+    return (np.stack(planes, -1).astype(int) + noise).clip(0, 255).astype(np.uint8)
 
 
 def jpeg(image: Array, **options: object) -> bytes:
@@ -27,8 +27,8 @@ def jpeg(image: Array, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-class Memory(Split):
-    """Payloads in a list; `spoiled` ones cannot be decoded."""
+class MemorySplit(Split):
+    """Payloads in a list; the payload `unreadable` raises BadImage."""
 
     def __init__(self, payloads: list[Payload], *, classes: int = 3, task: Task = "classify", targets: Array | None = None) -> None:
         self.name, self.task = "train", task
@@ -46,8 +46,8 @@ class Memory(Split):
         return payload
 
 
-class Stored(Memory):
-    """Images of one size in one array, as a packed set has them."""
+class StoredSplit(MemorySplit):
+    """Images of one size in one array, as in a packed dataset."""
 
     def __init__(self, arrays: Array, *, classes: int = 3, task: Task = "classify", targets: Array | None = None) -> None:
         super().__init__(list(arrays), classes=classes, task=task, targets=targets)
@@ -58,11 +58,11 @@ class Stored(Memory):
         return self._arrays
 
 
-def photos(count: int, *, classes: int = 3) -> Memory:
-    """JPEGs of varying size."""
+def photos(count: int, *, classes: int = 3) -> MemorySplit:
+    """Return a split of JPEGs of various sizes."""
     sizes = np.random.default_rng(7).integers(40, 120, (count, 2))
-    return Memory([jpeg(picture(i, int(h), int(w))) for i, (h, w) in enumerate(sizes)], classes=classes)
+    return MemorySplit([jpeg(picture(i, int(h), int(w))) for i, (h, w) in enumerate(sizes)], classes=classes)
 
 
-def stored(count: int, side: int = 40, channels: int = 3, *, classes: int = 3) -> Stored:
-    return Stored(np.stack([picture(i, side, side, channels) for i in range(count)]), classes=classes)
+def stored(count: int, side: int = 40, channels: int = 3, *, classes: int = 3) -> StoredSplit:
+    return StoredSplit(np.stack([picture(i, side, side, channels) for i in range(count)]), classes=classes)

@@ -14,7 +14,7 @@ from vitrail.data.augment import Augment
 from vitrail.data.augment.crop import draw_boxes, draw_flips
 from vitrail.data.augment.resample import crop_resize
 
-REFERENCE = Augment(crop="inception-tensorflow")
+TENSORFLOW = Augment(crop="inception-tensorflow")
 
 
 @settings(max_examples=80, deadline=None)
@@ -49,9 +49,9 @@ def test_same_distribution_as_torchvision() -> None:
         assert stats.ks_2samp(feature(ours), feature(theirs)).pvalue > 1e-3
 
 
-def test_reference_draws_heights_evenly_and_keeps_the_limits() -> None:
+def test_tensorflow_crop_has_uniform_heights_within_the_limits() -> None:
     count, side = 8000, 400
-    _, _, tall, wide = draw_boxes(REFERENCE, 0, 0, 0, np.full(count, side), np.full(count, side)).T
+    _, _, tall, wide = draw_boxes(TENSORFLOW, 0, 0, 0, np.full(count, side), np.full(count, side)).T
     share = tall * wide / side**2
     assert share.min() >= 0.05 and share.max() <= 1.0
     aspect = wide / tall
@@ -77,7 +77,7 @@ def test_flips_follow_their_probability() -> None:
 
 @pytest.mark.parametrize(("interpolation", "antialias"), [("bilinear", True), ("bilinear", False), ("bicubic", True)])
 @pytest.mark.parametrize("size", [(24, 24), (50, 33)])
-def test_batched_crop_equals_cutting_and_resizing_one_by_one(interpolation: str, antialias: bool, size: tuple[int, int]) -> None:
+def test_batched_crop_equals_cropping_and_resizing_each_image(interpolation: str, antialias: bool, size: tuple[int, int]) -> None:
     images = torch.from_numpy(np.stack([picture(i, 64, 72) for i in range(12)]))
     boxes = draw_boxes(Augment(), 3, 0, 0, np.full(12, 64), np.full(12, 72))
     boxes[0] = (0, 0, 64, 72)

@@ -1,4 +1,4 @@
-"""Each operation against an independent one: torchvision's, or a few lines of float64 numpy for TensorFlow's rules."""
+"""Compare each operation with torchvision's, or with TensorFlow's rules in a few lines of float64 numpy."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def images() -> Array:
     return np.stack([picture(1, H, W), noise, FLAT, picture(2, H, W) // 3 + 60])
 
 
-def ours(variant: str, name: str, magnitude: float, sign: float, batch: Array, spot: tuple[float, float] = (0, 0)) -> Array:
+def ours(variant: str, name: str, magnitude: float, sign: float, batch: Array, centre: tuple[float, float] = (0, 0)) -> Array:
     n = len(batch)
     operations = Operations(
         variant,  # type: ignore[arg-type]
         magnitude,
         np.full((n, 1), OPERATIONS[variant].index(name)),  # type: ignore[index]
         np.full((n, 1), sign),
-        np.tile(np.array(spot), (n, 1, 1)),
+        np.tile(np.array(centre), (n, 1, 1)),
     )
     result = randaugment(torch.from_numpy(batch.copy()).permute(0, 3, 1, 2), operations)
     return result.permute(0, 2, 3, 1).numpy()
 
 
-def agree(actual: Array, expected: Array, *, share: float = 0.002, by: int | None = None) -> None:
+def assert_close(actual: Array, expected: Array, *, fraction: float = 0.002, by: int | None = None) -> None:
     different = (actual.astype(int) - expected.astype(int)) != 0
-    assert different.mean() <= share, f"{different.mean():.2%} of the values differ"
+    assert different.mean() <= fraction, f"{different.mean():.2%} of the values differ"
     if by is not None:
         assert np.abs(actual.astype(int) - expected.astype(int)).max() <= by
 
@@ -50,7 +50,7 @@ def agree(actual: Array, expected: Array, *, share: float = 0.002, by: int | Non
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("magnitude", [0, 9, 30])
 @pytest.mark.parametrize("name", OPERATIONS["torchvision"])
-def test_torchvision_variant_is_torchvisions(name: str, magnitude: int, sign: float) -> None:
+def test_torchvision_variant_equals_torchvision(name: str, magnitude: int, sign: float) -> None:
     batch = images()
     levels, signed = RandAugment._AUGMENTATION_SPACE[name]
     table = levels(31, H, W)
@@ -65,15 +65,15 @@ def test_torchvision_variant_is_torchvisions(name: str, magnitude: int, sign: fl
         ]
     )
     if name in ("Rotate", "ShearX", "ShearY"):
-        agree(ours("torchvision", name, magnitude, sign, batch), expected, share=0.01)  # ties between two pixels
+        assert_close(ours("torchvision", name, magnitude, sign, batch), expected, fraction=0.01)  # ties between two pixels
     else:
-        # torchvision's float32 turns some results that are whole into one less; ours keeps them.
-        share = 0.15 if name in ("Color", "Sharpness", "Brightness") else 0.002
-        agree(ours("torchvision", name, magnitude, sign, batch), expected, share=share, by=1)
+        # torchvision's float32 rounds some exact integers down by one; ours does not.
+        fraction = 0.15 if name in ("Color", "Sharpness", "Brightness") else 0.002
+        assert_close(ours("torchvision", name, magnitude, sign, batch), expected, fraction=fraction, by=1)
 
 
-def _blend(image: Array, dull: Array, factor: float) -> Array:
-    mixed = dull.astype(np.float64) + factor * (image.astype(np.float64) - dull.astype(np.float64))
+def _blend(image: Array, degenerate: Array, factor: float) -> Array:
+    mixed = degenerate.astype(np.float64) + factor * (image.astype(np.float64) - degenerate.astype(np.float64))
     return np.floor(np.clip(mixed + 1e-6, 0, 255)).astype(np.uint8)
 
 
@@ -92,8 +92,8 @@ def _smooth(image: Array) -> Array:
     return result
 
 
-def _moved(image: Array, source: Callable[[float, float], tuple[float, float]]) -> Array:
-    """Nearest neighbour; where a pixel lies exactly between two, either is right and -1 stands for that."""
+def _warped(image: Array, source: Callable[[float, float], tuple[float, float]]) -> Array:
+    """Warp by nearest neighbour; -1 marks pixels exactly between two, where either is right."""
     result = np.full(image.shape, 128)
     for y in range(H):
         for x in range(W):
@@ -118,23 +118,23 @@ def _equalised(image: Array) -> Array:
     return result
 
 
-def _reference(name: str, magnitude: float, sign: float, image: Array) -> Array:
-    share = magnitude / 10
-    factor = share * 1.8 + 0.1
-    turn = math.radians(sign * share * 30)
-    shift, shear = sign * share * 100, sign * share * 0.3
-    middle = ((W - 1) / 2, (H - 1) / 2)
+def _tensorflow(name: str, magnitude: float, sign: float, image: Array) -> Array:
+    level = magnitude / 10
+    factor = level * 1.8 + 0.1
+    angle = math.radians(sign * level * 30)
+    shift, shear = sign * level * 100, sign * level * 0.3
+    centre = ((W - 1) / 2, (H - 1) / 2)
     values = image.astype(int)
 
-    def turned(x: float, y: float) -> tuple[float, float]:
-        dx, dy = x - middle[0], y - middle[1]
+    def rotated(x: float, y: float) -> tuple[float, float]:
+        dx, dy = x - centre[0], y - centre[1]
         return (
-            math.cos(turn) * dx - math.sin(turn) * dy + middle[0],
-            math.sin(turn) * dx + math.cos(turn) * dy + middle[1],
+            math.cos(angle) * dx - math.sin(angle) * dy + centre[0],
+            math.sin(angle) * dx + math.cos(angle) * dy + centre[1],
         )
 
-    def cut() -> Array:
-        result, half = image.copy(), int(share * 40)
+    def cutout() -> Array:
+        result, half = image.copy(), int(level * 40)
         result[max(0, 10 - half) : 10 + half, max(0, 20 - half) : 20 + half] = 128
         return result
 
@@ -143,40 +143,40 @@ def _reference(name: str, magnitude: float, sign: float, image: Array) -> Array:
         scaled = np.floor((values - low) * 255 / np.maximum(high - low, 1) + 1e-6)
         return np.where(high > low, scaled, values)
 
-    shifted = min(7, max(0, 8 - int(share * 4)))
+    shifted = min(7, max(0, 8 - int(level * 4)))
     return {
         "AutoContrast": stretched,
         "Equalize": lambda: _equalised(image),
         "Invert": lambda: 255 - values,
-        "Rotate": lambda: _moved(image, turned),
+        "Rotate": lambda: _warped(image, rotated),
         "Posterize": lambda: values >> shifted << shifted,
-        "Solarize": lambda: np.where(values < int(share * 256), values, 255 - values),
+        "Solarize": lambda: np.where(values < int(level * 256), values, 255 - values),
         "Color": lambda: _blend(image, _grey(image), factor),
         "Contrast": lambda: _blend(image, np.floor(_grey(image).mean()), factor),
         "Brightness": lambda: _blend(image, np.zeros_like(image), factor),
         "Sharpness": lambda: _blend(image, _smooth(image), factor),
-        "ShearX": lambda: _moved(image, lambda x, y: (x + shear * y, y)),
-        "ShearY": lambda: _moved(image, lambda x, y: (x, y + shear * x)),
-        "TranslateX": lambda: _moved(image, lambda x, y: (x - shift, y)),
-        "TranslateY": lambda: _moved(image, lambda x, y: (x, y - shift)),
-        "Cutout": cut,
-        "SolarizeAdd": lambda: np.where(values < 128, np.minimum(values + int(share * 110), 255), values),
+        "ShearX": lambda: _warped(image, lambda x, y: (x + shear * y, y)),
+        "ShearY": lambda: _warped(image, lambda x, y: (x, y + shear * x)),
+        "TranslateX": lambda: _warped(image, lambda x, y: (x - shift, y)),
+        "TranslateY": lambda: _warped(image, lambda x, y: (x, y - shift)),
+        "Cutout": cutout,
+        "SolarizeAdd": lambda: np.where(values < 128, np.minimum(values + int(level * 110), 255), values),
     }[name]().astype(int)
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1.0, 10.0, 15.0])
 @pytest.mark.parametrize("name", OPERATIONS["big-vision"])
-def test_big_vision_variant_follows_the_reference(name: str, magnitude: float) -> None:
+def test_big_vision_variant_equals_tensorflow(name: str, magnitude: float) -> None:
     batch = images()
     geometric = name in ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
     for sign in (-1.0, 1.0):
-        expected = np.stack([_reference(name, magnitude, sign, image) for image in batch])
-        actual = ours("big-vision", name, magnitude, sign, batch, spot=((10 + 0.5) / H, (20 + 0.5) / W))
+        expected = np.stack([_tensorflow(name, magnitude, sign, image) for image in batch])
+        actual = ours("big-vision", name, magnitude, sign, batch, centre=((10 + 0.5) / H, (20 + 0.5) / W))
         expected = np.where(expected < 0, actual, expected)
-        agree(actual, expected, by=None if geometric else 1)
+        assert_close(actual, expected, by=None if geometric else 1)
 
 
-def test_big_vision_has_its_sixteen_operations_and_no_identity() -> None:
+def test_big_vision_has_16_operations_and_no_identity() -> None:
     assert len(OPERATIONS["big-vision"]) == 16 and "Identity" not in OPERATIONS["big-vision"]
     batch = images()
     changed = [name for name in OPERATIONS["big-vision"] if (ours("big-vision", name, 0, 1, batch) != batch).any()]
@@ -184,18 +184,18 @@ def test_big_vision_has_its_sixteen_operations_and_no_identity() -> None:
 
 
 @pytest.mark.parametrize("variant", ["torchvision", "big-vision"])
-def test_operations_are_drawn_evenly(variant: str) -> None:
+def test_operations_are_drawn_uniformly(variant: str) -> None:
     augment = Augment(randaugment=variant, randaugment_count=2)  # type: ignore[arg-type]
     drawn = draw_operations(augment, 0, 0, 0, 20_000)
-    for turn in (0, 1):
-        counts = np.bincount(drawn.codes[:, turn], minlength=len(OPERATIONS[variant]))  # type: ignore[index]
+    for k in (0, 1):
+        counts = np.bincount(drawn.codes[:, k], minlength=len(OPERATIONS[variant]))  # type: ignore[index]
         assert len(counts) == len(OPERATIONS[variant])  # type: ignore[index]
         assert stats.chisquare(counts).pvalue > 1e-4
     assert abs((drawn.signs > 0).mean() - 0.5) < 0.01
     assert abs(np.corrcoef(drawn.codes.T)[0, 1]) < 0.03
 
 
-def test_images_of_a_batch_get_each_their_own() -> None:
+def test_each_image_of_a_batch_has_its_own_operations() -> None:
     """A mixed batch equals its images augmented one at a time."""
     for variant in ("torchvision", "big-vision"):
         augment = Augment(randaugment=variant)  # type: ignore[arg-type]

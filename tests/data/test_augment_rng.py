@@ -44,7 +44,7 @@ def test_numbers_are_uniform_and_independent() -> None:
     assert abs(np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]) < 0.03
 
 
-def test_global_generators_are_left_alone() -> None:
+def test_global_generators_are_not_advanced() -> None:
     numpy_state, torch_state = np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
     uniforms(0, 0, Purpose.CROP, 0, 10, 4)
     generator(0, 0, Purpose.ORDER).permutation(10)

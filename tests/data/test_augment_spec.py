@@ -28,18 +28,18 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
         *(("device", "tpu"), ("mixup", float("nan")), ("mix_probability", float("nan"))),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
+def test_invalid_values_are_refused_with_the_field_name(field: str, value: object) -> None:
     with pytest.raises(VitrailError, match=field):
         Augment(**{field: value})  # type: ignore[arg-type]
 
 
-def test_torchvisions_magnitudes_are_whole_and_at_most_thirty() -> None:
+def test_torchvision_magnitudes_are_integers_up_to_30() -> None:
     with pytest.raises(VitrailError, match="0 to 30"):
         Augment(randaugment="torchvision", randaugment_magnitude=31)
     assert Augment(randaugment="big-vision", randaugment_magnitude=31).randaugment_magnitude == 31
 
 
-def test_levels_of_the_augreg_study() -> None:
+def test_augreg_levels() -> None:
     table = {
         name: (augment.randaugment_count, augment.randaugment_magnitude, augment.mixup)
         for name in LEVELS

@@ -33,7 +33,7 @@ def good(tmp_path: Path) -> Path:
     return folder_of(tmp_path / "set", {"train/a": 6, "train/b": 4, "val/a": 2, "val/b": 2})
 
 
-def test_a_good_set_has_counts_and_no_problems(good: Path) -> None:
+def test_a_good_dataset_has_counts_and_no_problems(good: Path) -> None:
     done: list[int] = []
     report = check(open_source(str(good)), progress=done.append)
     assert report.problems == []
@@ -45,15 +45,15 @@ def test_a_good_set_has_counts_and_no_problems(good: Path) -> None:
     assert json.loads(json.dumps(report.to_dict()))["splits"]["train"]["sizes"] == {"40x48": 10}
 
 
-def test_every_spoiled_file_is_listed_and_none_stops_the_check(good: Path) -> None:
-    spoiled = {
+def test_every_corrupted_file_is_listed_and_none_stops_the_check(good: Path) -> None:
+    corrupted = {
         "empty.jpg": b"",
         "text.jpg": b"this is a note and not a photograph\n" * 9,
         "cut.jpg": encoded(picture(1, 300, 300), "JPEG")[:3000],
         "cut.png": encoded(picture(2, 300, 300))[:9000],
         "bomb.png": encoded(Image.new("1", (20_000, 10_000))),
     }
-    for name, content in spoiled.items():
+    for name, content in corrupted.items():
         (good / "train/a" / name).write_bytes(content)
     (good / "train/a/link.png").symlink_to("nowhere.png")
     report = check(open_source(str(good)))
@@ -78,10 +78,10 @@ def test_the_same_file_in_two_splits(good: Path) -> None:
     report = check(open_source(str(good)))
     assert kinds(report) == ["duplicates"]
     assert items(report, "duplicates") == ("train/a/3.png ~ val/a/copy.png", "train/a/4.png ~ val/b/mislabelled.png")
-    assert report.problems[0].message == "2 images of val also in train, in 1 of 2 pairs under another label."
+    assert report.problems[0].message == "2 images of val also in train; 1 of 2 pairs with different labels."
 
 
-def test_the_same_picture_saved_anew_in_two_splits(good: Path) -> None:
+def test_the_same_image_saved_again_in_two_splits(good: Path) -> None:
     image = Image.open(good / "train/a/3.png")
     (good / "val/a/jpeg.jpg").write_bytes(encoded(image, "JPEG", quality=60))
     (good / "val/a/small.png").write_bytes(encoded(image.resize((96, 80))))
@@ -93,27 +93,27 @@ def test_the_same_picture_saved_anew_in_two_splits(good: Path) -> None:
     assert check(open_source(str(good)), find="exact").problems == []
 
 
-def test_copies_inside_a_split_are_a_note_unless_their_labels_differ(good: Path) -> None:
+def test_duplicates_within_a_split_are_a_note_unless_labels_differ(good: Path) -> None:
     (good / "train/a/again.png").write_bytes((good / "train/a/3.png").read_bytes())
     report = check(open_source(str(good)))
     assert report.problems == []
-    assert "train: 2 images are copies of one another" in report.notes[0]
+    assert "train: 2 identical images in 1 group" in report.notes[0]
     (good / "train/b/again.png").write_bytes((good / "train/a/3.png").read_bytes())
     assert kinds(check(open_source(str(good)))) == ["conflicting-labels"]
     assert check(open_source(str(good)), find="none").problems == []
 
 
-def test_empty_classes_and_single_ones(good: Path) -> None:
+def test_empty_classes_and_a_single_class(good: Path) -> None:
     (good / "train/c").mkdir()
     report = check(open_source(str(good)))
     assert kinds(report) == ["empty-class"]
     assert items(report, "empty-class") == ("c",)
-    assert report.notes == ["val has no image of 1 of the 3 classes: c."]
+    assert report.notes == ["val has no image of 1 of 3 classes: c."]
     only = folder_of(good.parent / "only", {"train/a": 2})
     assert kinds(check(open_source(str(only)))) == ["one-class"]
 
 
-def test_what_is_unusual_is_noted(good: Path) -> None:
+def test_imbalance_mixed_modes_and_rotation_are_noted(good: Path) -> None:
     grey = Image.fromarray(picture(1)).convert("L")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -122,8 +122,8 @@ def test_what_is_unusual_is_noted(good: Path) -> None:
     notes = check(open_source(str(good))).notes
     assert notes == [
         "train: the largest class has 61 images, the smallest 4.",
-        "train: images differ in kind: RGB 64, L 1.",
-        "train: 1 image turned upright by the EXIF orientation.",
+        "train: images have different modes: RGB 64, L 1.",
+        "train: 1 image rotated by EXIF orientation.",
     ]
 
 
@@ -135,7 +135,7 @@ def test_missing_files_of_a_table_are_problems(tmp_path: Path) -> None:
     assert "x/2.png: no such file (line 4" in items(report, "missing")[0]
 
 
-def test_many_channels_and_names_that_are_no_text(tmp_path: Path) -> None:
+def test_many_channels_and_names_that_are_not_utf8(tmp_path: Path) -> None:
     for label in ("a", "b"):
         (tmp_path / "set/train" / label).mkdir(parents=True)
         for k in range(3):
@@ -150,11 +150,11 @@ def test_many_channels_and_names_that_are_no_text(tmp_path: Path) -> None:
     assert choose_settings(open_source(f"folder:{tmp_path}/set"), bits=16).channels == 13
 
 
-def test_the_embedded_digits_pass() -> None:
+def test_digits_have_no_problems() -> None:
     assert check(open_source("digits")).problems == []
 
 
-def test_the_hash_is_the_sign_of_low_cosine_frequencies() -> None:
+def test_the_hash_is_the_sign_of_low_dct_frequencies() -> None:
     thumbnails = np.random.default_rng(0).integers(0, 256, (20, 32, 32), dtype=np.uint8)
     waves = dctn(thumbnails.astype(np.float64), axes=(1, 2))[:, :8, :8].reshape(20, 64)
     waves[:, 0] = 0
@@ -170,7 +170,8 @@ def test_no_pair_within_seven_bits_is_missed() -> None:
     for row in range(400):
         for bit in rng.permutation(64)[: row % 12]:
             second[row] ^= np.uint64(1) << np.uint64(bit)
-    same = np.broadcast_to(np.eye(16, dtype=np.uint8).reshape(-1) * 200, (3000, 256))  # these shall not decide here
+    # Equal thumbnails, so that only the hashes decide.
+    same = np.broadcast_to(np.eye(16, dtype=np.uint8).reshape(-1) * 200, (3000, 256))
     found = {(int(a), int(b)) for a, b in near_pairs((first, same), (second, same[:400]))}
     xor = first[:, None] ^ second[None]
     distance = np.unpackbits(xor.view(np.uint8).reshape(3000, 400, 8), axis=2).sum(2)
@@ -185,14 +186,14 @@ def test_equal_digests_are_paired() -> None:
     assert exact_pairs(first, second[:0]).shape == (0, 2)
 
 
-def test_pictures_that_differ_are_not_taken_for_the_same() -> None:
+def test_different_images_are_not_reported_as_duplicates() -> None:
     images = np.stack([picture(k, 32, 32, 1)[:, :, 0] for k in range(400)])
     hashes, small = fingerprints(images)
     assert len(near_pairs((hashes[:200], small[:200]), (hashes[200:], small[200:]))) == 0
     assert len(near_pairs((hashes, small), (hashes, small))) == 400
 
 
-def test_the_contact_sheet_shows_every_class_and_marks_what_cannot_be_read(good: Path) -> None:
+def test_the_contact_sheet_shows_every_class_and_marks_unreadable_images(good: Path) -> None:
     (good / "val/b/0.png").write_bytes(b"")
     file = good.parent / "sheet.png"
     contact_sheet(open_source(str(good)), file)
@@ -207,7 +208,7 @@ def test_the_contact_sheet_shows_every_class_and_marks_what_cannot_be_read(good:
 
 
 @pytest.mark.parametrize("task", ["regress", "unlabelled", "multilabel"])
-def test_sets_of_other_tasks_are_checked_and_shown(tmp_path: Path, task: str) -> None:
+def test_datasets_of_other_tasks_are_checked_and_drawn(tmp_path: Path, task: str) -> None:
     images = np.stack([picture(k, 32, 32, 1) for k in range(12)])
     targets = {"regress": np.ones((12, 1)), "unlabelled": np.ones((12, 0)), "multilabel": np.eye(12)[:, :3]}[task]
     classes = {"regress": ("age",), "unlabelled": (), "multilabel": ("a", "b", "c")}[task]

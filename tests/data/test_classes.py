@@ -30,11 +30,11 @@ def test_the_order_does_not_depend_on_where_names_came_from(names: list[str]) ->
 
 
 @given(st.lists(st.integers(0, 10**9), unique=True, min_size=1))
-def test_whole_numbers_come_in_the_order_of_their_values(numbers: list[int]) -> None:
+def test_integers_sort_by_value(numbers: list[int]) -> None:
     assert natural_sort(map(str, numbers)) == tuple(map(str, sorted(numbers)))
 
 
-def test_every_split_is_numbered_by_the_training_splits_names() -> None:
+def test_every_split_uses_the_class_order_of_the_training_split() -> None:
     train = split_of("train", ("a", "b", "c"), [0, 1, 2])
     val = split_of("val", ("b", "c"), [0, 1, 1])  # by position it would be read as a, b, b
     aligned = align({"train": train, "val": val}, None)
@@ -46,24 +46,26 @@ def test_every_split_is_numbered_by_the_training_splits_names() -> None:
 def test_a_missing_class_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         align({"train": split_of("train", ("a", "b"), [0, 1]), "val": split_of("val", ("b",), [0])}, None)
-    assert [record.getMessage() for record in caplog.records] == ["val has no image of 1 of the 2 classes: a."]
+    assert [record.getMessage() for record in caplog.records] == ["val has no image of 1 of 2 classes: a."]
 
 
-def test_an_unknown_class_is_an_error_even_where_the_counts_agree() -> None:
+def test_an_unknown_class_is_an_error_even_if_the_counts_agree() -> None:
     splits = {"val": split_of("val", ("b", "c", "d"), [0, 1, 2])}
-    with pytest.raises(VitrailError, match=r"val has class 'd' unknown to the model \(a, b, c\).*--ignore-unknown-classes"):
+    with pytest.raises(
+        VitrailError, match=r"val has class 'd', which the model does not have \(a, b, c\).*--ignore-unknown-classes"
+    ):
         align(dict(splits), ("a", "b", "c"))
 
 
-def test_unknown_classes_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_classes_can_be_skipped(caplog: pytest.LogCaptureFixture) -> None:
     val = split_of("val", ("b", "d"), [0, 1, 0, 1])
     aligned = align({"val": val}, ("a", "b"), ignore_unknown=True)["val"]
     assert aligned.targets.tolist() == [1, 1]
     assert [aligned.image_name(k) for k in range(2)] == ["000000", "000002"]
-    assert "2 images of unknown classes (d) left out" in caplog.text
+    assert "skipped 2 images of unknown classes (d)" in caplog.text
 
 
-def test_a_name_without_images_is_no_unknown_class() -> None:
+def test_a_class_without_images_is_not_unknown() -> None:
     aligned = align({"val": split_of("val", ("a", "z"), [0, 0])}, ("a",))
     assert aligned["val"].targets.tolist() == [0, 0]
 
@@ -74,22 +76,22 @@ def test_several_labels_are_mapped_by_name_too() -> None:
     assert aligned.targets.tolist() == [[0, 1, 0], [1, 1, 0]]
 
 
-def test_numeric_targets_must_be_the_models() -> None:
+def test_numeric_targets_must_match_the_model() -> None:
     split = split_of("val", ("height",), [[0.5]], "regress")
     assert align({"val": split}, ("height",))["val"].targets.tolist() == [[0.5]]
-    with pytest.raises(VitrailError, match=r"val has the numeric targets height, the model has weight"):
+    with pytest.raises(VitrailError, match=r"val has the numeric targets height, but the model has weight"):
         align({"val": split}, ("weight",))
 
 
-def test_two_classes_of_one_name_are_refused() -> None:
+def test_duplicate_class_names_are_refused() -> None:
     with pytest.raises(VitrailError, match="'crane' is listed twice"):
         align({"train": split_of("train", ("crane", "crane"), [0, 1])}, None)
 
 
 @pytest.mark.parametrize("label", [6, -1])
-def test_a_label_beyond_the_outputs_is_found_before_the_device_sees_it(label: int) -> None:
+def test_a_label_outside_the_outputs_is_refused_before_the_device_sees_it(label: int) -> None:
     split = split_of("train", tuple("abcdefg"), [0, 5, label])
-    with pytest.raises(VitrailError, match=rf"label {label} at 000002 but there are 6 outputs \(0–5\)"):
+    with pytest.raises(VitrailError, match=rf"000002 has label {label}, but there are 6 outputs \(0–5\)\. 1 label is outside"):
         check_range(split, 6)
 
 

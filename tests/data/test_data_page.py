@@ -1,4 +1,4 @@
-"""The page about data says only what runs."""
+"""The examples and tables of docs/data.md are correct."""
 
 from __future__ import annotations
 

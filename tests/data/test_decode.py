@@ -34,7 +34,7 @@ def png_by_hand(pixels: Array, colour_type: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "PPM"])
-def test_every_format_decodes_as_pillow_decodes_it(kind: str) -> None:
+def test_every_format_decodes_as_in_pillow(kind: str) -> None:
     content = encoded(picture(1), kind)
     assert np.array_equal(decode(content, channels=3), pillow(content, "RGB"))
     header = image_header(content)
@@ -43,7 +43,7 @@ def test_every_format_decodes_as_pillow_decodes_it(kind: str) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
-def test_images_are_turned_upright(orientation: int, kind: str) -> None:
+def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
     image = Image.fromarray(picture(2, 24, 40))
     exif = image.getexif()
     exif[0x0112] = orientation
@@ -59,7 +59,7 @@ def test_images_are_turned_upright(orientation: int, kind: str) -> None:
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_every_mode_gives_the_channels_asked_for(mode: str, channels: int) -> None:
+def test_every_mode_gives_the_requested_channels(mode: str, channels: int) -> None:
     image = Image.fromarray(picture(3)).convert(mode)
     content = encoded(image, "TIFF" if mode == "CMYK" else "PNG")
     wanted = {1: "L", 3: "RGB", 4: "RGBA"}[channels]
@@ -69,7 +69,7 @@ def test_every_mode_gives_the_channels_asked_for(mode: str, channels: int) -> No
     assert np.array_equal(decode(content, channels=channels), expected)
 
 
-def test_a_cmyk_jpeg_has_its_colours_and_not_their_negative() -> None:
+def test_a_cmyk_jpeg_is_not_inverted() -> None:
     image = picture(4)
     content = encoded(Image.fromarray(image).convert("CMYK"), "JPEG", quality=95)
     assert np.abs(decode(content, channels=3).astype(int) - image).mean() < 8
@@ -82,7 +82,7 @@ def test_a_palette_with_transparency_keeps_its_colours() -> None:
     assert decode(content, channels=4)[:, :, 3].min() == 0
 
 
-def test_sixteen_bit_grey_is_kept_or_shortened_but_never_clipped() -> None:
+def test_16_bit_grey_is_kept_or_shifted_but_never_clipped() -> None:
     deep = np.linspace(0, 65535, 40 * 48).astype(np.uint16).reshape(40, 48)
     for kind in ("PNG", "TIFF"):
         content = encoded(Image.fromarray(deep), kind)
@@ -93,7 +93,7 @@ def test_sixteen_bit_grey_is_kept_or_shortened_but_never_clipped() -> None:
 
 
 @pytest.mark.parametrize(("colour_type", "have"), [(2, 3), (6, 4), (4, 2)])
-def test_sixteen_bit_colour_keeps_all_its_bits(colour_type: int, have: int) -> None:
+def test_16_bit_colour_keeps_all_bits(colour_type: int, have: int) -> None:
     deep = np.random.default_rng(0).integers(0, 65536, (10, 12, have), dtype=np.uint16)
     content = png_by_hand(deep, colour_type)
     expected = deep[:, :, :3] if have > 2 else np.repeat(deep[:, :, :1], 3, 2)
@@ -117,15 +117,15 @@ def test_many_channels_come_as_npy_files() -> None:
     np.save(file, bands)
     assert np.array_equal(decode(file.getvalue(), channels=13, bits=16), bands)
     assert image_header(file.getvalue()).mode == "13 channels"
-    with pytest.raises(BadImage, match="13 channels where the model takes 3"):
+    with pytest.raises(BadImage, match="13 channels, but the model expects 3"):
         decode(file.getvalue(), channels=3)
-    with pytest.raises(BadImage, match="13 channels are wanted"):
+    with pytest.raises(BadImage, match="13 channels are expected"):
         decode(encoded(picture(7)), channels=13)
 
 
 @settings(max_examples=60, deadline=None)
 @given(height=st.integers(8, 300), width=st.integers(8, 300), rows=st.integers(1, 120), columns=st.integers(1, 120))
-def test_a_jpeg_decoded_small_still_covers_what_was_asked(height: int, width: int, rows: int, columns: int) -> None:
+def test_a_downscaled_jpeg_is_not_smaller_than_min_size(height: int, width: int, rows: int, columns: int) -> None:
     content = encoded(picture(8, height, width), "JPEG")
     small = decode(content, channels=3, min_size=(rows, columns))
     full = decode(content, channels=3)
@@ -139,7 +139,7 @@ def test_a_jpeg_decoded_small_still_covers_what_was_asked(height: int, width: in
 
 
 @pytest.mark.parametrize("orientation", [1, 6, 8, 3])
-def test_a_region_is_cut_from_the_upright_image(orientation: int) -> None:
+def test_a_region_is_cropped_from_the_upright_image(orientation: int) -> None:
     image = Image.fromarray(picture(9, 160, 240))
     exif = image.getexif()
     exif[0x0112] = orientation
@@ -157,9 +157,9 @@ def test_a_region_is_cut_from_the_upright_image(orientation: int) -> None:
 
 BROKEN = {
     "empty.jpg": (b"", r"empty file \(0 bytes\)"),
-    "page.jpg": (b"<!DOCTYPE html><html>404 not found</html>", "a text file and not an image .*DOCTYPE"),
+    "page.jpg": (b"<!DOCTYPE html><html>404 not found</html>", "a text file, not an image .*DOCTYPE"),
     "pointer.png": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
-    "noise.png": (bytes(range(128, 256)) * 4, "not an image in a format Pillow knows"),
+    "noise.png": (bytes(range(128, 256)) * 4, "not an image in a format that Pillow can read"),
     "phone.jpg": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + b"\0" * 64, "HEIC"),
     "cut.jpg": (encoded(picture(10, 200, 200), "JPEG")[:2000], "truncated"),
     "cut.png": (encoded(picture(10, 200, 200))[:3000], "truncated|cannot be decoded"),
@@ -169,11 +169,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_spoiled_file_is_named_with_its_fault(name: str) -> None:
+def test_a_corrupted_file_is_named_with_the_reason(name: str) -> None:
     content, words = BROKEN[name]
     with pytest.raises(BadImage, match=rf"{name}: .*({words})") as caught:
         decode(content, channels=3, name=name)
-    again = pickle.loads(pickle.dumps(caught.value))  # as on the way out of a worker
+    again = pickle.loads(pickle.dumps(caught.value))  # as when a worker returns it
     assert (again.name, again.reason, str(again)) == (name, caught.value.reason, str(caught.value))
 
 
@@ -184,7 +184,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch: pytes
         decode(bomb, channels=3, name="bomb.png")
     with pytest.raises(BadImage, match="decompression bomb"):
         image_header(bomb, name="bomb.png")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as some programs do; our own limit holds all the same
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as some programs do; our own limit still applies
     with pytest.raises(BadImage, match=r"10000×20000 pixels, more than"):
         decode(bomb, channels=3, name="bomb.png")
     assert decode_module.MAX_PIXELS < 20_000 * 10_000
@@ -192,7 +192,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch: pytes
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"]))
-def test_any_damage_ends_in_an_image_or_a_bad_image(data: st.DataObject, kind: str) -> None:
+def test_any_corruption_gives_an_image_or_bad_image(data: st.DataObject, kind: str) -> None:
     content = bytearray(encoded(picture(11, 20, 20), kind))
     for _ in range(data.draw(st.integers(1, 8))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail.data.data_wait as data_wait
-from tests.data.memory_splits import Memory, Stored, photos, picture, stored
+from tests.data.memory_splits import MemorySplit, StoredSplit, photos, picture, stored
 from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.loader import EvalLoader, TrainLoader
@@ -44,7 +44,7 @@ def same(left: list[Batch], right: list[Batch]) -> bool:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """These images are too small to share out; threads would only wait for each other."""
+    """The images are too small for several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -91,7 +91,7 @@ def test_batches_are_the_same_for_any_number_of_ranks(ranks: int, micro_batch: i
         assert all((part.epoch, part.step) == (expected.epoch, expected.step) for part in parts)
         assert all(part.total == 10 for part in parts)
         assert torch.cat([part.indices for part in parts]).tolist() == expected.indices.tolist()
-        # Batched sums may differ in their last bit with the batch size; a wrong partner or parameter would be gross.
+        # Batched sums may differ in their last bit with the batch size; a wrong partner or parameter would differ much more.
         torch.testing.assert_close(torch.cat([part.images for part in parts]), expected.images, atol=0.03, rtol=0)
         torch.testing.assert_close(torch.cat([part.targets for part in parts]), expected.targets)
 
@@ -100,26 +100,26 @@ def test_photos_are_the_same_for_any_number_of_ranks() -> None:
     split = photos(30)
     whole = take(train(split), 4)
     for ranks in (2, 3):
-        shares = [take(train(split, rank=rank, ranks=ranks), 4) for rank in range(ranks)]
+        per_rank = [take(train(split, rank=rank, ranks=ranks), 4) for rank in range(ranks)]
         for step, expected in enumerate(whole):
-            assert torch.equal(torch.cat([share[step].images for share in shares]), expected.images)
-            assert torch.equal(torch.cat([share[step].targets for share in shares]), expected.targets)
+            assert torch.equal(torch.cat([batches[step].images for batches in per_rank]), expected.images)
+            assert torch.equal(torch.cat([batches[step].targets for batches in per_rank]), expected.targets)
 
 
 @pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize("done", [1, 3, 4, 6])
-def test_a_resumed_run_sees_the_batches_that_were_left(done: int) -> None:
+def test_a_resumed_run_sees_the_remaining_batches(done: int) -> None:
     split = photos(47)
     expected = take(train(split), 10)
-    first = train(split, workers=2)  # its workers have read ahead by the time the state is taken
-    take_some = iter(first)
+    first = train(split, workers=2)  # its workers have prefetched when the state is saved
+    batches = iter(first)
     for _ in range(done):
-        next(take_some)
+        next(batches)
     state = first.state_dict()
     resumed = train(split, workers=1)
     resumed.load_state_dict(state)
     assert same(take(resumed, 10 - done), expected[done:])
-    # Another number of ranks goes on from the same place.
+    # Another number of ranks resumes from the same position.
     halves = [train(split, rank=rank, ranks=2) for rank in range(2)]
     for half in halves:
         half.load_state_dict(state)
@@ -127,7 +127,7 @@ def test_a_resumed_run_sees_the_batches_that_were_left(done: int) -> None:
     assert torch.equal(torch.cat([part.images for part in parts]), expected[done].images)
 
 
-def test_a_step_counts_when_it_is_complete() -> None:
+def test_the_state_counts_complete_steps() -> None:
     loader = train(stored(30), micro_batch=4)
     batches = iter(loader)
     first = next(batches)
@@ -147,7 +147,7 @@ def test_micro_batches_may_be_halved_in_the_middle_of_a_step() -> None:
     torch.testing.assert_close(torch.cat([part.images for part in parts]), whole[1].images, atol=0.03, rtol=0)
 
 
-def test_a_loader_can_be_set_back_while_it_runs() -> None:
+def test_a_running_loader_can_load_a_state() -> None:
     loader = train(stored(30))
     start = loader.state_dict()
     before = take(loader, 4)
@@ -164,7 +164,7 @@ def test_state_of_another_run_is_refused() -> None:
         train(stored(31)).load_state_dict(state)
 
 
-def test_an_epoch_ends_where_it_should_and_the_next_begins() -> None:
+def test_epochs_end_and_start_at_the_right_batch() -> None:
     loader = train(stored(25), Augment(), keep_last=True)
     first, second = list(loader.epoch()), list(loader.epoch())
     assert [len(batch) for batch in first] == [10, 10, 5]
@@ -183,8 +183,8 @@ def test_odd_last_batches_mix(augment: Augment) -> None:
             torch.testing.assert_close(batch.targets.sum(1), torch.ones(len(batch)))
 
 
-def test_cpu_and_gpu_ways_give_the_same_images() -> None:
-    """The same parameters, so not only the same distribution: only the arithmetic of the resize differs, by a level."""
+def test_cpu_and_gpu_augmentation_give_the_same_images() -> None:
+    """CPU and GPU use the same parameters, so images differ only by the rounding of the resize, by one level."""
     split = stored(40, side=48)
     plain = {"crop_area": (0.2, 1.0)}
     for randaugment in ("none", "torchvision"):
@@ -198,7 +198,7 @@ def test_cpu_and_gpu_ways_give_the_same_images() -> None:
             difference = (left.images - right.images).abs()
             if randaugment == "none":
                 assert difference.max() < 1.01 * level
-            else:  # Equalize and Solarize may blow one level up, on few pixels
+            else:  # Equalize and Solarize may amplify one level, on few pixels
                 assert (difference > 2.01 * level).float().mean() < 0.05
             assert difference.mean() < level / 4 if randaugment == "none" else difference.mean() < 3 * level
 
@@ -230,7 +230,7 @@ def test_other_channels_and_depths(channels: int, bits: int) -> None:
     images = [picture(i, 50, 60, channels).astype(dtype) * (1 if bits == 8 else 257) for i in range(12)]
     preprocess = preset("imagenet", size=24, channels=channels, bits=bits)
     for interpolation in ("bilinear", "bicubic"):
-        loader = train(Memory(images), Augment(mixup=0.2, interpolation=interpolation), preprocess=preprocess)  # type: ignore[arg-type]
+        loader = train(MemorySplit(images), Augment(mixup=0.2, interpolation=interpolation), preprocess=preprocess)  # type: ignore[arg-type]
         batch = take(loader, 1)[0]
         assert batch.images.shape == (10, channels, 24, 24)
         mean, std = (torch.tensor(values)[:, None, None] for values in (preprocess.mean, preprocess.std))
@@ -238,8 +238,8 @@ def test_other_channels_and_depths(channels: int, bits: int) -> None:
         assert shown.min() >= -1e-4 and shown.max() <= 1 + 1e-4
         assert batch.images.std() > 0.3
     if bits == 16:
-        with pytest.raises(VitrailError, match="8 bits"):
-            train(Memory(images), RICH, preprocess=preprocess)
+        with pytest.raises(VitrailError, match="8-bit"):
+            train(MemorySplit(images), RICH, preprocess=preprocess)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_other_channels_and_depths(channels: int, bits: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(length=st.integers(0, 40), batch=st.integers(1, 17), ranks=st.integers(1, 5))
 def test_every_image_is_evaluated_once(length: int, batch: int, ranks: int) -> None:
-    split = Stored(np.zeros((length, 24, 24, 3), dtype=np.uint8))
+    split = StoredSplit(np.zeros((length, 24, 24, 3), dtype=np.uint8))
     loaders = [EvalLoader(split, preprocess=PREPROCESS, batch=batch, rank=rank, ranks=ranks, workers=0) for rank in range(ranks)]
     seen = [int(index) for loader in loaders for part in loader for index in part.indices]
     assert sorted(seen) == list(range(length))
@@ -290,27 +290,27 @@ def test_evaluation_is_exactly_the_preprocessing() -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def spoiled(count: int, bad: dict[int, bytes]) -> Memory:
+def with_bad_images(count: int, bad: dict[int, bytes]) -> MemorySplit:
     split = photos(count)
     for index, payload in bad.items():
         split.payloads[index] = payload
     return split
 
 
-def test_a_bad_image_stops_training_by_name() -> None:
+def test_a_bad_image_stops_training_with_its_name() -> None:
     split = photos(12)
     whole = split.payloads[4]
     assert isinstance(whole, bytes)
     for payload in (b"", b"just text", b"unreadable", whole[:60], whole[: len(whole) // 2]):
         with pytest.raises(BadImage, match=r"picture-4\.jpg"):
-            list(train(spoiled(12, {4: payload}), batch=12).epoch())
+            list(train(with_bad_images(12, {4: payload}), batch=12).epoch())
         with pytest.raises(BadImage, match=r"picture-4\.jpg"):
-            list(EvalLoader(spoiled(12, {4: payload}), preprocess=PREPROCESS, batch=5, workers=0))
+            list(EvalLoader(with_bad_images(12, {4: payload}), preprocess=PREPROCESS, batch=5, workers=0))
 
 
 @pytest.mark.usefixtures("many_cpus")
-def test_a_bad_image_in_a_worker_is_the_same_error() -> None:
-    split = spoiled(12, {4: b"just text"})
+def test_a_bad_image_in_a_worker_raises_the_same_error() -> None:
+    split = with_bad_images(12, {4: b"just text"})
     with pytest.raises(BadImage, match=r"^picture-4\.jpg: a text file") as caught:
         list(train(split, batch=6, workers=1).epoch())
     assert caught.value.name == "picture-4.jpg"
@@ -320,7 +320,7 @@ def test_a_bad_image_in_a_worker_is_the_same_error() -> None:
 def test_a_bad_image_can_be_skipped_and_is_listed(tmp_path: Path) -> None:
     whole = photos(12).payloads[4]
     assert isinstance(whole, bytes)
-    split = spoiled(30, {4: whole[: len(whole) // 2], 7: b"", 11: b"unreadable"})
+    split = with_bad_images(30, {4: whole[: len(whole) // 2], 7: b"", 11: b"unreadable"})
     results = []
     for workers in (0, 2):
         loader = train(split, bad_images="skip", workers=workers)
@@ -330,7 +330,7 @@ def test_a_bad_image_can_be_skipped_and_is_listed(tmp_path: Path) -> None:
     used = torch.cat([batch.indices for batch in results[0]]).tolist()
     assert len(used) == 30 and not {4, 7, 11} & set(used)
     plain = train(split, Augment(), bad_images="skip")
-    for batch in plain.epoch():  # a replacement brings its own label
+    for batch in plain.epoch():  # a replacement has its own label
         assert (split.targets[batch.indices.numpy()] == batch.targets.numpy()).all()
     assert plain.save_bad_images(str(tmp_path / "bad.tsv")) == 3
     lines = (tmp_path / "bad.tsv").read_text().splitlines()
@@ -343,25 +343,25 @@ def test_a_bad_image_can_be_skipped_and_is_listed(tmp_path: Path) -> None:
 
 
 def test_only_bad_images() -> None:
-    split = Memory([b"unreadable"] * 12)
+    split = MemorySplit([b"unreadable"] * 12)
     with pytest.raises(VitrailError, match="data check"):
         list(train(split, bad_images="skip").epoch())
 
 
 def test_labels_are_checked_before_the_device_sees_them() -> None:
-    split = Memory([b""] * 6, targets=np.array([0, 1, 2, 3, 0, 1]))
-    with pytest.raises(VitrailError, match=r"Label 3 at picture-3\.jpg.*3 classes \(0 to 2\)"):
+    split = MemorySplit([b""] * 6, targets=np.array([0, 1, 2, 3, 0, 1]))
+    with pytest.raises(VitrailError, match=r"picture-3\.jpg has label 3, but there are 3 classes \(0 to 2\)"):
         train(split, batch=2)
-    with pytest.raises(VitrailError, match="Label 3"):
+    with pytest.raises(VitrailError, match="has label 3"):
         EvalLoader(split, preprocess=PREPROCESS, batch=2)
 
 
-def test_sentences_for_wrong_settings() -> None:
+def test_messages_for_invalid_settings() -> None:
     split = stored(50)
     for options, words in (
         ({"batch": 128}, "0 optimiser steps per epoch: 50 images < batch 128"),
-        ({"rank": 2, "ranks": 2}, "Rank 2 of 2"),
-        ({"batch": 2, "ranks": 3}, "cannot be shared by 3 ranks"),
+        ({"rank": 2, "ranks": 2}, "no rank 2 of 2"),
+        ({"batch": 2, "ranks": 3}, "cannot be divided among 3 ranks"),
         ({"bad_images": "ignore"}, "'error' or 'skip'"),
         ({"batch": 0}, "at least 1"),
     ):
@@ -369,10 +369,10 @@ def test_sentences_for_wrong_settings() -> None:
             train(split, **options)
 
 
-# --- workers and waiting ----------------------------------------------------------------------------------------------
+# --- workers and data wait --------------------------------------------------------------------------------------------
 
 
-def test_workers_are_capped_by_processors_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_limited_by_cpus_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_wait.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert data_wait.worker_count(None) == (8, "")
     assert data_wait.worker_count(3) == (3, "")
@@ -380,11 +380,11 @@ def test_workers_are_capped_by_processors_and_ranks(monkeypatch: pytest.MonkeyPa
     assert workers == 2 and "not 32" in note and "4 ranks" in note
 
 
-def test_waiting_is_measured_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_wait_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 3.0, 4.0, 7.0])
     monkeypatch.setattr(data_wait.time, "perf_counter", lambda: next(clock))
     timer = data_wait.DataWaitTimer()
-    for _ in range(2):  # wait 3, work 1, wait 3
+    for _ in range(2):  # wait 3, compute 1, wait 3
         timer.stop(timer.start())
     assert timer.fraction() == pytest.approx(6 / 7)
     monkeypatch.setattr(data_wait, "max_workers", lambda ranks=1: 8)

@@ -18,11 +18,13 @@ from vitrail.errors import VitrailError
 SIZE = (12, 16)
 
 
-def finished(augment: Augment, images: np.ndarray, targets: np.ndarray, task: Task = "classify") -> Batch:
-    stage = DeviceTransforms(preset("imagenet", size=SIZE), augment, task=task, classes=4, seed=3)
+def transform(augment: Augment, images: np.ndarray, targets: np.ndarray, task: Task = "classify") -> Batch:
+    transforms = DeviceTransforms(preset("imagenet", size=SIZE), augment, task=task, classes=4, seed=3)
     n = len(images)
-    where = BatchSlice(1, 2, 0, 1, np.arange(n), ((2 * n, n),), 0, n, n)
-    return stage(HostBatch(torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(targets), torch.arange(n), where))
+    batch_slice = BatchSlice(1, 2, 0, 1, np.arange(n), ((2 * n, n),), 0, n, n)
+    return transforms(
+        HostBatch(torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(targets), torch.arange(n), batch_slice)
+    )
 
 
 def batch(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,13 +33,13 @@ def batch(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8])
-def test_reference_mixup_is_one_weight_and_a_roll_by_one(n: int) -> None:
+def test_batch_mixup_is_one_weight_and_a_roll_by_one(n: int) -> None:
     images, targets = batch(n)
-    plain = finished(Augment(), images, targets)
-    mixed = finished(Augment(mixup=0.5), images, targets)
-    shares = draw_mixing(Augment(mixup=0.5), 3, 1, 2, n, SIZE).weights  # type: ignore[union-attr]
-    a = shares[0]
-    assert (shares == a).all() and 0.5 <= a <= 1
+    plain = transform(Augment(), images, targets)
+    mixed = transform(Augment(mixup=0.5), images, targets)
+    weights = draw_mixing(Augment(mixup=0.5), 3, 1, 2, n, SIZE).weights  # type: ignore[union-attr]
+    a = weights[0]
+    assert (weights == a).all() and 0.5 <= a <= 1
     x, y = plain.images.double().numpy(), np.eye(4)[targets]
     np.testing.assert_allclose(mixed.images.numpy(), a * x + (1 - a) * np.roll(x, 1, axis=0), atol=1e-5)
     np.testing.assert_allclose(mixed.targets.numpy(), a * y + (1 - a) * np.roll(y, 1, axis=0), atol=1e-6)
@@ -46,21 +48,21 @@ def test_reference_mixup_is_one_weight_and_a_roll_by_one(n: int) -> None:
 @pytest.mark.parametrize("variant", ["batch", "per-sample"])
 @pytest.mark.parametrize("alphas", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
 @pytest.mark.parametrize("n", [1, 5, 8])
-def test_labels_say_what_the_pixels_are(variant: str, alphas: dict[str, float], n: int) -> None:
-    """Each image has a colour of its own, so its share of a mixed image can be measured."""
+def test_targets_match_the_mixed_pixels(variant: str, alphas: dict[str, float], n: int) -> None:
+    """Each image has its own colour, so its weight in a mixed image can be measured."""
     images = np.zeros((n, *SIZE, 3), dtype=np.uint8)
     images[np.arange(n), ..., 0] = (np.arange(n) * 30)[:, None, None]
     augment = Augment(mix=variant, **alphas)  # type: ignore[arg-type]
-    result = finished(augment, images, np.arange(n) % 4)
-    plain = finished(Augment(), images, np.arange(n) % 4).images[:, 0].mean((1, 2))
+    result = transform(augment, images, np.arange(n) % 4)
+    plain = transform(Augment(), images, np.arange(n) % 4).images[:, 0].mean((1, 2))
     measured = result.images[:, 0].mean((1, 2))
     mixing = draw_mixing(augment, 3, 1, 2, n, SIZE)
     assert mixing is not None
-    shares = torch.from_numpy(mixing.weights).float()
-    torch.testing.assert_close(measured, shares * plain + (1 - shares) * plain.roll(1), atol=1e-4, rtol=0)
+    weights = torch.from_numpy(mixing.weights).float()
+    torch.testing.assert_close(measured, weights * plain + (1 - weights) * plain.roll(1), atol=1e-4, rtol=0)
     torch.testing.assert_close(result.targets.sum(1), torch.ones(n))
     own = torch.nn.functional.one_hot(torch.arange(n) % 4, 4)
-    expected = shares[:, None] * own + (1 - shares[:, None]) * own.roll(1, 0)
+    expected = weights[:, None] * own + (1 - weights[:, None]) * own.roll(1, 0)
     torch.testing.assert_close(result.targets, expected)
 
 
@@ -74,7 +76,7 @@ def test_weights_have_the_beta_distribution() -> None:
     assert stats.kstest(weights, folded).pvalue > 1e-3
 
 
-def test_probability_and_share_of_cutmix() -> None:
+def test_probability_of_mixing_and_of_cutmix() -> None:
     augment = Augment(mixup=1.0, cutmix=1.0, cutmix_share=0.25, mix_probability=0.6, mix="per-sample")
     mixing = draw_mixing(augment, 0, 0, 0, 8000, (100, 100))
     assert mixing is not None
@@ -85,20 +87,20 @@ def test_probability_and_share_of_cutmix() -> None:
 
 def test_smoothing() -> None:
     images, targets = batch(5)
-    result = finished(Augment(smoothing=0.1), images, targets)
+    result = transform(Augment(smoothing=0.1), images, targets)
     expected = np.eye(4)[targets] * 0.9 + 0.025
     np.testing.assert_allclose(result.targets.numpy(), expected, atol=1e-6)
-    assert finished(Augment(), images, targets).targets.dtype == torch.int64
+    assert transform(Augment(), images, targets).targets.dtype == torch.int64
 
 
 def test_other_tasks_mix_their_own_targets() -> None:
     images, _ = batch(3)
     labels = np.array([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0]], dtype=np.float32)
-    result = finished(Augment(mixup=1.0), images, labels, "multilabel")
+    result = transform(Augment(mixup=1.0), images, labels, "multilabel")
     a = draw_mixing(Augment(mixup=1.0), 3, 1, 2, 3, SIZE).weights[0]  # type: ignore[union-attr]
     np.testing.assert_allclose(result.targets.numpy(), a * labels + (1 - a) * np.roll(labels, 1, 0), atol=1e-6)
     with pytest.raises(VitrailError, match="smoothing"):
-        finished(Augment(smoothing=0.1), images, labels, "multilabel")
+        transform(Augment(smoothing=0.1), images, labels, "multilabel")
 
 
 def test_soft_targets_keep_numbers() -> None:
@@ -106,17 +108,17 @@ def test_soft_targets_keep_numbers() -> None:
     assert torch.equal(soft_targets(values, "regress", 1, 0.0), values)
 
 
-def test_pasting_takes_whole_pixels() -> None:
+def test_cutmix_copies_pixels() -> None:
     images, partners = torch.zeros(2, 3, 6, 6), torch.ones(2, 3, 6, 6)
     mixed = mix_images(images, partners, torch.tensor([0.5, 0.75]), torch.tensor([[0, 0, 0, 0], [1, 2, 4, 5]]))
     assert (mixed[0] == 0.5).all()
     assert mixed[1].sum() == 3 * 9 and (mixed[1, :, 1:4, 2:5] == 1).all()
 
 
-def test_normalisation_is_that_of_evaluation() -> None:
+def test_normalisation_is_the_same_as_in_evaluation() -> None:
     images, targets = batch(4)
     expected = preset("imagenet", size=SIZE).normalise(torch.from_numpy(images).permute(0, 3, 1, 2))
-    torch.testing.assert_close(finished(Augment(), images, targets).images, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(transform(Augment(), images, targets).images, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_erased_rectangles() -> None:

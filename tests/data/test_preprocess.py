@@ -22,7 +22,7 @@ SIZES = [(375, 500), (500, 333), (64, 64), (231, 230), (100, 999)]
 
 
 @pytest.mark.parametrize("shape", SIZES)
-def test_imagenet_is_torchvisions_own_transform_bit_for_bit(shape: tuple[int, int]) -> None:
+def test_imagenet_equals_torchvision_exactly(shape: tuple[int, int]) -> None:
     image = picture(1, *shape)
     theirs = transforms.Compose(
         [
@@ -37,7 +37,7 @@ def test_imagenet_is_torchvisions_own_transform_bit_for_bit(shape: tuple[int, in
 
 @pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("size", [224, 384])
-def test_timm_is_timms_own_transform_bit_for_bit(shape: tuple[int, int], size: int) -> None:
+def test_timm_equals_timm_exactly(shape: tuple[int, int], size: int) -> None:
     image = picture(2, *shape)
     theirs = timm.data.create_transform(
         input_size=(3, size, size), interpolation="bicubic", crop_pct=0.9, mean=(0.5,) * 3, std=(0.5,) * 3, is_training=False
@@ -46,7 +46,7 @@ def test_timm_is_timms_own_transform_bit_for_bit(shape: tuple[int, int], size: i
 
 
 def brute_bilinear(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """tf.image.resize written from its definition: half-pixel centres, two taps a side, edges repeated."""
+    """tf.image.resize from its definition: half-pixel centres, two taps per axis, edges repeated."""
     result = np.empty((height, width, image.shape[2]))
     for y in range(height):
         for x in range(width):
@@ -61,9 +61,9 @@ def brute_bilinear(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def brute_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """TensorFlow's area method from its definition: every input pixel weighted by the share of it that is covered."""
+    """TensorFlow's area method from its definition: every input pixel weighted by its covered fraction."""
 
-    def shares(old: int, new: int) -> np.ndarray:
+    def coverage(old: int, new: int) -> np.ndarray:
         table = np.zeros((new, old))
         for k in range(new):
             low, high = k * old / new, (k + 1) * old / new
@@ -71,11 +71,11 @@ def brute_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
                 table[k, j] = max(0.0, min(high, j + 1) - max(low, j))
         return table / table.sum(1, keepdims=True)
 
-    return np.einsum("yh,hwc,xw->yxc", shares(image.shape[0], height), image.astype(np.float64), shares(image.shape[1], width))
+    return np.einsum("yh,hwc,xw->yxc", coverage(image.shape[0], height), image.astype(np.float64), coverage(image.shape[1], width))
 
 
 @pytest.mark.parametrize("shape", [(37, 51), (16, 16), (9, 70)])
-def test_google_vit_stretches_with_tensorflows_bilinear(shape: tuple[int, int]) -> None:
+def test_google_vit_stretches_with_tensorflow_bilinear(shape: tuple[int, int]) -> None:
     image = picture(3, *shape)
     expected = (brute_bilinear(image, 24, 24) - 127.5) / 127.5
     result = preset("google-vit", size=24)(image).permute(1, 2, 0).numpy()
@@ -83,7 +83,7 @@ def test_google_vit_stretches_with_tensorflows_bilinear(shape: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("shape", [(37, 51), (60, 33), (20, 20)])
-def test_big_vision_shrinks_by_area_cuts_fractions_and_takes_the_middle(shape: tuple[int, int]) -> None:
+def test_big_vision_resizes_by_area_truncates_and_crops_the_centre(shape: tuple[int, int]) -> None:
     image = picture(4, *shape)
     short, cut = 32, 28
     factor = short / min(shape)
@@ -92,7 +92,7 @@ def test_big_vision_shrinks_by_area_cuts_fractions_and_takes_the_middle(shape: t
     top, left = (height - cut) // 2, (width - cut) // 2
     expected = resized[top : top + cut, left : left + cut] / 127.5 - 1
     result = preset("big-vision", size=28)(image).permute(1, 2, 0).numpy()
-    # A value within 1e-4 of a whole number may fall on either side of the cut.
+    # A value within 1e-4 of an integer may be truncated either way.
     assert (np.abs(result - expected) > 1e-5).mean() < 0.002
     assert np.abs(result - expected).max() < 1.01 / 127.5
 
@@ -111,7 +111,7 @@ def test_presets_have_the_published_numbers() -> None:
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos", "area", "nearest"])
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
-def test_antialiased_resizing_is_pillows_channel_by_channel(interpolation: Any, channels: int) -> None:
+def test_antialiased_resizing_equals_pillow_per_channel(interpolation: Any, channels: int) -> None:
     image = picture(6, 33, 47, channels)
     filters = {"area": "BOX"}.get(interpolation, interpolation.upper())
     planes = [Image.fromarray(image[:, :, c]).resize((20, 25), Image.Resampling[filters]) for c in range(channels)]
@@ -120,7 +120,7 @@ def test_antialiased_resizing_is_pillows_channel_by_channel(interpolation: Any, 
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "lanczos"])
-def test_enlarging_needs_no_antialias_so_both_ways_agree(interpolation: Any) -> None:
+def test_antialias_makes_no_difference_when_upscaling(interpolation: Any) -> None:
     image = picture(7, 21, 30)
     with_, without = (
         resize(image, (64, 50), interpolation=interpolation, antialias=antialias, rounding="none") for antialias in (True, False)
@@ -139,7 +139,7 @@ def test_enlarging_needs_no_antialias_so_both_ways_agree(interpolation: Any) -> 
     rounding=st.sampled_from(["none", "truncate", "nearest"]),
     grey=st.integers(0, 255),
 )
-def test_an_even_grey_stays_that_grey(
+def test_a_constant_image_stays_constant(
     height: int, width: int, rows: int, columns: int, interpolation: Any, antialias: bool, rounding: Any, grey: int
 ) -> None:
     image = np.full((height, width, 3), grey, np.uint8)
@@ -156,9 +156,7 @@ def test_an_even_grey_stays_that_grey(
     size=st.tuples(st.integers(1, 48), st.integers(1, 48)),
     channels=st.sampled_from([1, 3, 4]),
 )
-def test_every_image_comes_out_at_the_size_asked_for(
-    height: int, width: int, name: str, size: tuple[int, int], channels: int
-) -> None:
+def test_every_image_has_the_requested_size(height: int, width: int, name: str, size: tuple[int, int], channels: int) -> None:
     result = preset(name, size=size, channels=channels)(picture(8, height, width))
     assert result.shape == (channels, *size)
     assert result.dtype == torch.float32
@@ -168,7 +166,7 @@ def test_every_image_comes_out_at_the_size_asked_for(
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_json_brings_back_the_same_value_and_fingerprint(name: str, channels: int) -> None:
+def test_json_round_trip_keeps_value_and_fingerprint(name: str, channels: int) -> None:
     spec = preset(name, size=(96, 128), channels=channels, bits=16)
     again = Preprocess.from_dict(json.loads(json.dumps(spec.to_dict())))
     assert again == spec
@@ -205,32 +203,32 @@ def test_every_field_but_the_name_changes_the_fingerprint() -> None:
         ({"resize": "short-side"}, "resize_to goes with"),
         ({"resize_to": 256}, "resize_to goes with"),
         ({"resize": "short-side", "resize_to": 100}, "smaller than the 224×224"),
-        ({"resize": "short-side", "resize_to": 256, "pad": True}, "nothing to fill"),
-        ({"mean": (0.5,)}, "1 values for 3 channels"),
+        ({"resize": "short-side", "resize_to": 256, "pad": True}, "has no effect"),
+        ({"mean": (0.5,)}, "1 value for 3 channels"),
         ({"std": (0.5, 0.0, 0.5)}, "above 0"),
         ({"bits": 12}, "one of 8, 16"),
         ({"size": (0, 4)}, "at least 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_values_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(VitrailError, match=words):
         Preprocess(**changes)
 
 
-def test_unknown_keys_and_names_are_refused_with_the_nearest() -> None:
+def test_unknown_keys_and_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(VitrailError, match=r"'interpolatoin'.*interpolation"):
         Preprocess.from_dict({**Preprocess().to_dict(), "interpolatoin": "area"})
     with pytest.raises(VitrailError, match="google-vit"):
         preset("google_vit")
 
 
-def test_a_new_size_keeps_the_margin_in_proportion() -> None:
+def test_a_new_size_scales_resize_to() -> None:
     assert preset("imagenet").with_size(112).resize_to == 128
     assert preset("imagenet").with_size((112, 224)).size == (112, 224)
     assert preset("google-vit").with_size(384) == preset("google-vit", size=384)
 
 
-def test_padding_keeps_the_proportions_and_fills_with_the_mean() -> None:
+def test_padding_keeps_the_aspect_ratio_and_fills_with_the_mean() -> None:
     spec = Preprocess(size=(32, 32), resize="square", pad=True, interpolation="nearest", mean=(0.3, 0.4, 0.5))
     result = spec(np.full((10, 40, 3), 255, np.uint8))
     bright = (1 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
@@ -238,11 +236,11 @@ def test_padding_keeps_the_proportions_and_fills_with_the_mean() -> None:
     torch.testing.assert_close(result[:, :12], torch.zeros(3, 12, 32), atol=1e-6, rtol=0)
 
 
-def test_without_resizing_a_small_image_is_refused_and_a_large_one_cut() -> None:
+def test_without_resizing_a_small_image_is_refused_and_a_large_one_cropped() -> None:
     spec = Preprocess(size=(8, 8), resize="none")
     image = picture(9, 12, 14)
     assert np.array_equal(spec.pixels(image), image[2:10, 3:11])
-    with pytest.raises(VitrailError, match=r"6×20.*takes 8×8.*resize is 'none'"):
+    with pytest.raises(VitrailError, match=r"6×20.*expects 8×8.*resize is 'none'"):
         spec(picture(9, 6, 20))
 
 
@@ -257,7 +255,7 @@ def test_bytes_files_arrays_and_pillow_images_give_the_same(tmp_path: Any) -> No
         spec(tmp_path / "b.png")
 
 
-def test_sixteen_bits_keep_what_eight_would_lose() -> None:
+def test_16_bits_keep_what_8_would_lose() -> None:
     deep = np.arange(0, 64, dtype=np.uint16).reshape(8, 8, 1) * 3 + 30_000
     spec = Preprocess(size=(8, 8), channels=1, bits=16, mean=(0.5,), std=(0.5,))
     expected = (deep[:, :, 0] / 65535 - 0.5) / 0.5
@@ -265,7 +263,7 @@ def test_sixteen_bits_keep_what_eight_would_lose() -> None:
     assert len(np.unique(dataclasses.replace(spec, bits=8)(deep).numpy())) <= 2
 
 
-def test_normalise_takes_batches_and_names_a_wrong_order() -> None:
+def test_normalise_accepts_batches_and_refuses_a_wrong_order() -> None:
     spec = preset("cifar", size=8)
     batch = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     one_by_one = torch.stack([spec(image.permute(1, 2, 0).numpy()) for image in batch])

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.memory_splits import Memory
+from tests.data.memory_splits import MemorySplit
 from vitrail.data.sampler import EpochOrder, batch_slices, class_weights
 from vitrail.errors import VitrailError
 
 
-def split(n: int, targets: np.ndarray | None = None, classes: int = 3) -> Memory:
-    return Memory([b""] * n, classes=classes, targets=targets)
+def split(n: int, targets: np.ndarray | None = None, classes: int = 3) -> MemorySplit:
+    return MemorySplit([b""] * n, classes=classes, targets=targets)
 
 
 def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch() -> None:
@@ -32,13 +32,13 @@ def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch() -> None:
     total=st.integers(1, 70),
     ranks=st.integers(1, 7),
     micro=st.one_of(st.none(), st.integers(1, 40)),
-    neighbour=st.booleans(),
+    partner=st.booleans(),
 )
-def test_slices_divide_the_global_batch(total: int, ranks: int, micro: int | None, neighbour: bool) -> None:
+def test_slices_divide_the_global_batch(total: int, ranks: int, micro: int | None, partner: bool) -> None:
     order = EpochOrder(split(total * 2), batch=total)
-    where = {"epoch": 0, "step": 1, "ranks": ranks, "micro_batch": micro, "with_partner": neighbour}
+    where = {"epoch": 0, "step": 1, "ranks": ranks, "micro_batch": micro, "with_partner": partner}
     if total < ranks:
-        with pytest.raises(VitrailError, match="shared"):
+        with pytest.raises(VitrailError, match="divided among"):
             list(batch_slices(order, rank=0, **where))  # type: ignore[arg-type]
         return
     parts = [list(batch_slices(order, rank=rank, **where)) for rank in range(ranks)]  # type: ignore[arg-type]
@@ -52,14 +52,14 @@ def test_slices_divide_the_global_batch(total: int, ranks: int, micro: int | Non
         assert max(part.count for rank in parts for part in rank) <= micro + 1
     for rank in parts:
         for part in rank:
-            places = np.concatenate([np.arange(first, first + count) for first, count in part.ranges])
-            assert (whole[places - total] == part.indices).all()
-            assert part.has_partner == (neighbour and part.count < total)
+            positions = np.concatenate([np.arange(first, first + count) for first, count in part.ranges])
+            assert (whole[positions - total] == part.indices).all()
+            assert part.has_partner == (partner and part.count < total)
             if part.has_partner:
-                assert places[0] - total == (part.offset - 1) % total
+                assert positions[0] - total == (part.offset - 1) % total
 
 
-def test_no_step_at_all_is_an_error() -> None:
+def test_an_epoch_without_steps_is_an_error() -> None:
     with pytest.raises(VitrailError, match=r"0 optimiser steps per epoch: 50 images < batch 128"):
         EpochOrder(split(50), batch=128)
     assert EpochOrder(split(50), batch=128, keep_last=True).steps == 1
@@ -74,7 +74,7 @@ def test_the_last_batch_may_be_kept() -> None:
 
 
 @pytest.mark.parametrize("repeats", [2, 3])
-def test_repeats_stand_apart_in_one_batch(repeats: int) -> None:
+def test_repeats_are_not_adjacent_in_a_batch(repeats: int) -> None:
     order = EpochOrder(split(120), batch=16, repeats=repeats)
     seen = []
     for step in range(order.steps):
@@ -99,8 +99,8 @@ def test_balanced_epochs_have_every_class_equally_often() -> None:
     assert (order.epoch(0) != order.epoch(1)).any()
 
 
-def test_balancing_needs_one_class_an_image() -> None:
-    many = Memory([b""] * 4, task="multilabel", targets=np.ones((4, 3), dtype=np.float32))
+def test_balancing_needs_one_class_per_image() -> None:
+    many = MemorySplit([b""] * 4, task="multilabel", targets=np.ones((4, 3), dtype=np.float32))
     with pytest.raises(VitrailError, match="one class"):
         EpochOrder(many, batch=2, sampling="balanced")
     with pytest.raises(VitrailError, match="balanced"):

@@ -22,7 +22,7 @@ def pairs(split: Split) -> dict[str, str]:
     return {split.image_name(k): split.classes[split.targets[k]] for k in range(len(split))}
 
 
-def test_digits_need_nothing_and_are_always_divided_alike() -> None:
+def test_digits_have_the_same_split_for_any_seed() -> None:
     source = open_source("digits")
     again = open_source("digits", seed=7)
     train, val = source.splits["train"], source.splits["val"]
@@ -34,7 +34,7 @@ def test_digits_need_nothing_and_are_always_divided_alike() -> None:
     assert not set(names(train)) & set(names(val))
 
 
-def test_split_folders_with_numbers_for_names(tmp_path: Path) -> None:
+def test_split_folders_with_numeric_class_names(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train/1": 2, "train/2": 2, "train/10": 2, "valid/2": 1, "valid/10": 1})
     source = open_source(str(tmp_path))
     assert source.kind == "folder"
@@ -45,9 +45,9 @@ def test_split_folders_with_numbers_for_names(tmp_path: Path) -> None:
     assert "folder (split folders): train 6, val 2 images; 3 classes" in source.describe()
 
 
-def test_images_deeper_down_belong_to_the_first_folder(tmp_path: Path) -> None:
+def test_nested_images_belong_to_the_first_folder(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train/cat/2019/may": 2, "train/dog": 1})
-    (tmp_path / "train/cat/._0.png").write_bytes(b"what macOS leaves behind")
+    (tmp_path / "train/cat/._0.png").write_bytes(b"macOS resource fork")
     (tmp_path / "train/cat/notes.txt").write_text("not an image")
     assert pairs(open_source(str(tmp_path)).splits["train"]) == {
         "train/cat/2019/may/0.png": "cat",
@@ -56,7 +56,7 @@ def test_images_deeper_down_belong_to_the_first_folder(tmp_path: Path) -> None:
     }
 
 
-def test_one_folder_is_divided_by_class_and_the_division_is_kept(tmp_path: Path) -> None:
+def test_class_folders_are_split_by_class_and_the_split_is_saved(tmp_path: Path) -> None:
     folder_of(tmp_path, {"cat": 20, "dog": 40, "eel": 1})
     first = open_source(f"folder:{tmp_path}", seed=3)
     train, val = first.splits["train"], first.splits["val"]
@@ -69,7 +69,7 @@ def test_one_folder_is_divided_by_class_and_the_division_is_kept(tmp_path: Path)
     assert names(open_source(f"folder:{tmp_path}", seed=4).splits["val"]) != names(val)
 
 
-def test_the_kept_division_outlasts_new_files_and_notices_lost_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_saved_split_ignores_new_files_and_reports_missing_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_of(tmp_path, {"cat": 10, "dog": 10})
     before = open_source(f"folder:{tmp_path}?val=0.2")
     folder_of(tmp_path, {"cat": 12})
@@ -77,13 +77,13 @@ def test_the_kept_division_outlasts_new_files_and_notices_lost_ones(tmp_path: Pa
     assert {name: names(split) for name, split in before.splits.items()} == {
         name: names(split) for name, split in after.splits.items()
     }
-    assert "2 images not listed in" in caplog.text
+    assert "Skipped 2 images not listed in" in caplog.text
     (tmp_path / "dog/3.png").unlink()
-    with pytest.raises(VitrailError, match=r"lists 1 image no longer there, such as dog/3.png"):
+    with pytest.raises(VitrailError, match=r"lists 1 image that cannot be found, for example dog/3.png"):
         open_source(f"folder:{tmp_path}?val=0.2")
 
 
-def test_a_division_that_cannot_be_kept_is_said(
+def test_a_split_that_cannot_be_saved_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder_of(tmp_path, {"cat": 10, "dog": 10})
@@ -94,10 +94,10 @@ def test_a_division_that_cannot_be_kept_is_said(
     monkeypatch.setattr("vitrail.data.split.atomic_file", refuse)
     source = open_source(str(tmp_path))
     assert len(source.splits["val"]) == 2
-    assert "could not be saved" in caplog.text
+    assert "Cannot save the split" in caplog.text
 
 
-def test_a_training_folder_alone_can_be_divided(tmp_path: Path) -> None:
+def test_a_training_folder_alone_can_be_split(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train/a": 10, "train/b": 10})
     assert list(open_source(str(tmp_path)).splits) == ["train"]
     assert {name: len(split) for name, split in open_source(f"folder:{tmp_path}?val=0.3").splits.items()} == {
@@ -114,10 +114,10 @@ def test_images_without_labels(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "loose": ({".": 3}, r"holds 3 images but no folder for any class.*labels=none"),
-    "loose in a split": ({"train": 3, "val": 1}, r"train/ holds 3 images but no folder"),
-    "nothing": ({"train/a": 0, "train/b": 0}, "there is no image in train"),
-    "too high": ({"data/a": 1, "data/b": 1}, r"you may mean folder:.*data"),
+    "loose": ({".": 3}, r"contains 3 images but no class folders.*labels=none"),
+    "loose in a split": ({"train": 3, "val": 1}, r"train/ contains 3 images but no class folders"),
+    "nothing": ({"train/a": 0, "train/b": 0}, "train contains no images"),
+    "too high": ({"data/a": 1, "data/b": 1}, r"Did you mean folder:.*data"),
     "turned": ({"a/train": 1, "a/val": 1, "b/train": 1}, "splits inside a class"),
     "two of a kind": ({"val/a": 1, "valid/a": 1, "train/a": 1}, "both mean 'val'"),
 }
@@ -149,15 +149,15 @@ def test_an_empty_class_folder_is_a_class_with_a_warning(tmp_path: Path, caplog:
         source = open_source(str(tmp_path))
     assert source.classes == ("a", "b", "c")
     assert source.splits["val"].targets.tolist() == [2]
-    assert "train has no image of 1 of the 3 classes: b." in caplog.text
+    assert "train has no image of 1 of 3 classes: b." in caplog.text
 
 
-def test_the_classes_of_a_checkpoint_decide(tmp_path: Path) -> None:
+def test_the_classes_of_a_checkpoint_are_used(tmp_path: Path) -> None:
     folder_of(tmp_path, {"test/dog": 1, "test/cat": 1})
     source = open_source(str(tmp_path), classes=("dog", "fox", "cat"))
     assert pairs(source.splits["test"]) == {"test/cat/0.png": "cat", "test/dog/0.png": "dog"}
     assert sorted(source.splits["test"].targets.tolist()) == [0, 2]
-    with pytest.raises(VitrailError, match="test has class 'cat' unknown to the model"):
+    with pytest.raises(VitrailError, match="test has class 'cat', which the model does not have"):
         open_source(str(tmp_path), classes=("dog",))
 
 
@@ -178,7 +178,7 @@ def test_links_are_followed_and_broken_ones_named(tmp_path: Path) -> None:
     assert split.payload(0) == (real / "a/0.png").read_bytes()
     with pytest.raises(BadImage, match=r"gone.png: a broken link to .*nothing.png"):
         split.payload(found.index("train/b/gone.png"))
-    with pytest.raises(BadImage, match=r"round\.png: a link in a circle"):
+    with pytest.raises(BadImage, match=r"round\.png: a circular link"):
         split.payload(found.index("train/b/round.png"))
 
 
@@ -187,40 +187,40 @@ def test_links_are_followed_and_broken_ones_named(tmp_path: Path) -> None:
     [
         ("fodler:x", "there is no source kind 'fodler'. Did you mean folder"),
         ("folder:nowhere", "does not exist; a folder of images is expected"),
-        ("nowhere", "neither a path that exists nor a source"),
+        ("nowhere", "neither an existing path nor a source"),
         ("digit", "Did you mean digits"),
         ("digits?seed=3", "digits: has no option 'seed'"),
         ("csv:nowhere.csv", "Cannot read the table nowhere.csv"),
-        ("packed:nowhere", "is not a packed data set: it has no packed.json"),
+        ("packed:nowhere", "is not a packed dataset: it has no packed.json"),
     ],
 )
-def test_a_mistyped_source_is_answered(reference: str, words: str) -> None:
+def test_a_mistyped_source_gets_a_suggestion(reference: str, words: str) -> None:
     with pytest.raises(VitrailError, match=words):
         open_source(reference)
 
 
-def test_mistyped_options_are_answered(tmp_path: Path) -> None:
+def test_mistyped_options_get_a_suggestion(tmp_path: Path) -> None:
     folder_of(tmp_path, {"a": 2, "b": 2})
     for tail, words in {
         "vla=0.1": "folder: has no option 'vla'. Did you mean val",
-        "val=2": "val=2 in folder:.*: a share from 0",
-        "val=x": "val=x in folder:.*: a share from 0",
+        "val=2": "val=2 in folder:.*: a fraction from 0",
+        "val=x": "val=x in folder:.*: a fraction from 0",
         "labels=some": "write labels=none",
     }.items():
         with pytest.raises(VitrailError, match=words):
             open_source(f"folder:{tmp_path}?{tail}")
     other = tmp_path / "a.txt"
     other.write_text("x")
-    with pytest.raises(VitrailError, match="is a file, but not a table"):
+    with pytest.raises(VitrailError, match="is not a table"):
         open_source(str(other))
 
 
-def test_a_trailing_blank_or_a_question_mark_in_a_path_does_no_harm(tmp_path: Path) -> None:
+def test_paths_may_have_a_trailing_blank_or_a_question_mark(tmp_path: Path) -> None:
     odd = folder_of(tmp_path / "who?=me", {"train/a": 1, "train/b": 1})
     assert len(open_source(f"{odd} ").splits["train"]) == 2
 
 
-def test_splits_survive_the_way_into_a_worker(tmp_path: Path) -> None:
+def test_splits_can_be_pickled(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train/ä ö": 3, "train/日本": 2})
     split = open_source(str(tmp_path)).splits["train"]
     part = split.subset([4, 0]).subset([1])
@@ -229,12 +229,12 @@ def test_splits_survive_the_way_into_a_worker(tmp_path: Path) -> None:
         assert names(again) == names(each)
         assert again.payload(0) == each.payload(0)
     assert isinstance(part, Subset)
-    assert part.whole is split
+    assert part.parent is split
     assert names(part) == [names(split)[0]]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
-def test_names_that_are_no_text_are_kept(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train/a": 1, "train/b": 1})
     odd = os.fsencode(tmp_path / "train/a") + b"/\xff.png"
     Path(os.fsdecode(odd)).write_bytes(encoded(picture(0)))
@@ -242,7 +242,7 @@ def test_names_that_are_no_text_are_kept(tmp_path: Path) -> None:
     assert len(split.payload(1)) == len(encoded(picture(0)))
 
 
-def test_names_are_a_list_of_strings() -> None:
+def test_packed_strings_are_a_list_of_strings() -> None:
     words = ["", "a", "ünï", "", "z" * 50]
     table = PackedStrings(words)
     assert [table[k] for k in range(len(table))] == words

@@ -1,4 +1,4 @@
-"""The same images as a folder, a table, tars, parquet and packed are the same data set."""
+"""The same images as a folder, a table, tars, parquet and packed give the same dataset."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Sou
 
 
 def seen(split: Split) -> dict[bytes, str]:
-    """What a model gets of each image, with its label."""
+    """Map the preprocessed pixels of each image to its label."""
     spec = preset("timm", size=16)
     loader = EvalLoader(split, preprocess=spec, batch=4, workers=0)
     found = {}
@@ -62,7 +62,7 @@ def seen(split: Split) -> dict[bytes, str]:
     return found
 
 
-def test_every_kind_of_source_gives_the_model_the_same(everywhere: dict[str, Source]) -> None:
+def test_every_kind_of_source_gives_the_same_input(everywhere: dict[str, Source]) -> None:
     assert {source.kind for source in everywhere.values()} == {"folder", "csv", "wds", "hf", "packed"}
     for part in ("train", "val"):
         expected = seen(everywhere["folder"].splits[part])
@@ -79,7 +79,7 @@ def test_every_kind_of_split_works_in_a_spawned_process(everywhere: dict[str, So
         assert pool.submit(digest_of, splits).result() == digest_of(splits)
 
 
-def test_all_images_are_of_one_type(everywhere: dict[str, Source]) -> None:
+def test_batches_of_all_sources_have_the_same_dtype(everywhere: dict[str, Source]) -> None:
     for source in everywhere.values():
         batch = next(iter(EvalLoader(source.splits["val"], preprocess=preset("google-vit", size=8), batch=8, workers=0)))
         assert batch.images.dtype == torch.float32

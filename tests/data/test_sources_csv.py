@@ -19,8 +19,8 @@ def table(tmp_path: Path, text: str | bytes, images: int = 6) -> Path:
     return file
 
 
-def opened(tmp_path: Path, text: str | bytes, options: str = "", **wishes: object) -> Source:
-    return open_source(f"csv:{table(tmp_path, text)}{options}", **wishes)  # type: ignore[arg-type]
+def opened(tmp_path: Path, text: str | bytes, options: str = "", **arguments: object) -> Source:
+    return open_source(f"csv:{table(tmp_path, text)}{options}", **arguments)  # type: ignore[arg-type]
 
 
 def labels(source: Source, split: str) -> dict[str, str]:
@@ -50,7 +50,7 @@ def test_path_label_split(tmp_path: Path) -> None:
         b"path,label\n./a/0.png,cat\na/../a/1.png,dog\n",
     ],
 )
-def test_tables_as_people_really_write_them(tmp_path: Path, text: bytes) -> None:
+def test_common_variants_of_tables(tmp_path: Path, text: bytes) -> None:
     source = opened(tmp_path, text, "?val=0")
     assert sorted(labels(source, "train").values()) == ["cat", "dog"]
     assert source.splits["train"].payload(0) == (tmp_path / "a/0.png").read_bytes()
@@ -61,7 +61,7 @@ def test_commas_in_quotes(tmp_path: Path) -> None:
     assert labels(source, "train") == {"a/x, y.png": "cat, tabby", "a/1.png": "dog"}
 
 
-def test_without_a_split_column_the_division_is_kept_beside_the_table(tmp_path: Path) -> None:
+def test_without_a_split_column_the_split_is_saved_next_to_the_table(tmp_path: Path) -> None:
     rows = "".join(f"a/{k}.png,{'cat' if k % 2 else 'dog'}\n" for k in range(20))
     folder_of(tmp_path, {"a": 20})
     source = opened(tmp_path, "path,label\n" + rows)
@@ -98,9 +98,9 @@ def test_no_labels(tmp_path: Path) -> None:
     assert source.splits["train"].targets.shape == (2, 0)
 
 
-def test_only_the_training_split_makes_classes(tmp_path: Path) -> None:
+def test_only_the_training_split_defines_classes(tmp_path: Path) -> None:
     text = "path,label,split\na/0.png,a,train\na/1.png,b,train\na/2.png,z,val\n"
-    with pytest.raises(VitrailError, match=r"val has class 'z' unknown to the training split \(a, b\)"):
+    with pytest.raises(VitrailError, match=r"val has class 'z', which the training split does not have \(a, b\)"):
         opened(tmp_path, text)
     assert len(opened(tmp_path, text, ignore_unknown=True).splits["val"]) == 0
 
@@ -108,14 +108,14 @@ def test_only_the_training_split_makes_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "is empty; the first line should be"),
-        (b"path,label\n", "has a header and no rows"),
-        (b"path,label\na/0.png,cat\na/1.png,dog,x\n", "line 3: 3 cells where the first line has 2.*quoted"),
+        (b"", r"is empty\. The first line should be"),
+        (b"path,label\n", "has a header but no rows"),
+        (b"path,label\na/0.png,cat\na/1.png,dog,x\n", "line 3: 3 cells, but the first line has 2.*Quote"),
         (b"path,label\na/0.png,\n", "line 2: the label is empty"),
         (b"path,label\n,cat\n", "line 2: the path is empty"),
         (b"path,label,split\na/0.png,cat,train\na/1.png,cat,holdout\n", "line 3: the split is 'holdout'"),
-        (b"path,label\na/0.png,cat\na/1.png,dog\na/0.png,dog\n", "lines 2 and 4 both name a/0.png"),
-        (b"one,two\nx,y\n", "has no column for the image"),
+        (b"path,label\na/0.png,cat\na/1.png,dog\na/0.png,dog\n", "lines 2 and 4 both list a/0.png"),
+        (b"one,two\nx,y\n", "has no column with image paths"),
         (b"path,colour\na/0.png,red\n", "has no column 'label'"),
         (b"path,label\na/0.png,caf\xe9\n", "line 2 is not UTF-8"),
         (b"path,label\na/0.png,c\0t\n", "zero bytes"),
@@ -126,7 +126,7 @@ def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: bytes, words:
         opened(tmp_path, text)
 
 
-def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
+def test_invalid_numbers_are_named_with_their_line(tmp_path: Path) -> None:
     for cell in ("tall", "nan", "inf", ""):
         with pytest.raises(VitrailError, match=rf"line 3: '{cell}' is not a finite number"):
             opened(tmp_path, f"path,label\na/0.png,1.5\na/1.png,{cell}\n", "?task=regress")
@@ -136,21 +136,21 @@ def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
         opened(tmp_path, "path,label\na/0.png,1\n", "?task=classes")
 
 
-def test_missing_files_are_named_or_left_out(tmp_path: Path) -> None:
+def test_missing_files_are_listed_or_skipped(tmp_path: Path) -> None:
     text = "path,label\na/0.png,cat\na/1.png,dog\n" + "".join(f"gone/{k}.png,cat\n" for k in range(7))
     with pytest.raises(
-        VitrailError, match=r"(?s)names 7 of 9 images that are not there:\n  line 4: gone/0.png.*and 2 more.*root=DIR"
+        VitrailError, match=r"(?s)lists 9 images, of which 7 cannot be found:\n  line 4: gone/0.png.*and 2 more.*root=DIR"
     ):
         opened(tmp_path, text)
     source = opened(tmp_path, text, "?val=0", bad_images="skip")
     assert len(source.splits["train"]) == 2
-    assert [fault.name for fault in source.left_out] == [f"gone/{k}.png" for k in range(7)]
-    assert "7 images left out" in source.describe()
-    with pytest.raises(VitrailError, match="none of its images is there"):
+    assert [bad.name for bad in source.skipped] == [f"gone/{k}.png" for k in range(7)]
+    assert "7 images skipped" in source.describe()
+    with pytest.raises(VitrailError, match="none of its images can be found"):
         opened(tmp_path, "path,label\ngone.png,cat\n", bad_images="skip")
 
 
-def test_paths_may_start_elsewhere(tmp_path: Path) -> None:
+def test_paths_may_have_another_root(tmp_path: Path) -> None:
     folder_of(tmp_path / "images", {"b": 2})
     text = f"path,label\nb/0.png,x\n{tmp_path}/images/b/1.png,y\n"
     source = opened(tmp_path, text, f"?root={tmp_path}/images&val=0")

@@ -1,4 +1,4 @@
-"""Sets that others define: torchvision's, written here in its own file formats, and the hub's as local parquet."""
+"""Datasets of torchvision, written here in their own file formats, and of the Hub, as local parquet."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_arrays_of_torchvision(tmp_path: Path, name: str) -> None:
     assert len(source.classes) == 10
 
 
-def test_a_set_without_splits_is_divided(tmp_path: Path) -> None:
+def test_a_dataset_without_splits_is_split(tmp_path: Path) -> None:
     folder_of(tmp_path / "eurosat/2750", {"Forest": 10, "River": 10})
     source = open_source(f"torchvision:EuroSAT?root={tmp_path}&val=0.2")
     assert source.classes == ("Forest", "River")
@@ -79,20 +79,20 @@ def test_files_of_torchvision_are_read_as_files(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(train)).image_name(3).endswith("beagle_3.jpg")
 
 
-def test_channels_come_last_whatever_torchvision_keeps() -> None:
+def test_arrays_are_channels_last() -> None:
     first = np.arange(2 * 3 * 8 * 8, dtype=np.uint8).reshape(2, 3, 8, 8)  # SVHN and STL10
     assert np.array_equal(_images(SimpleNamespace(data=first))[1, 2, 5], first[1, :, 2, 5])
     last = np.arange(2 * 8 * 8 * 3, dtype=np.uint8).reshape(2, 8, 8, 3)  # CIFAR
     assert np.array_equal(_images(SimpleNamespace(data=last)), last)
 
 
-def test_nothing_is_downloaded_unasked(tmp_path: Path) -> None:
-    with pytest.raises(VitrailError, match=r"(?s)CIFAR10 could not be opened in .*torchvision:CIFAR10\?download=1.*root=DIR"):
+def test_nothing_is_downloaded_by_default(tmp_path: Path) -> None:
+    with pytest.raises(VitrailError, match=r"(?s)CIFAR10 cannot be opened in .*torchvision:CIFAR10\?download=1.*root=DIR"):
         open_source(f"torchvision:CIFAR10?root={tmp_path}")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(VitrailError, match="Did you mean CIFAR10"):
         open_source("torchvision:CIFAR-10")
-    with pytest.raises(VitrailError, match="write download=1 or leave it out"):
+    with pytest.raises(VitrailError, match="write download=1, or remove it"):
         open_source(f"torchvision:CIFAR10?root={tmp_path}&download=please")
 
 
@@ -151,7 +151,7 @@ def test_other_columns_give_other_tasks(parquet: Path) -> None:
         open_source(f"hf:{parquet}?label=colour")
 
 
-def test_a_saved_dataset_and_a_share_held_out(tmp_path: Path) -> None:
+def test_a_saved_dataset_with_a_held_out_fraction(tmp_path: Path) -> None:
     whole = datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows(30), FEATURES)})
     whole.save_to_disk(tmp_path / "saved")
     source = open_source(f"hf:{tmp_path}/saved?val=0.2")
@@ -162,7 +162,7 @@ def test_a_saved_dataset_and_a_share_held_out(tmp_path: Path) -> None:
     assert source.splits["val"].payload(0).startswith(b"\x89PNG")  # type: ignore[union-attr]
 
 
-def test_withheld_labels_and_wrong_folders(tmp_path: Path) -> None:
+def test_hidden_labels_and_wrong_folders(tmp_path: Path) -> None:
     hidden = rows(4)
     hidden["label"] = [-1] * 4
     parts = {"train": datasets.Dataset.from_dict(rows(4), FEATURES), "test": datasets.Dataset.from_dict(hidden, FEATURES)}
@@ -172,5 +172,5 @@ def test_withheld_labels_and_wrong_folders(tmp_path: Path) -> None:
     with pytest.raises(VitrailError, match=r"no .parquet file in .*use folder:"):
         open_source(f"hf:{tmp_path}/images")
     datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "text.parquet")
-    with pytest.raises(VitrailError, match="has no column of images; it has text"):
+    with pytest.raises(VitrailError, match="has no image column; it has text"):
         open_source(f"hf:{tmp_path}/text.parquet")

@@ -46,8 +46,8 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wds(place: Path, tail: str = "") -> str:
-    return f"{tail}{'&' if '?' in tail else '?'}index={place / 'cache'}"
+def wds(folder: Path, tail: str = "") -> str:
+    return f"{tail}{'&' if '?' in tail else '?'}index={folder / 'cache'}"
 
 
 def all_of(split: Split) -> list[tuple[str, bytes, int]]:
@@ -98,7 +98,7 @@ def test_class_names_come_from_a_file(shards: Path) -> None:
     assert source.classes == ("ant", "bee", "cat", "dog")
     assert [source.classes[k] for k in source.splits["train"].targets[:3]] == ["ant", "bee", "cat"]
     (shards / "names.txt").write_text('["ant", "bee"]')
-    with pytest.raises(VitrailError, match=r"label '2', but .*names.txt names 2 classes \(0–1\)"):
+    with pytest.raises(VitrailError, match=r"label '2', but .*names.txt has 2 names \(0–1\)"):
         open_source(f"wds:{shards}/" + wds(shards, f"*.tar?classes={shards}/names.txt"))
 
 
@@ -129,7 +129,7 @@ def test_images_without_labels(tmp_path: Path) -> None:
     assert decode(split.payload(1), channels=3).shape == (40, 48, 3)
 
 
-def test_each_fault_is_named(tmp_path: Path) -> None:
+def test_each_problem_is_named(tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "t.tar", samples(0, 4)).read_bytes()
     (tmp_path / "cut.tar").write_bytes(whole[: len(whole) // 3])
     (tmp_path / "text.tar").write_text("hello " * 400)
@@ -137,26 +137,26 @@ def test_each_fault_is_named(tmp_path: Path) -> None:
     write_tar(tmp_path / "none.tar", {"a.txt": b"no image"})
     write_tar(tmp_path / "part.tar", {"1.png": encoded(picture(1)), "1.cls": b"3", "2.png": encoded(picture(2))})
     cases = {
-        "cut.tar": "cut.tar cannot be read as a tar: .*Copy it again",
+        "cut.tar": "cut.tar cannot be read as a tar: .*copy it again",
         "text.tar": "text.tar cannot be read as a tar",
-        "t.tar.gz": "unpack it to a plain .tar",
-        "none.tar": "no image in .*none.tar",
+        "t.tar.gz": "decompress it to a plain .tar",
+        "none.tar": "no images in .*none.tar",
         "part.tar": r"part.tar: 2.png: the label is empty",
-        "t-{0..3}.tar": "4 of 4 tars are not there, such as .*t-0.tar",
-        "zz*.tar": "no tar is there",
+        "t-{0..3}.tar": "4 of 4 tars not found, for example .*t-0.tar",
+        "zz*.tar": "no tars found",
         "t-{3..1}.tar": "the second number must be the larger",
     }
     for tail, words in cases.items():
         with pytest.raises(VitrailError, match=words):
             open_source(f"wds:{tmp_path}/" + wds(tmp_path, tail))
-    with pytest.raises(VitrailError, match="give one pattern"):
+    with pytest.raises(VitrailError, match="expected one pattern"):
         open_source("wds:")
 
 
-def test_a_tar_that_vanishes_gives_bad_images(shards: Path) -> None:
+def test_a_missing_tar_gives_bad_images(shards: Path) -> None:
     split = open_source(f"wds:{shards}/" + wds(shards, "val-000.tar")).splits["val"]
     (shards / "val-000.tar").write_bytes((shards / "val-000.tar").read_bytes()[:3000])
-    with pytest.raises(BadImage, match="ends before the image does"):
+    with pytest.raises(BadImage, match="ends before the image is complete"):
         split.payload(4)
     (shards / "val-000.tar").unlink()
     with pytest.raises(BadImage, match="cannot be read"):
@@ -170,7 +170,7 @@ def test_braces() -> None:
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
-    """Serves files with byte ranges, as any storage does and Python's own server does not."""
+    """Serve files with byte ranges, which Python's own server does not support."""
 
     def do_GET(self) -> None:
         content = Path(self.translate_path(self.path)).read_bytes()
@@ -202,7 +202,7 @@ def server(shards: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_tars_behind_a_url_give_the_same_images(shards: Path, server: str) -> None:
+def test_tars_at_a_url_give_the_same_images(shards: Path, server: str) -> None:
     local = open_source(f"wds:{shards}/" + wds(shards, "train-{000..002}.tar")).splits["train"]
     remote = open_source(f"wds:{server}/" + wds(shards, "train-{000..002}.tar")).splits["train"]
     assert all_of(local) == all_of(remote)

@@ -1,4 +1,4 @@
-"""Reading for training: the short ways must show what the long way shows."""
+"""The fast paths of the training reader must give the same crops as the slow path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import vitrail.data.train_reader as reading
-from tests.data.memory_splits import Memory, Stored, jpeg, picture
+from tests.data.memory_splits import MemorySplit, StoredSplit, jpeg, picture
 from vitrail.data.augment import Augment
 from vitrail.data.augment.crop import draw_boxes, draw_flips
 from vitrail.data.batch import HostBatch
@@ -32,7 +32,7 @@ def read(split: Split, augment: Augment | None = None, size: int = 32) -> HostBa
 
 
 def expected(payloads: list[Payload], size: int = 32) -> np.ndarray:
-    """The same crops by the long way: decoded fully by Pillow, cut, resized in float, flipped."""
+    """Compute the same crops by the slow path: fully decoded by Pillow, cropped, resized in float, flipped."""
     images = [decode(payload, channels=3) for payload in payloads]
     heights, widths = (np.array([image.shape[k] for image in images]) for k in (0, 1))
     boxes = draw_boxes(Augment(), 1, 0, 0, heights, widths)
@@ -52,7 +52,7 @@ def rotated(image: np.ndarray, orientation: int) -> bytes:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_jpegs_of_every_kind_show_what_they_show(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_jpeg_is_decoded_correctly(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
         monkeypatch.setattr(reading, "simplejpeg", None)
     colour = picture(3, 70, 90)
@@ -64,25 +64,25 @@ def test_jpegs_of_every_kind_show_what_they_show(fast: bool, monkeypatch: pytest
         *(jpeg(colour), jpeg(colour, progressive=True), jpeg(colour, subsampling=0), jpeg(colour[..., :1])),
         *(rotated(colour, 1), rotated(colour, 3), rotated(colour, 6), cmyk.getvalue(), png.getvalue(), colour),
     ]
-    images = read(Memory(payloads), size=40).images.float().numpy()  # too large for scaled decoding
+    images = read(MemorySplit(payloads), size=40).images.float().numpy()  # too large for scaled decoding
     assert np.abs(images - expected(payloads, size=40)).max() <= 1.01
 
 
-def test_a_scaled_jpeg_still_shows_the_crop() -> None:
+def test_a_downscaled_jpeg_gives_the_same_crop() -> None:
     payloads: list[Payload] = [jpeg(picture(i, 420 + i, 500)) for i in range(8)]
     boxes = draw_boxes(Augment(), 1, 0, 0, np.array([420 + i for i in range(8)]), np.full(8, 500))
     assert max(jpeg_downscale(tuple(box), (32, 32)) for box in boxes.tolist()) >= 4
-    images = read(Memory(payloads)).images.float().numpy()
-    # The other filter costs a few levels. A crop at another place would cost dozens.
+    images = read(MemorySplit(payloads)).images.float().numpy()
+    # The other filter differs by a few levels. A wrong crop would differ by dozens.
     assert np.abs(images - expected(payloads)).mean() < 5
     assert np.abs(images - expected(payloads)[..., ::-1]).mean() > 20
-    exact = read(Memory(payloads), Augment(antialias=False)).images
+    exact = read(MemorySplit(payloads), Augment(antialias=False)).images
     assert exact.shape == (8, 3, 32, 32)
 
 
 @settings(max_examples=100, deadline=None)
 @given(tall=st.integers(1, 3000), wide=st.integers(1, 3000), size=st.integers(8, 300))
-def test_scaling_never_makes_a_crop_smaller_than_asked(tall: int, wide: int, size: int) -> None:
+def test_downscaling_never_makes_a_crop_smaller_than_the_target(tall: int, wide: int, size: int) -> None:
     scale = jpeg_downscale((7, 13, tall, wide), (size, size))
     if scale > 1:
         assert tall / scale >= size and wide / scale >= size
@@ -90,7 +90,7 @@ def test_scaling_never_makes_a_crop_smaller_than_asked(tall: int, wide: int, siz
         assert tall < 2 * scale * size or wide < 2 * scale * size
 
 
-def test_size_of_plain_jpegs_and_of_nothing_else() -> None:
+def test_size_of_plain_jpegs_only() -> None:
     colour = picture(0, 30, 50)
     assert plain_jpeg_size(jpeg(colour)) == (30, 50)
     assert plain_jpeg_size(jpeg(colour, progressive=True, comment=b"x" * 500)) == (30, 50)
@@ -107,21 +107,21 @@ def test_size_of_plain_jpegs_and_of_nothing_else() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
-def test_no_bytes_crash_the_header_reader(tail: bytes) -> None:
+def test_no_bytes_crash_the_jpeg_header_parser(tail: bytes) -> None:
     plain_jpeg_size(b"\xff\xd8" + tail)
     plain_jpeg_size(b"\xff\xd8\xff\xe1\x00\x40Exif\0\0" + tail)
 
 
-def test_stored_images_are_cropped_as_files_are() -> None:
+def test_stored_images_and_files_give_the_same_crops() -> None:
     arrays = np.stack([picture(i, 60, 60) for i in range(8)])
-    stored, single = read(Stored(arrays)).images, read(Memory(list(arrays))).images
+    stored, single = read(StoredSplit(arrays)).images, read(MemorySplit(list(arrays))).images
     assert torch.equal(stored, single)
     assert np.abs(stored.float().numpy() - expected(list(arrays))).max() <= 1.01
 
 
-def test_whole_images_go_to_the_gpu_as_they_are() -> None:
+def test_stored_images_are_sent_uncropped_to_the_gpu() -> None:
     arrays = np.stack([picture(i, 40, 40) for i in range(6)])
-    host = read(Stored(arrays), Augment(device="gpu"))
+    host = read(StoredSplit(arrays), Augment(device="gpu"))
     assert host.uncropped and (host.images.numpy() == arrays).all()
-    photographs = read(Memory([jpeg(image) for image in arrays]), Augment(device="gpu"))
+    photographs = read(MemorySplit([jpeg(image) for image in arrays]), Augment(device="gpu"))
     assert not photographs.uncropped and photographs.images.shape == (6, 3, 32, 32)

@@ -95,7 +95,7 @@ def find_micro_batch(loop: Loop) -> None:
 
 def _fits(loop: Loop) -> bool:
     loop.go_to(loop.done)
-    batch = dataclasses.replace(next(loop.batches), part=0, parts=2)  # not the last: other ranks are left alone
+    batch = dataclasses.replace(next(loop.batches), micro_step=0, micro_steps=2)  # not the last: other ranks are left alone
     failed = False
     try:
         loop.step.backward(batch)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.models.test_fused import CLOSE, DEVICE, LOW, fusing, near, small
 from tests.models.test_hopper_matmul import HOPPER, on_hopper
-from vitrail.models.fused.folded_norm import FoldedNorm, can_use_folded, fold_norms
+from vitrail.models.fused.folded_norm import FoldedNorm, can_use_folded, fold_norms, folded_block
 from vitrail.models.vit import Block
 
 pytest.importorskip("triton")
@@ -147,6 +147,31 @@ def test_a_folded_block_on_the_plain_path(changes: dict[str, Any], mean: float) 
         low = torch.bfloat16
         ours, torchs = (worst_row(one.to(low)(x.to(low)) - x.to(low), exact) for one in (folded, plain))
     assert ours <= 1.5 * torchs
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="these kernels run on Hopper GPUs")
+@pytest.mark.parametrize("gelu", ["erf", "tanh"])
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_folded_block_in_kernels(mean: float, gelu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual pass and attention are Triton's, interpreted without a GPU; matmuls are Gluon's or their stand-ins."""
+    from vitrail.models.fused import hopper_matmul
+    from vitrail.models.fused.encoder import PendingResidual
+
+    low = torch.bfloat16 if HOPPER else torch.float16  # the interpreter has no bfloat16
+    if not HOPPER:
+        monkeypatch.setattr(hopper_matmul, "matmul_bias", matmul_in_torch)
+        monkeypatch.setattr(hopper_matmul, "matmul_bias_gelu", gelu_in_torch)
+    plain, x, branch = block(gelu=gelu), tokens(mean, low), tokens(0.0, low) / 4
+    folded, bias = copy.deepcopy(plain), torch.linspace(-1, 1, WIDTH, device=DEVICE).to(low)
+    fold_norms(folded)
+    with torch.no_grad():
+        start = x.double() + branch.double() + bias.double()
+        exact = copy.deepcopy(plain).double()(start) - start
+        pending = folded_block(folded.to(low), PendingResidual(x, branch, bias))
+        assert pending.branch is not None and pending.bias is not None and pending.keep is None and pending.seed is None
+        ours = pending.x.double() + pending.branch.double() + pending.bias.double() - start
+        torchs = plain.to(low)(x + (branch + bias)).double() - start
+    assert worst_row(ours, exact) <= 2 * worst_row(torchs, exact)
 
 
 def test_folding_leaves_shared_layers_alone() -> None:

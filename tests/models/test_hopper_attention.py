@@ -96,6 +96,26 @@ def test_self_test_decides(
     assert bool(caplog.records) == (number == 9 and not expected)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a kernel that this machine may have")
+@pytest.mark.parametrize("case", ["right", "one head", "last query", "lse"])
+def test_the_self_test_finds_what_is_wrong(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.models.fused import hopper_attention, selection
+
+    def stand_in(qkv: Tensor, heads: int, needs_grad: bool, programs: int) -> tuple[Tensor, Tensor]:
+        out, lse = plain_attention(qkv.float(), heads)
+        if case == "one head":
+            out[2, :, 128:192] *= 1.05
+        elif case == "last query":
+            out[-1, -1, -64:] *= 1.05
+        elif case == "lse":
+            lse[1, 2] += 0.5
+        return out.to(qkv.dtype), lse
+
+    monkeypatch.setattr(hopper_attention, "hopper_attention", stand_in)
+    worst = selection._hopper_attention_difference(torch.device("cpu"), torch.bfloat16, 145, 6, True)
+    assert (worst < 0.6 * selection._TOLERANCE) if case == "right" else (worst > selection._TOLERANCE)
+
+
 @pytest.mark.parametrize("keep", [None, "matmuls", "nothing"])
 def test_a_model_with_hopper_attention(keep: Any, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import branches, hopper_attention

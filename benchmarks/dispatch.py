@@ -1,0 +1,40 @@
+"""What it costs on the CPU to decide whether a block is fused: microseconds per block, and once per forward pass.
+
+    python benchmarks/dispatch.py
+
+No GPU is needed: the decision reads Python objects only. The bar is 8 µs per block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import vitrail
+from vitrail.models.fused import dispatch, whitelist
+
+
+def main() -> None:
+    model = vitrail.create_model("ViT-S/16", seed=0)
+    x = torch.zeros(2, 197, 384, dtype=torch.bfloat16)
+    dispatch._kernels_run = lambda x, dtype: True  # answered from a table on a GPU
+    print(f"per block, whitelist.is_plain_block: {microseconds(lambda: whitelist.is_plain_block(model.blocks[0])):.1f} µs")
+    print(f"per block, all of it:                {microseconds(lambda: dispatch.fuses_block(model.blocks[0], x, x.dtype)):.1f} µs")
+    print(f"per forward pass:                    {microseconds(lambda: dispatch.can_fuse(x)):.1f} µs")
+
+
+def microseconds(call: Callable[[], object], repeats: int = 20_000, rounds: int = 7) -> float:
+    """CPU time of the fastest of several rounds."""
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.process_time()
+        for _ in range(repeats):
+            call()
+        best = min(best, time.process_time() - start)
+    return best / repeats * 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitrail.models.fused.attention_backward import attention_backward
 from vitrail.models.fused.attention_forward import attention_forward
@@ -26,7 +25,7 @@ from vitrail.models.fused.column_sum import column_sum
 from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
 from vitrail.models.fused.fp8 import Bf16Linear, Fp8Linear, Fp8Tensor
 from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import once_differentiable, op
 from vitrail.models.fused.patchify import patchify
 from vitrail.models.fused.prefix_positions import add_prefix_and_positions
 from vitrail.models.fused.residual_norm import residual_norm

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitrail.models.fused.launch import has_triton
+from vitrail.models.fused.ops import once_differentiable
 from vitrail.models.fused.self_test import works_on
 
 _MAX_CLASSES = 8192  # a program holds a whole row

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,3 +67,41 @@ def device_guard(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return _NO_GUARD
     return torch.cuda.device(tensor.device)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an autograd function's backward raise if its result is differentiated in turn.
+
+    torch's decorator of this name returns gradients without a history: `torch.autograd.grad` then does not reach it, and leaves out
+    a term silently. Here they depend on everything that backward read, so that every path through them raises.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph; a compiled graph refuses by itself
+            return results
+        sources = [one for one in (*grads, *ctx.saved_tensors) if one is not None and one.requires_grad]
+        tensors = [one for one in results if isinstance(one, Tensor)]
+        if not sources or not tensors:
+            return results
+        refusing = iter(_Refuse.apply(len(tensors), *tensors, *sources))
+        return tuple(next(refusing) if isinstance(one, Tensor) else one for one in results)
+
+    return wrapper
+
+
+class _Refuse(torch.autograd.Function):
+    """Return the first `count` tensors as depending on the others, in a way that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(one.view_as(one) for one in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "Vitrail's fused kernels can be differentiated only once. "
+            'For a gradient of a gradient, set model.kernels = "plain" before the forward pass.'
+        )

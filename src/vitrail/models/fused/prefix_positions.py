@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitrail.models.fused.launch import ceil_div, next_power_of_2
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import once_differentiable, op
 
 _IMAGES, _COLUMNS = 16, 128  # per tile of the backward pass
 

@@ -14,12 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitrail.models.fused.column_sum import column_sum
 from vitrail.models.fused.dropout import keep_factor
 from vitrail.models.fused.launch import next_power_of_2, num_sms
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import once_differentiable, op
 
 
 @triton.jit

@@ -217,7 +217,7 @@ def test_the_grid_must_be_given_if_it_is_not_square(tmp_path: Path) -> None:
     with pytest.raises(VitrailError, match=r"position embedding with 25 entries.*grid=\(rows, columns\)"):
         load(path)
     assert load(path, grid=(4, 6)).model.config.image_size == (32, 24)
-    rejected(path, "does not fit", grid=(5, 5))
+    rejected(path, "does not match", grid=(5, 5))
 
 
 def test_our_own_weights_without_their_config(tmp_path: Path) -> None:

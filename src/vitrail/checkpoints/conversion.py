@@ -47,16 +47,16 @@ def convert(
 
 def write(bundle: Bundle, target: str | os.PathLike[str], to: str = "vitrail") -> Report:
     """Write a bundle in a format. The result is read back and compared before the target is created."""
-    known, path = find_format(to), Path(target)
+    fmt, path = find_format(to), Path(target)
     report = Report(str(path), to)
-    if known is None:
+    if fmt is None:
         details = {"classes": bundle.classes, "task": bundle.task, "provenance": bundle.provenance}
         native.save(path, bundle.model, preprocess=bundle.preprocess, read_back=True, **details)  # type: ignore[arg-type]
         report.parameters = sum(tensor.numel() for tensor in bundle.model.state_dict().values())
         return report
-    tensors = _tensors(bundle, known, report)
-    with _temporary(path, known) as temporary, wrap_errors(path):
-        _write(temporary, tensors, bundle, known, report, target=path)
+    tensors = _tensors(bundle, fmt, report)
+    with _temporary(path, fmt) as temporary, wrap_errors(path):
+        _write(temporary, tensors, bundle, fmt, report, target=path)
         _read_back(temporary, bundle, path)
     return report
 
@@ -68,45 +68,45 @@ def find_format(name: str) -> Format | None:
     return FORMATS.get(name)
 
 
-def _tensors(bundle: Bundle, known: Format, report: Report) -> dict[str, Tensor]:
+def _tensors(bundle: Bundle, fmt: Format, report: Report) -> dict[str, Tensor]:
     model = bundle.model
-    known.check_writable(model.config)
-    rows = rows_of(known.rows(model.config), model)
+    fmt.check_writable(model.config)
+    rows = rows_of(fmt.rows(model.config), model)
     missing = unmapped(rows, model)
     if missing:
-        raise VitrailError(f"{known.title} cannot store {', '.join(missing[:6])}. The vitrail format can store every model.")
-    if known.name == "hf" and isinstance(model.config, ViTConfig) and model.config.pre_logits and model.config.outputs:
+        raise VitrailError(f"{fmt.title} cannot store {', '.join(missing[:6])}. The vitrail format can store every model.")
+    if fmt.name == "hf" and isinstance(model.config, ViTConfig) and model.config.pre_logits and model.config.outputs:
         raise VitrailError(
             "Hugging Face's ViTForImageClassification has no pre-logits layer, so its logits would differ. "
             "Convert with outputs=0 to a ViTModel, where it becomes the pooler, or fine-tune without it."
         )
-    report.notes += known.unstored_numerics(model.config)
+    report.notes += fmt.unstored_numerics(model.config)
     return write_state(model.state_dict(), rows, report)
 
 
 @contextmanager
-def _temporary(path: Path, known: Format) -> Iterator[Path]:
+def _temporary(path: Path, fmt: Format) -> Iterator[Path]:
     """Yield a temporary file or folder that is renamed to the target only if writing succeeds."""
-    if known.container == "folder" or (known.name == "timm" and not path.suffix):
+    if fmt.container == "folder" or (fmt.name == "timm" and not path.suffix):
         native.check_replaceable(path)
         with atomic_folder(path) as temporary:
             yield temporary
         return
-    suffixes = (".npz",) if known.container == "npz" else (".safetensors", ".pth")
+    suffixes = (".npz",) if fmt.container == "npz" else (".safetensors", ".pth")
     if path.suffix not in suffixes:
-        raise VitrailError(f"{path} must end in {' or '.join(suffixes)} for the format of {known.title}.")
+        raise VitrailError(f"{path} must end in {' or '.join(suffixes)} for the format of {fmt.title}.")
     if path.is_dir():
         raise VitrailError(f"{path} is a folder; give a file name.")
     with atomic_file(path) as temporary:
         yield temporary
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, known: Format, report: Report, *, target: Path) -> None:
-    if known.container == "npz":
-        start = "params/" if known.name == "big-vision" else ""
+def _write(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, fmt: Format, report: Report, *, target: Path) -> None:
+    if fmt.container == "npz":
+        start = "params/" if fmt.name == "big-vision" else ""
         write_npz(path, {f"{start}{name}": tensor for name, tensor in tensors.items()})
     elif path.is_dir():
-        _write_folder(path, tensors, bundle, known, report)
+        _write_folder(path, tensors, bundle, fmt, report)
     elif target.suffix == ".pth":
         torch.save(dict(tensors), path)
     else:
@@ -115,10 +115,10 @@ def _write(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, known: For
         save_file(dict(tensors), path, metadata={"format": "pt"})
 
 
-def _write_folder(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, known: Format, report: Report) -> None:
+def _write_folder(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, fmt: Format, report: Report) -> None:
     config, files = bundle.model.config, {}
     dtype = str(bundle.model.norm.weight.dtype).removeprefix("torch.")
-    if known.name == "hf":
+    if fmt.name == "hf":
         assert isinstance(config, ViTConfig)
         start = "vit." if config.outputs else ""
         tensors = {name if name.startswith("classifier.") else f"{start}{name}": tensor for name, tensor in tensors.items()}
@@ -145,8 +145,8 @@ def _read_back(path: Path, bundle: Bundle, target: Path) -> None:
         if config.prefix and config.position == "learned":
             fields["position_prefix"] = config.position_prefix
     values = native.read_json(path / "config.json") if path.is_dir() else None
-    again = read_foreign(Found(str(target), path, "folder" if path.is_dir() else "file", values), fields, ())
-    ours, theirs = bundle.model.state_dict(), again.model.state_dict()
+    reloaded = read_foreign(Found(str(target), path, "folder" if path.is_dir() else "file", values), fields, ())
+    ours, theirs = bundle.model.state_dict(), reloaded.model.state_dict()
     different = [name for name in ours if name not in theirs or not _same_bits(ours[name], theirs[name])]
     if different or len(ours) != len(theirs):
         raise VitrailError(
@@ -155,6 +155,6 @@ def _read_back(path: Path, bundle: Bundle, target: Path) -> None:
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     same = one.dtype == two.dtype and one.shape == two.shape
-    return same and torch.equal(one.detach().cpu().view(words), two.detach().cpu().view(words))
+    return same and torch.equal(one.detach().cpu().view(integers), two.detach().cpu().view(integers))

@@ -142,7 +142,7 @@ def infer_vit(
         depth=shapes.count("Transformer/encoderblock_{}/LayerNorm_0/scale"),
         mlp=shapes(f"Transformer/encoderblock_0/{_MLP[style]}/Dense_0/kernel", 2)[1],
         kernel=(channels, height, across),
-        table=shapes(positions, 3)[1] if positions in shapes else None,
+        num_positions=shapes(positions, 3)[1] if positions in shapes else None,
         heads=heads,
         resnet=resnet,
         class_token="cls" in shapes,

@@ -18,9 +18,9 @@ FORMATS: dict[str, Format] = {f.name: f for f in (GOOGLE, BIT, BIG_VISION, TIMM,
 def detect_format(archive: Archive) -> Format:
     """Return the format whose tensor names the file has."""
     names = archive.tensors.keys()
-    for known in FORMATS.values():
-        if known.matches(names):
-            return known
+    for fmt in FORMATS.values():
+        if fmt.matches(names):
+            return fmt
     if "patches.weight" in names or "root.weight" in names:
         raise VitrailError(
             f"{archive.path} contains Vitrail weights without their config.json. Load the folder they were saved in."
@@ -28,7 +28,7 @@ def detect_format(archive: Archive) -> Format:
     if "img/embedding/kernel" in names:
         raise VitrailError(f"{archive.path} contains several models. Load the image tower with {archive.path}:img.")
     shown = ", ".join(sorted(names)[:6])
-    titles = ", ".join(known.title for known in FORMATS.values())
+    titles = ", ".join(fmt.title for fmt in FORMATS.values())
     raise VitrailError(
         f"{archive.path} contains {counted(len(names), 'tensor')} ({shown} …), whose names match no supported format: "
         f"{titles}. If it is one of these, its names may have an extra prefix."

@@ -74,7 +74,7 @@ def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
         depth=shapes.count("encoder.layer.{}.layernorm_before.weight"),
         mlp=shapes(f"{first}.intermediate.dense.weight", 2)[0],
         kernel=(channels, height, across),
-        table=shapes("embeddings.position_embeddings", 3)[1],
+        num_positions=shapes("embeddings.position_embeddings", 3)[1],
         heads=hf_config.get("num_attention_heads"),
         covers_prefix=True,
         class_token=True,

@@ -50,7 +50,7 @@ class Shapes:
         return shape
 
     def count(self, template: str, start: int = 0) -> int:
-        """Count the tensors that `template` names with consecutive numbers from `start`."""
+        """Count the tensors that `template` names with consecutive settings from `start`."""
         number = start
         while template.format(number) in self._shapes:
             number += 1
@@ -66,28 +66,28 @@ def vit_config(
     depth: int,
     mlp: int,
     kernel: tuple[int, int, int],  # channels, height, width of the patch embedding
-    table: int | None,  # stored positions, including the prefix; None: no position embedding
+    num_positions: int | None,  # stored positions, including the prefix; None: no position embedding
     heads: int | None = None,
-    covers_prefix: bool | None = None,  # whether the table covers_prefix the prefix tokens, where the format always or never does
+    covers_prefix: bool | None = None,  # whether positions include the prefix tokens; None: infer it
     channels: int = 3,
     resnet: ResNetConfig | None = None,
     **fields: Any,
 ) -> ModelConfig:
     """Build the config of a ViT or hybrid; fields given by the user override inferred ones."""
     given = dict(hints.fields)
-    asked = given.pop("heads", None)
-    if heads is not None and asked is not None and asked != heads:
-        raise VitrailError(f"heads={asked} was given, but the shapes in {shapes.path} mean {heads} heads.")
-    heads = asked or heads or _published_heads(shapes.path, width, mlp, depth)
+    given_heads = given.pop("heads", None)
+    if heads is not None and given_heads is not None and given_heads != heads:
+        raise VitrailError(f"heads={given_heads} was given, but the shapes in {shapes.path} mean {heads} heads.")
+    heads = given_heads or heads or _published_heads(shapes.path, width, mlp, depth)
     patch = (kernel[1], kernel[2])
     prefix = int(fields["class_token"]) + int(fields.get("distill_token", False)) + fields.get("registers", 0)
     stride = resnet.stride if resnet else 1
     if covers_prefix is not None:
         given.setdefault("position_prefix", covers_prefix)
-    grid, covered = _grid(shapes.path, table, prefix, given, (patch[0] * stride, patch[1] * stride), hints)
-    if table is None:
+    grid, covered = _grid(shapes.path, num_positions, prefix, given, (patch[0] * stride, patch[1] * stride), hints)
+    if num_positions is None:
         covered = False
-    numbers = {key: value for key, value in numerics.items() if key in ViTConfig.__dataclass_fields__}
+    settings = {key: value for key, value in numerics.items() if key in ViTConfig.__dataclass_fields__}
     config = ViTConfig(
         name=_vit_name(width, mlp, heads, depth, patch, resnet),
         width=width,
@@ -99,7 +99,7 @@ def vit_config(
         channels=channels if resnet else kernel[0],
         image_size=(grid[0] * patch[0] * stride, grid[1] * patch[1] * stride),
         position_prefix=covered,
-        **{**numbers, **fields},
+        **{**settings, **fields},
     )
     if resnet and kernel[0] != resnet.out_channels:
         raise VitrailError(
@@ -117,8 +117,8 @@ def hint_grid(hints: Hints, size: Any, patch: Pair) -> None:
 def resnet_config(layers: tuple[int, ...], root: int, numerics: Mapping[str, Any], path: Path) -> ResNetConfig:
     if root % 64:
         raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; expected a multiple of 64.")
-    numbers = {key: value for key, value in numerics.items() if key in ResNetConfig.__dataclass_fields__}
-    return ResNetConfig(layers=layers, multiplier=root // 64, **numbers)
+    settings = {key: value for key, value in numerics.items() if key in ResNetConfig.__dataclass_fields__}
+    return ResNetConfig(layers=layers, multiplier=root // 64, **settings)
 
 
 def bit_config(hints: Hints, resnet: ResNetConfig, *, outputs: int, channels: int) -> ModelConfig:
@@ -144,38 +144,43 @@ def _published_heads(path: Path, width: int, mlp: int, depth: int) -> int:
     )
 
 
-def _grid(path: Path, table: int | None, prefix: int, given: dict[str, Any], stride: Pair, hints: Hints) -> tuple[Pair, bool]:
+def _grid(
+    path: Path, num_positions: int | None, prefix: int, given: dict[str, Any], stride: Pair, hints: Hints
+) -> tuple[Pair, bool]:
     """Infer rows and columns of the position embedding, and whether it includes the prefix tokens."""
-    asked = given.pop("grid", None)
+    given_grid = given.pop("grid", None)
     covers_prefix = given.pop("position_prefix", None)
-    if table is None:
-        if asked:
-            return (int(asked[0]), int(asked[1])), False
+    if num_positions is None:
+        if given_grid:
+            return (int(given_grid[0]), int(given_grid[1])), False
         hints.notes.append(
             f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with grid=(rows, columns)"
         )
         return (max(DEFAULT_SIZE // stride[0], 1), max(DEFAULT_SIZE // stride[1], 1)), False
     options = {
-        bool(value): table - prefix * bool(value) for value in ((True, False) if covers_prefix is None else (covers_prefix,))
+        bool(value): num_positions - prefix * bool(value)
+        for value in ((True, False) if covers_prefix is None else (covers_prefix,))
     }
     if prefix == 0:
-        options = {True: table}
-    if asked:
-        fitting = [value for value, patches in options.items() if patches == asked[0] * asked[1]]
+        options = {True: num_positions}
+    if given_grid:
+        fitting = [value for value, patches in options.items() if patches == given_grid[0] * given_grid[1]]
         if fitting:
-            return (int(asked[0]), int(asked[1])), fitting[0]
+            return (int(given_grid[0]), int(given_grid[1])), fitting[0]
         raise VitrailError(
-            f"{path}: grid={tuple(asked)} does not fit {table} position embeddings and {counted(prefix, 'prefix token')}."
+            f"{path}: grid={tuple(given_grid)} does not match {num_positions} positions and {counted(prefix, 'prefix token')}."
         )
     squares = {value: math.isqrt(n) for value, n in options.items() if n > 0 and math.isqrt(n) ** 2 == n}
     if len(squares) == 1:
         ((covered, side),) = squares.items()
         if not covered:
-            hints.notes.append(f"position embedding with {table} entries read as {side}×{side} patches without prefix tokens")
+            hints.notes.append(
+                f"position embedding with {num_positions} entries read as {side}×{side} patches without prefix tokens"
+            )
         return (side, side), covered
     why = "is ambiguous" if squares else "is not a square grid"
     raise VitrailError(
-        f"{path}: a position embedding with {table} entries and {counted(prefix, 'prefix token')} {why}. "
+        f"{path}: a position embedding with {num_positions} entries and {counted(prefix, 'prefix token')} {why}. "
         f"Pass grid=(rows, columns) (--grid on the command line)."
     )
 

@@ -150,19 +150,19 @@ def read_foreign(found: Found, fields: Mapping[str, Any], drop: Sequence[str]) -
         strip_prefix(archive, found.part, report)
     else:
         rename(archive, _WRAPPERS, "prefixes 'module.' and '_orig_mod.' of DDP and torch.compile were stripped")
-    known = detect_format(archive)
-    report.format = known.name
-    known.normalise_names(archive)
+    fmt = detect_format(archive)
+    report.format = fmt.name
+    fmt.normalise_names(archive)
     hints = Hints(dict(fields), found.config)
-    config = known.infer_config(Shapes(archive), hints)
+    config = fmt.infer_config(Shapes(archive), hints)
     model = empty_model(config)
-    rows = rows_of(known.rows(config), model)
-    state = read_state(archive, rows, model, report, ignored=known.ignored, drop=drop)
+    rows = rows_of(fmt.rows(config), model)
+    state = read_state(archive, rows, model, report, ignored=fmt.ignored, drop=drop)
     native.assign_weights(model, state)
     report.notes += [*archive.notes, *hints.notes]
-    preprocess = _preprocess(found, known, config, report)
-    classes = _classes(found, known, config)
-    return Bundle(model, preprocess, classes, "classify", report, {"source": found.name, "format": known.name})
+    preprocess = _preprocess(found, fmt, config, report)
+    classes = _classes(found, fmt, config)
+    return Bundle(model, preprocess, classes, "classify", report, {"source": found.name, "format": fmt.name})
 
 
 def _open(found: Found) -> Archive:
@@ -171,31 +171,31 @@ def _open(found: Found) -> Archive:
     return native.merge([open_archive(found.path / name) for name in native.weight_files(found.path)], found.path)
 
 
-def _preprocess(found: Found, known: Format, config: ModelConfig, report: Report) -> Preprocess:
+def _preprocess(found: Found, fmt: Format, config: ModelConfig, report: Report) -> Preprocess:
     size, channels = config.image_size, config.channels
     stored = None
-    if known.name == "hf":
+    if fmt.name == "hf":
         file = found.path / "preprocessor_config.json" if found.kind == "folder" else None
         values = native.read_json(file) if file and file.is_file() else {}
         stored = from_hugging_face(values, size, channels)
         if not values:
             report.notes.append("no preprocessor_config.json next to the weights: assumed ViTImageProcessor's defaults")
-    elif known.name == "timm" and found.config is not None:
+    elif fmt.name == "timm" and found.config is not None:
         stored = from_timm(found.config, size, channels)
     if stored is None:
-        stored = preset(known.preset, size=size, channels=channels)
-        report.notes.append(f"the file does not store its preprocessing: assumed {known.preset!r}; change it with preprocess=")
+        stored = preset(fmt.preset, size=size, channels=channels)
+        report.notes.append(f"the file does not store its preprocessing: assumed {fmt.preset!r}; change it with preprocess=")
     if stored.size != size:
         report.notes.append(f"the stored preprocessing has size {stored.size}, the model {size}: changed to the model's")
         stored = stored.with_size(size)
     return stored
 
 
-def _classes(found: Found, known: Format, config: ModelConfig) -> tuple[str, ...] | None:
+def _classes(found: Found, fmt: Format, config: ModelConfig) -> tuple[str, ...] | None:
     values = found.config or {}
-    if known.name == "hf" and config.outputs:
+    if fmt.name == "hf" and config.outputs:
         return label_names(values)
-    names = values.get("label_names") if known.name == "timm" else None
+    names = values.get("label_names") if fmt.name == "timm" else None
     if isinstance(names, list) and len(names) == config.outputs:
         return tuple(str(name) for name in names)
     return None

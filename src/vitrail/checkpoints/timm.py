@@ -127,7 +127,7 @@ def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
         depth=shapes.count("blocks.{}.norm1.weight"),
         mlp=shapes("blocks.0.mlp.fc1.weight", 2)[0],
         kernel=(kernel[0], kernel[1], kernel[2]),
-        table=shapes("pos_embed", 3)[1] if "pos_embed" in shapes else None,
+        num_positions=shapes("pos_embed", 3)[1] if "pos_embed" in shapes else None,
         heads=_argument(hints.config, "num_heads"),
         resnet=resnet,
         channels=channels,

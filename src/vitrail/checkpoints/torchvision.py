@@ -57,7 +57,7 @@ def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
         depth=shapes.count("encoder.layers.encoder_layer_{}.ln_1.weight"),
         mlp=shapes(f"{first}.mlp.0.weight", 2)[0],
         kernel=(channels, height, across),
-        table=shapes("encoder.pos_embedding", 3)[1],
+        num_positions=shapes("encoder.pos_embedding", 3)[1],
         covers_prefix=True,
         class_token=True,
         qkv_bias=f"{first}.self_attention.in_proj_bias" in shapes,

@@ -78,7 +78,7 @@ def test_the_same_file_in_two_splits(good: Path) -> None:
     report = check(open_source(str(good)))
     assert kinds(report) == ["duplicates"]
     assert items(report, "duplicates") == ("train/a/3.png ~ val/a/copy.png", "train/a/4.png ~ val/b/mislabelled.png")
-    assert report.problems[0].message == "2 images of val also in train; 1 of 2 pairs with different labels."
+    assert report.problems[0].message == "2 images of val are also in train; 1 of 2 pairs with different labels."
 
 
 def test_the_same_image_saved_again_in_two_splits(good: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_same_image_saved_again_in_two_splits(good: Path) -> None:
     assert kinds(report) == ["near-duplicates"]
     assert {item.split(" ~ ")[0] for item in items(report, "near-duplicates")} == {"train/a/3.png"}
     assert len(items(report, "near-duplicates")) == 3
-    assert check(open_source(str(good)), find="exact").problems == []
+    assert check(open_source(str(good)), duplicates="exact").problems == []
 
 
 def test_duplicates_within_a_split_are_a_note_unless_labels_differ(good: Path) -> None:
@@ -100,7 +100,7 @@ def test_duplicates_within_a_split_are_a_note_unless_labels_differ(good: Path) -
     assert "train: 2 identical images in 1 group" in report.notes[0]
     (good / "train/b/again.png").write_bytes((good / "train/a/3.png").read_bytes())
     assert kinds(check(open_source(str(good)))) == ["conflicting-labels"]
-    assert check(open_source(str(good)), find="none").problems == []
+    assert check(open_source(str(good)), duplicates="none").problems == []
 
 
 def test_empty_classes_and_a_single_class(good: Path) -> None:

@@ -68,7 +68,7 @@ def check(
     else:
         console.print(opened.describe(), highlight=False, soft_wrap=True)
         with _progress(console, "checking", sum(map(len, opened.splits.values()))) as advance:
-            report = check_source(opened, find=duplicates, workers=workers, progress=advance)
+            report = check_source(opened, duplicates=duplicates, workers=workers, progress=advance)
         report.problems[:0] = problems
         report.notes[:0] = notes
         if sheet is not None:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from vitrail.data import duplicates
 from vitrail.data.decode import ImageHeader, decode, image_header, open_image, unwrap_npy
+from vitrail.data.duplicates import exact_pairs, fingerprints, near_pairs
 from vitrail.data.types import Array, BadImage, Source, Split
 from vitrail.errors import counted
 
@@ -91,19 +91,19 @@ class _SplitScan:
     small: Array
 
 
-def check(source: Source, *, find: Duplicates = "near", workers: int = 2, progress: Progress = lambda count: None) -> Report:
+def check(source: Source, *, duplicates: Duplicates = "near", workers: int = 2, progress: Progress = lambda count: None) -> Report:
     """Read and decode every image once. `progress` is called with the number of images done since the last call."""
     scans = [_scan_split(split, workers, progress) for split in source.splits.values()]
     problems = list(_bad_files(source, scans))
     class_problems, notes = _class_problems(source)
     problems += class_problems
-    if find != "none":
+    if duplicates != "none":
         for scan in scans:
             conflicts, duplicate_notes = _duplicates_within(scan)
             problems += conflicts
             notes += duplicate_notes
         for first, second in combinations(scans, 2):
-            problems += _duplicates_across(first, second, near=find == "near")
+            problems += _duplicates_across(first, second, near=duplicates == "near")
     notes += _notes(scans)
     return Report(
         source=source.describe(),
@@ -123,7 +123,7 @@ def _scan_split(split: Split, workers: int, progress: Progress) -> _SplitScan:
     report = SplitReport(images=len(split), per_class=per_class)
     bad: list[str] = []
     positions, digests = [], []
-    fingerprints = [duplicates.fingerprints(np.empty((0, 32, 32), np.uint8))]
+    prints = [fingerprints(np.empty((0, 32, 32), np.uint8))]
     with ThreadPoolExecutor(workers) as pool:
         indices = iter(range(len(split)))
         while block := list(islice(indices, _BLOCK)):
@@ -141,9 +141,9 @@ def _scan_split(split: Split, workers: int, progress: Progress) -> _SplitScan:
                 digests.append(digest)
                 thumbnails.append(thumbnail)
             if thumbnails:
-                fingerprints.append(duplicates.fingerprints(np.stack(thumbnails)))
+                prints.append(fingerprints(np.stack(thumbnails)))
             progress(len(block))
-    hashes, small = (np.concatenate(parts) for parts in zip(*fingerprints, strict=True))
+    hashes, small = (np.concatenate(parts) for parts in zip(*prints, strict=True))
     return _SplitScan(split, report, bad, np.array(positions, np.int64), np.array(digests, "S16"), hashes, small)
 
 
@@ -226,11 +226,11 @@ def _duplicates_within(scan: _SplitScan) -> tuple[list[Problem], list[str]]:
 
 def _duplicates_across(first: _SplitScan, second: _SplitScan, *, near: bool) -> list[Problem]:
     found = []
-    exact = duplicates.exact_pairs(first.digests, second.digests)
+    exact = exact_pairs(first.digests, second.digests)
     if len(exact):
         found.append(_leak("duplicates", "also in", first, second, exact))
     if near and all(_large_enough(scan) for scan in (first, second)):
-        pairs = duplicates.near_pairs((first.hashes, first.small), (second.hashes, second.small))
+        pairs = near_pairs((first.hashes, first.small), (second.hashes, second.small))
         pairs = pairs[first.digests[pairs[:, 0]] != second.digests[pairs[:, 1]]]
         if len(pairs):
             found.append(_leak("near-duplicates", "nearly identical to one in", first, second, pairs))
@@ -247,7 +247,8 @@ def _leak(kind: str, relation: str, first: _SplitScan, second: _SplitScan, pairs
     names = tuple(
         f"{first.split.image_name(int(first.positions[a]))} ~ {second.split.image_name(int(second.positions[b]))}" for a, b in pairs
     )
-    message = f"{counted(images, 'image')} of {second.split.name} {relation} {first.split.name}"
+    subject = counted(images, f"image of {second.split.name} is", f"images of {second.split.name} are")
+    message = f"{subject} {relation} {first.split.name}"
     if first.split.task == second.split.task == "classify":
         labels = (scan.split.targets[scan.positions[rows]] for scan, rows in ((first, pairs[:, 0]), (second, pairs[:, 1])))
         different = int(np.not_equal(*labels).sum())

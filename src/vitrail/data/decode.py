@@ -163,9 +163,9 @@ def _draft(image: Image.Image, min_size: tuple[int, int], region: tuple[int, int
         return 1.0
     width, height = image.size if orientation < 5 else image.size[::-1]
     part = region[2:] if region is not None else (height, width)
-    wanted = [-(-side * minimum // max(1, length)) for side, minimum, length in zip((height, width), min_size, part, strict=True)]
+    target = [-(-side * minimum // max(1, length)) for side, minimum, length in zip((height, width), min_size, part, strict=True)]
     full = image.size[0]
-    drafted = image.draft(image.mode, (wanted[1], wanted[0]) if orientation < 5 else (wanted[0], wanted[1]))
+    drafted = image.draft(image.mode, (target[1], target[0]) if orientation < 5 else (target[0], target[1]))
     return 1.0 if drafted is None else full / drafted[1][2]
 
 

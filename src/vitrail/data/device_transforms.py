@@ -117,7 +117,7 @@ class DeviceTransforms:
 
 
 def _mix(images: Tensor, targets: Tensor, weights: Tensor, boxes: Tensor, has_partner: bool) -> tuple[Tensor, Tensor]:
-    """Mix each image with the one before it. The first one's partner comes with the slice, or is the last of the batch."""
+    """Mix each image with the one before it. The partner of the first is in the slice, or is the last of the batch."""
     if has_partner:
         own, partners, own_targets, partner_targets = images[1:], images[:-1], targets[1:], targets[:-1]
     else:

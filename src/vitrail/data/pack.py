@@ -86,18 +86,18 @@ def choose_settings(
     quality: int = 95,
 ) -> PackSettings:
     """Choose the settings not given. Default: arrays if a size is given or all images have the same size, else encoded files."""
-    box = (size, size) if isinstance(size, int) else size
+    target_size = (size, size) if isinstance(size, int) else size
     headers = _sample_headers(source)
     sizes = {(header.height, header.width) for header in headers}
-    exact = box is None and store != "encoded" and len(sizes) == 1
+    exact = target_size is None and store != "encoded" and len(sizes) == 1
     if exact:
-        (box,) = sizes
-    if store == "arrays" and box is None:
+        (target_size,) = sizes
+    if store == "arrays" and target_size is None:
         raise VitrailError(f"The images of {source.reference} differ in size. Pass --size, or --store encoded.")
     if channels is None:
         channels = max(header.channels for header in headers)
-    store = store or ("arrays" if box is not None else "encoded")
-    return PackSettings(store=store, size=box, fit=fit, channels=channels, bits=bits, quality=quality, exact=exact)
+    store = store or ("arrays" if target_size is not None else "encoded")
+    return PackSettings(store=store, size=target_size, fit=fit, channels=channels, bits=bits, quality=quality, exact=exact)
 
 
 def pack(
@@ -110,18 +110,18 @@ def pack(
     progress: Progress = lambda count: None,
 ) -> dict[str, Any]:
     """Write `source` as a packed dataset and return its description. `progress` is called with the images of each chunk."""
-    plan = _resume_key(source, settings)
+    resume_key = _resume_key(source, settings)
     if destination.exists():
-        return _verify_existing(destination, plan, progress)
+        return _verify_existing(destination, resume_key, progress)
     partial = destination.with_name(f"{destination.name}.partial")
-    _check_partial(partial, plan)
+    _check_partial(partial, resume_key)
     parts = {}
     with ThreadPoolExecutor(workers) as pool:
         for split in source.splits.values():
             parts[split.name] = _pack_split(split, partial, settings, bad_images, pool, progress)
     skipped = [entry for part in parts.values() for entry in part.pop("skipped")]
     skipped += [[bad.name, bad.reason] for bad in source.skipped]
-    description = {"format": FORMAT, **plan, "splits": parts, "skipped": skipped}
+    description = {"format": FORMAT, **resume_key, "splits": parts, "skipped": skipped}
     for error in checksum_errors(partial, description):
         raise VitrailError(f"{error} The disk did not return what was written. Delete {partial} and use another disk.")
     write_text(partial / "packed.json", json.dumps(description, indent=1))
@@ -147,9 +147,9 @@ def _resume_key(source: Source, settings: PackSettings) -> dict[str, Any]:
     }
 
 
-def _verify_existing(destination: Path, plan: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def _verify_existing(destination: Path, resume_key: dict[str, Any], progress: Progress) -> dict[str, Any]:
     description = read_description(destination)
-    if {key: description[key] for key in plan} != plan:
+    if {key: description[key] for key in resume_key} != resume_key:
         raise VitrailError(f"{destination} already exists, with other images or options. Delete it, or choose another name.")
     for error in checksum_errors(destination, description):
         raise VitrailError(f"{error} Delete {destination} and pack again.")
@@ -158,13 +158,13 @@ def _verify_existing(destination: Path, plan: dict[str, Any], progress: Progress
     return description
 
 
-def _check_partial(partial: Path, plan: dict[str, Any]) -> None:
+def _check_partial(partial: Path, resume_key: dict[str, Any]) -> None:
     file = partial / "plan.json"
-    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != plan:
+    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != resume_key:
         raise VitrailError(
             f"{partial} was started with other images, options or another version. Use the same ones to resume, or delete it."
         )
-    write_text(file, json.dumps(plan))
+    write_text(file, json.dumps(resume_key))
 
 
 def _pack_split(

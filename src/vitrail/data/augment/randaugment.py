@@ -86,7 +86,7 @@ def strength(variant: RandAugmentVariant, name: str, magnitude: float, size: tup
 
 
 def factor(variant: RandAugmentVariant, amount: float, sign: Array) -> Array:
-    """Return the weight of the image against its degenerate version; torchvision goes both ways from 1."""
+    """Return the weight of the image against its degenerate version; in torchvision 1 plus or minus the amount."""
     return 1 + sign * amount if variant == "torchvision" else np.full_like(sign, amount)
 
 

@@ -17,10 +17,10 @@ def open_digits(request: Request) -> OpenResult:
     bunch = load_digits()
     images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, :, :, None]
     classes = tuple(str(name) for name in bunch.target_names)
-    whole = ArraySplit("train", "classify", images, bunch.target.astype(np.int64), classes)
-    val = stratified(whole, 0.2, seed=0)
-    train = np.setdiff1d(np.arange(len(whole)), val)
+    digits = ArraySplit("train", "classify", images, bunch.target.astype(np.int64), classes)
+    val = stratified(digits, 0.2, seed=0)
+    train = np.setdiff1d(np.arange(len(digits)), val)
     return OpenResult(
-        splits={"train": rename(whole.subset(train), "train"), "val": rename(whole.subset(val), "val")},
+        splits={"train": rename(digits.subset(train), "train"), "val": rename(digits.subset(val), "val")},
         detail="8×8 grey images embedded in scikit-learn",
     )

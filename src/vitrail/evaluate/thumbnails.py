@@ -16,7 +16,7 @@ def thumbnail(payload: Payload, side: int, name: str = "image") -> Image.Image |
     """Fit the whole image into a square of `side` pixels; None if it cannot be read."""
     channels = payload.shape[2] if isinstance(payload, np.ndarray) and payload.ndim == 3 else 3
     try:
-        pixels = decode(payload, channels=channels, cover=(side, side), name=name)
+        pixels = decode(payload, channels=channels, min_size=(side, side), name=name)
     except BadImage:
         return None
     image = Image.fromarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]).convert("RGB")

@@ -112,11 +112,11 @@ def draw_heads(picture: Array, attention: Array, query: tuple[int, int], *, laye
     for colour, line in (("black", 2.4), ("white", 1.2)):
         left.add_patch(Rectangle(corner, *patch, fill=False, edgecolor=colour, linewidth=line))
     left.set_anchor("N")
-    left.set_title(f"query patch: row {query[0]}, column {query[1]}", fontsize=7.5)
+    left.set_title(f"query: row {query[0]}, column {query[1]}", fontsize=7.5)
     right.imshow(sheet, cmap=MAP, vmin=0, vmax=1, interpolation="nearest")
     _number_tiles(right, sheet, count, heads, layers)
     right.set_anchor("N")
-    right.set_title(f"{title}attention of each head, scaled to its maximum", fontsize=7.5)
+    right.set_title(f"{title}attention of each head", fontsize=7.5)
     return figure
 
 

@@ -70,6 +70,31 @@ def test_plain_words(pattern: str) -> None:
     assert not found, f"write {PRIVATE_WORDS[pattern]!r} instead:\n" + "\n".join(found)
 
 
+def test_links_in_the_docs_resolve() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    broken = []
+    for page in pages:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+                broken.append(f"{page.name}: {link}")
+    assert not broken
+
+
+def test_source_files_named_in_the_docs_exist() -> None:
+    known = {file.name for folder in ("src", "tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")}
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        named = re.findall(r"`(?:[\w./-]*/)?(\w+\.py)`", page.read_text(encoding="utf-8"))
+        assert set(named) <= known, f"{page.name} names {sorted(set(named) - known)}"
+
+
+def _anchors(page: Path) -> list[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings]
+
+
 def test_ci_runs_the_command_in_the_readme() -> None:
     commands = re.findall(r"^(pip install uv && uv run .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] in commands

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.models.accuracy import FLOAT32, is_accurate
 from tests.models.test_fused import CLOSE, DEVICE, LOW, fusing, near, small
 from vitrail.models.fused import encoder
 
@@ -40,7 +41,7 @@ def test_dropout_is_even_and_differs_by_seed() -> None:
     assert abs(float(((one == 0) & (two == 0)).float().mean()) - 0.01) < 0.004
 
 
-def test_older_gpus_use_the_librarys_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_gpus_use_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward
 
     here = torch.device(DEVICE)
@@ -64,23 +65,27 @@ def test_attention_gradients(images: int, tokens: int, heads: int, channels: int
     width, queries = heads * channels, 1 if few else tokens
     kv = torch.randn(images, tokens, 2 * width, device=DEVICE, dtype=LOW, requires_grad=True)
     q = torch.randn(images, queries, width, device=DEVICE, dtype=LOW, requires_grad=True)
-    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (q, *kv.chunk(2, -1))]
-    expected = F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
-    slope = torch.randn_like(expected)
-    dq, dkv = torch.autograd.grad(expected, (q, kv), slope)
+    grad_out = torch.randn(images, queries, width, device=DEVICE, dtype=LOW)
+    results = []
+    for dtype in (LOW, torch.float64):
+        leaves = [one.detach().to(dtype).requires_grad_() for one in (q, kv)]
+        split = [one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in (leaves[0], *leaves[1].chunk(2, -1))]
+        value = F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+        dq, dkv = torch.autograd.grad(value, leaves, grad_out.to(dtype))
+        results.append((value, dq, dkv, torch.cat([dq.sum(1), dkv.sum(1)], -1)))
     with torch.no_grad():
         out, lse = attention_forward(q, kv, heads)
-        found_q, found_kv, sums = attention_backward(q, kv, out, slope, lse, heads)
+        dq, dkv, sums = attention_backward(q, kv, out, grad_out, lse, heads)
         if not few:  # all side by side gives the same
-            together, none, same = attention_backward(torch.cat([q, kv], -1), None, out, slope, lse, heads)
-            assert torch.equal(together, torch.cat([found_q, found_kv], -1)) and not none.numel() and torch.equal(same, sums)
-    assert near(out, expected) and near(found_q, dq, 3 * CLOSE) and near(found_kv, dkv, 3 * CLOSE)
-    assert near(sums, torch.cat([dq.sum(1), dkv.sum(1)], -1), 10 * CLOSE)
+            together, none, same = attention_backward(torch.cat([q, kv], -1), None, out, grad_out, lse, heads)
+            assert torch.equal(together, torch.cat([dq, dkv], -1)) and not none.numel() and torch.equal(same, sums)
+    for found, rounded, exact in zip((out, dq, dkv, sums), *results, strict=True):
+        assert is_accurate(found, rounded, exact, 10 * FLOAT32)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 17), st.integers(1, 17))
-def test_images_cut_into_patches(batch: int, channels: int, rows: int, columns: int, height: int, width: int) -> None:
+def test_patchify(batch: int, channels: int, rows: int, columns: int, height: int, width: int) -> None:
     from vitrail.models.fused.patchify import patchify
     from vitrail.models.layers import patchify as plain
 
@@ -90,7 +95,7 @@ def test_images_cut_into_patches(batch: int, channels: int, rows: int, columns: 
         assert torch.equal(found, plain(images, (height, width)).half())
 
 
-def test_images_are_cut_by_a_kernel_unless_somebody_could_tell(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patchify_runs_in_a_kernel_unless_a_hook_or_gradient_could_tell(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import patchify
 
     calls, real = [], patchify.patchify
@@ -113,12 +118,12 @@ def test_gelu_to_seven_digits(tanh: bool) -> None:
     from vitrail.models.fused.gelu import gelu, gelu_backward
 
     h = torch.linspace(-12, 12, 3 * 700, device=DEVICE).reshape(3, 700)
-    slope = torch.randn_like(h)
+    grad_out = torch.randn_like(h)
     bias = torch.linspace(-0.5, 0.5, 700, device=DEVICE)
     exact = (h + bias).double().requires_grad_()
     value = F.gelu(exact, approximate="tanh" if tanh else "none")
-    (expected,) = torch.autograd.grad(value, exact, slope.double())
-    dh, sums, again = gelu_backward(h, bias, slope, tanh)
+    (expected,) = torch.autograd.grad(value, exact, grad_out.double())
+    dh, sums, again = gelu_backward(h, bias, grad_out, tanh)
     assert (gelu(h, bias, tanh) - value).abs().max() < 2e-6 and torch.equal(again, gelu(h, bias, tanh))
     assert (dh - expected).abs().max() < 5e-6 and (sums - expected.sum(0)).abs().max() < 1e-5
 
@@ -136,19 +141,19 @@ def test_residual_and_statistics_of_its_rows(adds: bool) -> None:
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows, columns", [(1, 16), (30, 200), (70, 300)])
-def test_a_norms_weights_taken_into_a_product(rows: int, columns: int, has_bias: bool) -> None:
+def test_a_norm_folded_into_a_linear_layer(rows: int, columns: int, has_bias: bool) -> None:
     from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
 
     weight, scale, shift = (torch.randn(size, device=DEVICE) for size in ((rows, columns), (columns,), (columns,)))
     bias = torch.randn(rows, device=DEVICE) if has_bias else None
     leaves = [one.double().requires_grad_() for one in (weight, scale, shift)]
-    folded, offset = leaves[0] * leaves[1], leaves[0] @ leaves[2]
-    slopes = torch.randn(rows, columns, device=DEVICE), torch.randn(rows, device=DEVICE)
-    expected = torch.autograd.grad((folded, offset), leaves, [one.double() for one in slopes])
+    folded, folded_bias = leaves[0] * leaves[1], leaves[0] @ leaves[2]
+    grads_out = torch.randn(rows, columns, device=DEVICE), torch.randn(rows, device=DEVICE)
+    expected = torch.autograd.grad((folded, folded_bias), leaves, [one.double() for one in grads_out])
     found = fold_norm(weight, bias, scale, shift, torch.float32)
     assert near(found[0], folded, 1e-6)
-    assert found[1] is not None and near(found[1], offset if bias is None else offset + bias, 1e-6)
-    for one, two in zip(unfold_norm(slopes[0].clone(), slopes[1], weight, scale, shift), expected, strict=True):
+    assert found[1] is not None and near(found[1], folded_bias if bias is None else folded_bias + bias, 1e-6)
+    for one, two in zip(unfold_norm(*grads_out, weight, scale, shift), expected, strict=True):
         assert one is not None and near(one, two, 2e-6)
 
 
@@ -161,32 +166,80 @@ def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channel
     width = heads * channels
     qkv = 2 * torch.randn(images, tokens, 3 * width, device=DEVICE, dtype=LOW)
     q, kv = (qkv[:, :1, :width], qkv[..., width:]) if few else (qkv, None)
-    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2).double() for one in split_qkv(q, kv)]
-    scores = split[0] @ split[1].transpose(-1, -2) * channels**-0.5
+    split = [one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in split_qkv(q, kv)]
+    rounded = F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+    q64, k64, v64 = (one.double() for one in split)
+    scores = q64 @ k64.transpose(-1, -2) * channels**-0.5
+    exact = (scores.softmax(-1) @ v64).transpose(1, 2).flatten(2)
     for whole_heads in (True, False):
         out, lse = attention_forward(q, kv, heads, whole_heads)
-        assert near(out, (scores.softmax(-1) @ split[2]).transpose(1, 2).flatten(2)) and near(lse, scores.logsumexp(-1))
+        assert is_accurate(out, rounded, exact) and near(lse, scores.logsumexp(-1), 1e-5)
     assert sum(split_pow2(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in split_pow2(tokens))
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.sampled_from([8, 24, 200]), st.randoms())
-def test_assembled_input(images: int, patches: int, prefix: int, width: int, random: Any) -> None:
+def test_prefix_and_positions(images: int, patches: int, prefix: int, width: int, random: Any) -> None:
     from vitrail.models.fused.prefix_positions import add_prefix_and_positions
 
     torch.manual_seed(random.randint(0, 10_000))
     given_patches = torch.randn(images, patches, width, device=DEVICE).to(LOW).requires_grad_()
     fixed = torch.randn(prefix + patches, width, device=DEVICE, requires_grad=True)
-    expected = fixed + F.pad(given_patches.float(), (0, 0, prefix, 0))
-    slope = torch.randn_like(expected)
-    found = add_prefix_and_positions(given_patches, fixed)
-    assert found.dtype == torch.float32 and near(found, expected, 1e-6)
-    for one, two in zip(*(torch.autograd.grad(way, (given_patches, fixed), slope) for way in (found, expected)), strict=True):
-        assert one.dtype == two.dtype and near(one, two, 1e-5 if DEVICE == "cpu" else CLOSE)
+    rounded = fixed + F.pad(given_patches.float(), (0, 0, prefix, 0))
+    leaves = [one.detach().double().requires_grad_() for one in (given_patches, fixed)]
+    exact = leaves[1] + F.pad(leaves[0], (0, 0, prefix, 0))
+    found, grad_out = add_prefix_and_positions(given_patches, fixed), torch.randn_like(rounded)
+    assert found.dtype == torch.float32 and near(found, exact, 1e-6)
+    theirs, ours = (torch.autograd.grad(way, (given_patches, fixed), grad_out) for way in (rounded, found))
+    for one, two, three in zip(ours, theirs, torch.autograd.grad(exact, leaves, grad_out.double()), strict=True):
+        assert one.dtype == two.dtype and is_accurate(one, two, three, 1e-5)
+
+
+@pytest.mark.parametrize("branch", [True, False])
+@pytest.mark.parametrize("width", [24, 200])
+def test_residual_and_norm_with_their_gradients(branch: bool, width: int) -> None:
+    from vitrail.models.fused.residual_norm import residual_norm
+
+    x, added, bias = (torch.randn(size, device=DEVICE) for size in ((3, 7, width), (3, 7, width), (width,)))
+    keep, grads = torch.tensor([0.0, 2.0, 1.0], device=DEVICE), torch.randn(2, 3, 7, width, device=DEVICE)
+    added = added.to(LOW)
+    results = []
+    for dtype in (LOW, torch.float64, None):
+        leaves = [one.detach().to(one.dtype if dtype is not torch.float64 else dtype).requires_grad_() for one in (x, added, bias)]
+        leaves = leaves if branch else leaves[:1]
+        if dtype is None:
+            given_branch = (leaves[1], leaves[2], keep) if branch else (None, None, None)
+            total, y = residual_norm(leaves[0], *given_branch, None, 0.0, 1e-6, LOW)
+        else:
+            total = leaves[0] + keep.to(leaves[0])[:, None, None] * (leaves[1] + leaves[2]) if branch else leaves[0]
+            y = F.layer_norm(total, (width,), eps=1e-6).to(dtype)
+        gradients = torch.autograd.grad((total, y), leaves, (grads[0].to(total.dtype), grads[1].to(LOW).to(y.dtype)))
+        results.append((total, y, *gradients))
+    for rounded, exact, found in zip(*results, strict=True):
+        assert found.dtype == rounded.dtype and is_accurate(found, rounded, exact, 1e-5)
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_gelu_in_low_precision(tanh: bool, has_bias: bool) -> None:
+    from vitrail.models.fused.gelu import gelu, gelu_backward
+
+    h, dg = torch.randn(2, 9, 300, device=DEVICE).to(LOW)
+    bias = torch.randn(300, device=DEVICE).to(LOW) if has_bias else None
+    results = []
+    for dtype in (LOW, torch.float64):
+        leaf = h.to(dtype).requires_grad_()
+        value = F.gelu(leaf if bias is None else leaf + bias.to(dtype), approximate="tanh" if tanh else "none")
+        (dh,) = torch.autograd.grad(value, leaf, dg.to(dtype))
+        results.append((value, dh, dh.sum(0)))
+    dh, sums, again = gelu_backward(h, bias, dg, tanh)
+    for found, rounded, exact in zip((gelu(h, bias, tanh), dh, sums), *results, strict=True):
+        assert is_accurate(found, rounded, exact, 1e-5)
+    assert torch.equal(again, gelu(h, bias, tanh))
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (300, 3, 24), (1056, 700)])
-def test_partial_sums(shape: tuple[int, ...]) -> None:
+def test_column_sum(shape: tuple[int, ...]) -> None:
     from vitrail.models.fused.column_sum import column_sum
 
     parts = torch.randn(shape, device=DEVICE)
@@ -219,15 +272,15 @@ def test_cross_entropy_without_copies(rows: int, classes: int) -> None:
 
     logits = (20 * torch.randn(rows, classes, device=DEVICE)).requires_grad_()
     targets = torch.randint(classes, (rows,), device=DEVICE)
-    slopes = torch.randn(rows, device=DEVICE)
+    grads_out = torch.randn(rows, device=DEVICE)
     expected = F.cross_entropy(logits.double(), targets, reduction="none")
-    (gradient,) = torch.autograd.grad(expected, logits, slopes.double())
+    (gradient,) = torch.autograd.grad(expected, logits, grads_out.double())
     losses = CrossEntropy.apply(logits, targets)
-    (found,) = torch.autograd.grad(losses, logits, slopes)
+    (found,) = torch.autograd.grad(losses, logits, grads_out)
     assert (losses - expected).abs().max() < 3e-5 and (found - gradient).abs().max() < 1e-5
 
 
-def test_norm_of_a_stream_far_from_zero() -> None:
+def test_norm_of_a_residual_far_from_zero() -> None:
     """Two passes over the row, not the difference of two large sums."""
     x = 1000 + torch.randn(2, 5, 24, device=DEVICE)
     norm = nn.LayerNorm(24, eps=1e-6).to(DEVICE)
@@ -239,7 +292,7 @@ def test_norm_of_a_stream_far_from_zero() -> None:
 @pytest.mark.parametrize(
     "queries, keys, heads, channels", [(1, 1, 2, 16), (5, 5, 1, 32), (1, 70, 2, 16), (197, 197, 1, 16), (65, 65, 3, 16)]
 )
-def test_attention_is_tried_for_every_length(
+def test_attention_is_checked_for_every_length(
     queries: int, keys: int, heads: int, channels: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vitrail.models.fused import attention_backward, self_test

@@ -117,7 +117,7 @@ class Step:
     def backward(self, batch: Batch) -> Tensor:
         """Add a micro-batch's gradient; returns its part of the step's mean loss."""
         # Under DDP a replay sums gradients over ranks, which only the last micro-batch of a step may do.
-        whole = self.world.mode != "ddp" or batch.parts == 1
+        whole = self.world.mode != "ddp" or batch.micro_steps == 1
         if self._captured is not None and whole and batch.total == self.recipe.batch:
             return self._captured(batch.images, batch.targets)  # type: ignore[no-any-return]
         with on_stream(self.runner.stream), self.runner.accumulating(batch.completes_step):

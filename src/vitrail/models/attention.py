@@ -56,8 +56,16 @@ class Attention(nn.Module):
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         # The kernel does not know about eval mode: dropout must be switched off here, or inference is random.
         dropout = self.dropout if self.training else 0.0
-        with sdpa_kernel(SDPA_BACKENDS):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), dropout_p=dropout)
+        if q.requires_grad and q.dtype is torch.bfloat16 and q.device.type == "cpu" and type(q) is Tensor:
+            # On CPUs torch's backward pass of attention is slower in bf16 than in float32. (Fake tensors stand for a GPU's.)
+            with torch.autocast("cpu", enabled=False):
+                return _sdpa(q.float(), k.float(), v.float(), bias, dropout).to(q.dtype)
+        return _sdpa(q, k, v, bias, dropout)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    with sdpa_kernel(SDPA_BACKENDS):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), dropout_p=dropout)
 
 
 class AxialAttention(Attention):

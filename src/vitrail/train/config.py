@@ -168,7 +168,8 @@ class Recipe:
     micro_batch: int | Literal["auto"] = "auto"
     """Images at once on a device. It changes memory and speed, not the result; `auto` halves it until it fits."""
     precision: Literal["auto", "bf16", "fp8", "fp16", "fp32"] = "auto"
-    """`auto`: bf16 on a GPU that has it, else fp32. Norms, softmax and losses are fp32 in all of them. fp8 is bf16 with the blocks'
+    """`auto`: bf16 on a GPU that has it, and on a CPU that has it for models of 0.5 GFLOPs per image or more; else fp32. Norms,
+    softmax and losses are fp32 in all of them. fp8 is bf16 with the blocks'
     products in eight bits, but for weight gradients: faster for L and larger on an H100 and later, and less exact."""
     compile: bool = False
     """torch.compile, in place. On a GPU Vitrail's own kernels are faster for plain ViTs; it helps hybrids, BiT, dropout."""

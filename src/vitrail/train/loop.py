@@ -15,7 +15,7 @@ import torch
 from vitrail.data.batch import Batch
 from vitrail.data.loader import TrainLoader
 from vitrail.errors import VitrailError
-from vitrail.models import Model
+from vitrail.models import Model, ViTConfig
 from vitrail.tasks import Meter
 from vitrail.train.averaging import Average
 from vitrail.train.callbacks import Callback, MetricsFile, RunInfo
@@ -108,7 +108,7 @@ class Loop:
             raise VitrailError("Evaluators need the whole model on each device; use --parallel ddp with them.")
         self.evaluators = [make(prepared, world) for make in evaluators]
         self.callbacks = [MetricsFile(run), *callbacks] if world.main else []
-        self.precision = chosen_precision(recipe.precision, world.device)
+        self.precision = self._choose_precision()
         self.micro_batch = first_micro_batch(recipe, world)
         self.loader = self._make_loader()
         self.total = total_steps(recipe, self.loader.steps)
@@ -121,6 +121,16 @@ class Loop:
         self._besides: dict[str, float] = {}
 
     # Setting up
+
+    def _choose_precision(self) -> str:
+        """Resolve `auto`. On a CPU a resumed run keeps the precision that it began with, whatever this CPU would choose."""
+        recipe, device = self.recipe, self.world.device
+        saved = self.world.share(self.run.saved_precision() if self.world.main else None)
+        if recipe.precision == "auto" and device.type == "cpu" and saved is not None:
+            return str(saved)
+        # Convolutions of a ResNet do not gain from bf16 there.
+        vit = isinstance(self.prepared.model.config, ViTConfig)
+        return chosen_precision(recipe.precision, device, self.prepared.flops / 3 if vit else 0)
 
     def _make_loader(self) -> TrainLoader:
         recipe, world = self.recipe, self.world

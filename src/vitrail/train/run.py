@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, write_text
 from vitrail.train.config import FREE, Recipe, differences, flatten
+from vitrail.train.upgrade import FORMAT, upgrade
+
+T = TypeVar("T")
 
 
 class RunFolder:
@@ -63,12 +66,19 @@ class RunFolder:
             self._lock = None
 
     def saved_recipe(self) -> Recipe | None:
-        """The recipe this folder was begun with, or None in a new one."""
+        """Return the recipe of the run in this folder; None in a new folder."""
+        return self._read_config(lambda config: Recipe.from_dict(config["recipe"]))
+
+    def saved_precision(self) -> str | None:
+        """Return the precision that this run was begun in; None in a new folder."""
+        return self._read_config(lambda config: str(config["resolved"]["precision"]))
+
+    def _read_config(self, read: Callable[[dict[str, Any]], T]) -> T | None:
         file = self.path / "config.json"
         if not file.exists():
             return None
         try:
-            return Recipe.from_dict(json.loads(file.read_text(encoding="utf-8"))["recipe"])
+            return read(upgrade(json.loads(file.read_text(encoding="utf-8"))))
         except (ValueError, KeyError, TypeError) as error:
             raise VitrailError(f"{file} is not a run's configuration ({error}). Choose another --out.") from error
 
@@ -93,7 +103,8 @@ class RunFolder:
         return changed
 
     def write_config(self, recipe: Recipe, resolved: dict[str, Any]) -> None:
-        write_text(self.path / "config.json", json.dumps({"recipe": recipe.to_dict(), "resolved": resolved}, indent=2) + "\n")
+        config = {"format": FORMAT, "recipe": recipe.to_dict(), "resolved": resolved}
+        write_text(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a last one cut off by a crash is left out."""

@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_folder
 from vitrail.train.parallel import World
+from vitrail.train.upgrade import FORMAT, upgrade_state
 
 log = logging.getLogger("vitrail.train")
-
-_FORMAT = 1
 
 
 class Snapshots:
@@ -106,7 +105,7 @@ class Snapshots:
         if chosen is None:
             return None
         path = self.path(chosen)
-        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = upgrade_state(json.loads((path / "state.json").read_text(encoding="utf-8")))
         if state["tensors"] != shapes(tensors):
             raise VitrailError(_mismatch(path, state["tensors"], shapes(tensors)))
         _quiet()
@@ -125,8 +124,8 @@ def damage(path: Path) -> str:
     """What is wrong with a checkpoint; empty where it is whole."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if state["format"] != _FORMAT:
-            return f"its format is {state['format']}, not {_FORMAT}"
+        if state["format"] not in (1, FORMAT):
+            return f"its format is {state['format']}, not 1 or {FORMAT}"
         for name, digest in state["files"].items():
             if _digest(path / name) != digest:
                 return f"{name} does not have its checksum"
@@ -154,7 +153,7 @@ def _save(tensors: dict[str, Tensor], folder: Path, group: Any) -> None:
 
 def _seal(folder: Path, step: int, state: dict[str, Any]) -> None:
     files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-    record = {"format": _FORMAT, "step": step, "files": files, **state}
+    record = {"format": FORMAT, "step": step, "files": files, **state}
     (folder / "state.json").write_text(json.dumps(record), encoding="utf-8")
 
 

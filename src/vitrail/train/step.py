@@ -28,11 +28,23 @@ from vitrail.train.schedules import factor
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
-def chosen_precision(wanted: str, device: torch.device) -> str:
-    """`auto` resolved: bf16 where the GPU computes in it, else fp32."""
+# FLOPs of a forward pass per image above which bf16 pays on a CPU: below, casts cost more than faster matmuls save.
+MIN_CPU_FLOPS = 0.5e9
+
+
+def chosen_precision(wanted: str, device: torch.device, flops: float = 0.0) -> str:
+    """Resolve `auto`: bf16 on a GPU that has it, and on a CPU that has it if the model needs `flops` enough per image."""
     if wanted != "auto":
         return wanted
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    return "bf16" if device.type == "cpu" and flops >= MIN_CPU_FLOPS and cpu_multiplies_bf16() else "fp32"
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Tell whether the CPU has bf16 matmul instructions. Without them torch converts, and bf16 is slower than float32."""
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
 def low_precision(precision: str) -> torch.dtype | None:

@@ -1,0 +1,56 @@
+"""Read runs that an older version began.
+
+`config.json` and a checkpoint's `state.json` carry a format. Files of an older format are rewritten here when they are read, and
+nowhere else; new files are always written in the newest format.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from vitrail.errors import VitrailError
+
+FORMAT = 2
+
+# Of format 1: settings that have another name now, and values that have another word.
+_NAMES = {("model", "recompute_keeps"): "recompute_keep"}
+_VALUES: dict[tuple[str, str], dict[str, str]] = {
+    ("model", "recompute_keep"): {"products": "matmuls"},
+    ("optim", "decay"): {"times-lr": "scaled-by-lr", "times-schedule": "independent-of-lr"},
+    ("augment", "crop"): {"inception-reference": "inception-tensorflow"},
+    ("augment", "mix"): {"reference": "batch"},
+}
+
+
+def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run's config.json says, in the newest format."""
+    found = copy.deepcopy(dict(values))
+    if _format(found) == 1:
+        recipe = found["recipe"]
+        for (part, old), new in _NAMES.items():
+            if old in recipe.get(part, {}):
+                recipe[part][new] = recipe[part].pop(old)
+        for (part, name), words in _VALUES.items():
+            value = recipe.get(part, {}).get(name)
+            if value in words:
+                recipe[part][name] = words[value]
+    return {**found, "format": FORMAT}
+
+
+def upgrade_state(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint's state.json says, in the newest format."""
+    found = dict(values)
+    if _format(found) == 1 and "passed_over" in found:
+        found["skipped_steps"] = found.pop("passed_over")
+    return {**found, "format": FORMAT}
+
+
+def _format(values: Mapping[str, Any]) -> int:
+    number = values.get("format", 1)
+    if number not in (1, FORMAT):
+        raise VitrailError(
+            f"This run has format {number}, and this version of Vitrail reads formats 1 and {FORMAT}. Update Vitrail."
+        )
+    return int(number)

@@ -66,7 +66,7 @@ def test_a_run_of_the_older_format_is_resumed_bit_for_bit(tmp_path: Path, monkey
         state["passed_over"] = state.pop("skipped_steps")
         file.write_text(json.dumps({**state, "format": 1}))
     other = today().replace(optim=dataclasses.replace(today().optim, lr=1e-3))
-    with pytest.raises(VitrailError, match="optim.lr: 0.002 → 0.001"):
+    with pytest.raises(VitrailError, match=r"optim\.lr: 0\.002 → 0\.001"):
         train(other, tmp_path / "run")
     result = train(today(), tmp_path / "run")
     assert result.steps == 6 and same(weights(tmp_path / "run"), weights(tmp_path / "whole"))

@@ -182,5 +182,5 @@ def test_a_file_that_is_not_an_image_is_named_without_unsupported_advice(
 ) -> None:
     (tmp_path / "note.jpg").write_text("hello")
     status, _, err = run(capsys, "inspect", checkpoint(tmp_path / "model"), tmp_path / "note.jpg", "--out", tmp_path / "inspection")
-    assert status == 2 and "a text file and not an image" in err and "--bad-images" not in err
+    assert status == 2 and "a text file, not an image" in err and "--bad-images" not in err
     assert not (tmp_path / "inspection").exists()

@@ -137,7 +137,7 @@ def test_mismatched_data_gives_a_clear_message(bundle: Bundle, backbone: Path, p
     Image.new("RGB", (40, 40)).save(tmp_path / "more" / "val" / "red" / "x.png")
     (tmp_path / "more" / "val" / "violet").mkdir()
     Image.new("RGB", (40, 40)).save(tmp_path / "more" / "val" / "violet" / "x.png")
-    with pytest.raises(VitrailError, match="'violet' unknown to the model"):
+    with pytest.raises(VitrailError, match="'violet', which the model does not have"):
         evaluate(bundle, f"folder:{tmp_path / 'more'}")
     with pytest.raises(VitrailError, match="no labels to compare with"):
         evaluate(bundle, f"folder:{photos}?labels=none")

@@ -16,8 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from vitrail.checkpoints import Bundle
-from vitrail.data.types import counted
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_folder
 from vitrail.inspect.distance import attention_distances, head_attention, uniform_distance
 from vitrail.inspect.draw import draw_distance, draw_distance_comparison, draw_filters, draw_positions, draw_raw_filters

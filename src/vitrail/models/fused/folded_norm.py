@@ -57,7 +57,8 @@ class FoldedNorm(nn.LayerNorm):
 
     def _apply(self, fn: Any, recurse: bool = True) -> FoldedNorm:
         self._cached = None  # `.to()` leaves the weight's version as it is
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_cached"}

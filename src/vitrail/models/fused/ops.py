@@ -45,12 +45,8 @@ def op(schema: str, fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable
 
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if (
-                torch.compiler.is_compiling()
-                or type(args[0]) not in _PLAIN
-                or args[0].is_meta
-                or torch._C._len_torch_dispatch_stack()
-            ):
+            x: Any = args[0]
+            if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta or torch._C._len_torch_dispatch_stack():
                 return operator(*args, **kwargs)  # type: ignore[no-any-return]
             return guarded(*args, **kwargs)
 

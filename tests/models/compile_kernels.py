@@ -1,7 +1,7 @@
 """Compile every kernel for a GPU that is not there: `python tests/models/compile_kernels.py 90` for compute capability 9.0.
 
-The functions that launch kernels are called as ever, with tensors of a processor; Triton compiles what they ask for down to machine
-code, and a driver of straw takes it and runs nothing. So it is known that they compile, though not that they are right.
+The functions that launch kernels are called with tensors on the CPU. Triton compiles each kernel to machine code, and a stub driver
+accepts it and runs nothing. This shows that the kernels compile, not that they are right.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from triton.runtime import driver
 
 COMPILED: list[str] = []
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes that a program may share among its threads, by compute capability; Triton refuses kernels that want more."""
+"""Bytes of shared memory per block, by compute capability; Triton refuses kernels that need more."""
 
 
-class Straw:
+class StubDriver:
     """What Triton asks of a driver."""
 
     def __init__(self, capability: int) -> None:
@@ -51,7 +51,7 @@ def low(*size: int) -> torch.Tensor:
 
 
 def main(capability: int) -> None:
-    driver.set_active(Straw(capability))
+    driver.set_active(StubDriver(capability))
     from vitrail.models.fused.cross_entropy import CrossEntropy
     from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
     from vitrail.models.fused.fp8 import quantise
@@ -69,7 +69,7 @@ def main(capability: int) -> None:
             gelu(low(4, 768), torch.zeros(768), tanh, drawn, 0.1)
             gelu_backward(low(4, 768), torch.zeros(768), low(4, 768), tanh, drawn, 0.1)
     residual_stats(low(2, 5, 192), low(2, 5, 192), low(192), None, None, 0.0, 1e-6)
-    if capability >= 89:  # older ones have no eight-bit floats
+    if capability >= 89:  # older GPUs have no fp8
         quantise(low(4, 192))
         gelu_fp8(low(4, 768), torch.zeros(768), False)
     patchify(torch.zeros(2, 3, 28, 42), (14, 14), torch.bfloat16)

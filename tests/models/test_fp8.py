@@ -1,4 +1,4 @@
-"""Products of eight-bit floats: as near as three bits of mantissa can be, and only where they were asked for."""
+"""fp8 matmuls: as exact as three mantissa bits can be, and only where they were asked for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytest.importorskip("triton")
 __all__ = ["fusing"]
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
 
 
 def well_rounded(values: Tensor, exact: Tensor) -> Tensor:
-    """Where the eight bits are what torch rounds to.
+    """Tell where the fp8 values are what torch rounds to.
 
     Triton's interpreter loses the carry of mantissas that round up to the next power of two; a GPU does not.
     """
@@ -38,7 +38,7 @@ def well_rounded(values: Tensor, exact: Tensor) -> Tensor:
 
 @pytest.fixture
 def rounding(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused kernels, and rounding to eight bits by torch where kernels are interpreted: those lost carries would drown the rest."""
+    """Fused kernels, with fp8 rounding by torch where they are interpreted: the interpreter's lost carries would hide the rest."""
     from vitrail.models.fused import branches, fp8
 
     def quantised(x: Tensor) -> fp8.Fp8Tensor:
@@ -69,7 +69,7 @@ def test_a_row_of_zeros_stays_one() -> None:
     assert not made.values.float().any() and bool(made.scales.isfinite().all())
 
 
-def test_gelu_in_eight_bits() -> None:
+def test_gelu_in_fp8() -> None:
     from vitrail.models.fused.gelu import gelu_fp8
 
     h, bias = torch.randn(9, 300, device=DEVICE), torch.randn(300, device=DEVICE)
@@ -78,50 +78,50 @@ def test_gelu_in_eight_bits() -> None:
     assert torch.allclose(made.scales, exact.abs().amax(1) / 448, rtol=1e-5)
     near = made.values.float() * made.scales[:, None] - exact
     limit = exact.abs() / (1.9 if DEVICE == "cpu" else 15) + made.scales[:, None] / 100  # a lost carry halves a value
-    assert bool((near.abs() <= limit).all()) and apart(made.values.float() * made.scales[:, None], exact) < 0.09
+    assert bool((near.abs() <= limit).all()) and relative_error(made.values.float() * made.scales[:, None], exact) < 0.09
 
 
-def test_products_and_their_gradients() -> None:
+def test_matmuls_and_their_gradients() -> None:
     from vitrail.models.fused.branches import linear
 
     x, weight = torch.randn(3, 20, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
     bias = torch.randn(32, device=DEVICE)
     leaves = [one.bfloat16().float().requires_grad_() for one in (x, weight, bias)]
-    slope = torch.randn(3, 20, 32, device=DEVICE)
+    grad_out = torch.randn(3, 20, 32, device=DEVICE)
     expected = F.linear(*leaves)
-    gradients = torch.autograd.grad(expected, leaves, slope)
+    gradients = torch.autograd.grad(expected, leaves, grad_out)
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     entered = leaves[0].to(low)
     found = linear(entered, None, None, leaves[1], leaves[2], fp8=True, refold=False)
-    found_gradients = torch.autograd.grad(found, leaves, slope.to(low))
-    assert 0.005 < apart(found, expected) < 0.09 and 0.005 < apart(found_gradients[0], gradients[0]) < 0.09
-    assert all(apart(one, two) < 0.01 for one, two in zip(found_gradients[1:], gradients[1:], strict=True))  # not in eight bits
+    found_gradients = torch.autograd.grad(found, leaves, grad_out.to(low))
+    assert 0.005 < relative_error(found, expected) < 0.09 and 0.005 < relative_error(found_gradients[0], gradients[0]) < 0.09
+    assert all(relative_error(one, two) < 0.01 for one, two in zip(found_gradients[1:], gradients[1:], strict=True))  # not in fp8
 
 
 @pytest.mark.parametrize("case", [{}, {"gelu": "erf"}, {"dropout": 0.1}, {"pooling": "mean"}], ids=str)
 @pytest.mark.parametrize("keep", [None, "matmuls", "nothing"])
-def test_a_model_learns_nearly_the_same(case: dict[str, Any], keep: Any, rounding: None) -> None:
+def test_gradients_are_nearly_the_same(case: dict[str, Any], keep: Any, rounding: None) -> None:
     model, images = small(depth=2, **case), torch.randn(2, 3, 48, 48, device=DEVICE)
     if keep:
         model.checkpoint_activations(None, keep)
     exact, exact_gradients = results(model, images, "auto")
-    eight, gradients = results(model, images, "fp8")
-    assert 0.001 < apart(eight, exact) < 0.1  # eight bits are really used
+    fp8, gradients = results(model, images, "fp8")
+    assert 0.001 < relative_error(fp8, exact) < 0.1  # fp8 is really used
     assert gradients.keys() == exact_gradients.keys()
-    assert all(apart(gradients[name], one) < 0.2 for name, one in exact_gradients.items() if float(one.norm()) > 1e-3)
+    assert all(relative_error(gradients[name], one) < 0.2 for name, one in exact_gradients.items() if float(one.norm()) > 1e-3)
 
 
-def test_many_tokens_and_eight_bits(rounding: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_in_fp8(rounding: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward
 
     monkeypatch.setattr(attention_backward, "MAX_TOKENS", 4)
     model, images = small(depth=2), torch.randn(2, 3, 48, 48, device=DEVICE)
     exact, _ = results(model, images, "auto")
-    eight, _ = results(model, images, "fp8")
-    assert 0.001 < apart(eight, exact) < 0.1
+    fp8, _ = results(model, images, "fp8")
+    assert 0.001 < relative_error(fp8, exact) < 0.1
 
 
-def test_evaluation_is_not_in_eight_bits(fusing: None) -> None:
+def test_evaluation_is_not_in_fp8(fusing: None) -> None:
     model, images = small().eval(), torch.randn(2, 3, 48, 48, device=DEVICE)
     assert torch.equal(results(model, images, "fp8")[0], results(model, images, "auto")[0])
 
@@ -140,11 +140,11 @@ CPU = World(torch.device("cpu"))
         ({"position": "relative"}, Recipe(), CPU, "do not know"),
     ],
 )
-def test_where_it_cannot_be_it_is_said(change: dict[str, Any], recipe: Recipe, world: World, words: str) -> None:
+def test_where_fp8_cannot_be_used_the_error_says_why(change: dict[str, Any], recipe: Recipe, world: World, words: str) -> None:
     model = create_model("ViT-Ti/16", depth=1, **change)
-    with pytest.raises(VitrailError, match=words) as said:
+    with pytest.raises(VitrailError, match=words) as raised:
         use_fp8(model, recipe, world)
-    assert "--precision auto" in str(said.value) and isinstance(model, ViT) and model.kernels == "auto"
+    assert "--precision auto" in str(raised.value) and isinstance(model, ViT) and model.kernels == "auto"
 
 
 def test_resnets_have_no_such_layers() -> None:
@@ -156,8 +156,8 @@ def test_resnets_have_no_such_layers() -> None:
 
 def test_a_plan_knows_it() -> None:
     recipe = Recipe(model=ModelSpec(name="ViT-Ti/16"), batch=64, precision="fp8")
-    eight = make_plan(recipe, gpus=1, memory=80, outputs=10)
+    fp8 = make_plan(recipe, gpus=1, memory=80, outputs=10)
     low = make_plan(Recipe(model=ModelSpec(name="ViT-Ti/16"), batch=64, precision="bf16"), gpus=1, memory=80, outputs=10)
-    assert eight.precision == "fp8"
-    ratio = eight.needs[0].activations / low.needs[0].activations
+    assert fp8.precision == "fp8"
+    ratio = fp8.needs[0].activations / low.needs[0].activations
     assert 0.7 < ratio < 0.85  # GELU is a pass of its own there, which computes its value again and keeps one tensor instead of two

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.models.features import in_precision_of
-from vitrail.models.fused import encoder, whitelist
+from vitrail.models.fused import encoder, launch, self_test, whitelist
 from vitrail.models.fused.encoder import PendingResidual
 from vitrail.models.layers import PatchEmbedding
 from vitrail.models.positions import KINDS, Positions
@@ -133,23 +133,9 @@ def is_fusable(model: ViT) -> bool:
 
 def _kernels_run(x: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether the kernels run on the device of x, or whether x is fake and stands for a tensor on a GPU."""
-    from vitrail.models.fused.launch import has_triton, is_fake
-
-    if not has_triton():
-        return False
-    if is_fake(x):
-        return True
-    from vitrail.models.fused.self_test import works_on
-
-    return x.is_cuda and works_on(x.device, dtype)
+    return launch.has_triton() and (launch.is_fake(x) or (x.is_cuda and self_test.works_on(x.device, dtype)))
 
 
 def _block_runs(shape: whitelist.BlockShape, x: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether blocks of this shape passed their self-test here."""
-    from vitrail.models.fused.launch import is_fake
-
-    if is_fake(x):
-        return True
-    from vitrail.models.fused.self_test import works
-
-    return works(x.device, dtype, *shape)
+    """Tell whether blocks of this shape passed their self-test on the device of x."""
+    return launch.is_fake(x) or self_test.works(x.device, dtype, *shape)

@@ -42,6 +42,8 @@ def sm_major(device: torch.device) -> int:
 
 def is_fake(tensor: Tensor) -> bool:
     """Return whether the tensor has a shape and no values, as in a memory plan."""
+    if type(tensor) is Tensor:  # the usual case first: this runs for every block
+        return tensor.is_meta
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or tensor.is_meta

@@ -39,7 +39,7 @@ def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos:
     apart = [
         abs(one["probability"] - two["probability"])
         for image, same in zip(exact, rounded, strict=True)
-        for one, two in zip(*(sorted(row["answers"], key=lambda answer: answer["index"]) for row in (image, same)), strict=True)
+        for one, two in zip(*(sorted(row["predictions"], key=lambda answer: answer["index"]) for row in (image, same)), strict=True)
     ]
     assert 0 < max(apart) < 0.05
 
@@ -61,7 +61,7 @@ def test_predictions_do_not_depend_on_the_batch(
     found = [predicted(capsys, checkpoint, photos, "--precision", precision, "--batch", size)[0] for size in ("1", "5", "64")]
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
-            ours, theirs = ({answer["label"]: answer["probability"] for answer in row["answers"]} for row in (one, two))
+            ours, theirs = ({answer["label"]: answer["probability"] for answer in row["predictions"]} for row in (one, two))
             tolerance = 0.01 if precision == "fp16" else 1e-5
             assert ours == pytest.approx(theirs, abs=tolerance)
 
@@ -71,7 +71,7 @@ def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path,
     status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--json", "--precision", precision)
     (result,) = json.loads(out)["results"]
     said = [note for note in result["notes"] if note.startswith("computed in")]
-    assert status == 0 and result["figures"]["accuracy"] > 0.5
+    assert status == 0 and result["metrics"]["accuracy"] > 0.5
     assert len(said) == (precision in ("bf16", "int8", "auto"))
 
 

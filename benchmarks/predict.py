@@ -1,14 +1,14 @@
-"""How fast a folder of JPEGs is classified, against Hugging Face's pipeline and timm's inference, on the same weights.
+"""Images per second of classifying a folder of JPEGs, against Hugging Face's pipeline and timm's inference, on the same weights.
 
-All three read the same 500×375 JPEGs (written here), stretch them to 224×224 with an antialiased bilinear filter, run the same
-ViT and give the best five classes of each image: in float32, and Vitrail also as `vitrail predict` does by default, in what
-suits the processor. They take turns in one process, folder by folder, and ratios are
-medians over the turns, so that other work on the machine harms all alike. Each of the others runs with several batch sizes and
-workers on some of the images first, and then with its best. Loading the model is not counted.
+All three read the same 500×375 JPEGs (written here), resize them to 224×224 with an antialiased bilinear filter, run the same ViT
+and return the top five classes of each image: in float32, and Vitrail also in the default precision of `vitrail predict`. They run
+interleaved in one process, folder by folder, and ratios are medians over the rounds, so that other load on the machine affects all
+alike. The other libraries run with several batch sizes and workers on some of the images first, and then with their best. Loading
+the model is not counted.
 
     python benchmarks/predict.py                    # ViT-Ti/16, 1,000 images: about four minutes on two free cores
     python benchmarks/predict.py --model S/16
-    python benchmarks/predict.py --tiny             # does everything run?
+    python benchmarks/predict.py --tiny             # test that everything runs
 
 Prints a table and writes benchmarks/results/predict-….csv with hardware and versions.
 """
@@ -43,29 +43,29 @@ from vitrail.evaluate import EvalContext, predict
 from vitrail.evaluate.context import Precision
 
 DEFAULT, EXACT = "vitrail", "vitrail --precision fp32"
-Answers = list[tuple[str, int]]  # the name of each image and its best class
-Tool = Callable[[Path, int, int], Answers]  # folder, batch, workers
+Predictions = list[tuple[str, int]]  # the name of each image and its top class
+Tool = Callable[[Path, int, int], Predictions]  # folder, batch, workers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Ti/16")
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="a few images, no results written")
     options = parser.parse_args()
     if options.tiny:
-        options.images, options.turns = 24, 2
+        options.images, options.rounds = 24, 2
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     logging.getLogger("vitrail").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        for turn in range(options.turns):
-            write_images(root / f"turn{turn}", options.images // options.turns, seed=turn)
+        for number in range(options.rounds):
+            write_images(root / f"round{number}", options.images // options.rounds, seed=number)
         write_images(root / "some", min(48, options.images), seed=-1)
         tools = make_tools(root, options.model)
-        rows = measure(tools, root, options)
+        rows = time_tools(tools, root, options)
     report(rows, options)
 
 
@@ -92,19 +92,19 @@ def make_tools(root: Path, name: str) -> dict[str, Tool]:
     arch = f"vit_{ {'Ti': 'tiny', 'S': 'small', 'B': 'base'}[name.split('/')[0]] }_patch{name.split('/')[1]}_224"
     theirs = timm.create_model(arch, checkpoint_path=str(root / "timm.safetensors")).eval()
 
-    def with_vitrail(folder: Path, _batch: int, _workers: int, precision: Precision) -> Answers:
+    def with_vitrail(folder: Path, _batch: int, _workers: int, precision: Precision) -> Predictions:
         context = EvalContext(bad_images="skip", precision=precision)
         return [(Path(one.name).name, one.predictions[0].index) for one in predict(bundle, [folder], context=context)]
 
-    def with_pipeline(folder: Path, batch: int, workers: int) -> Answers:
+    def with_pipeline(folder: Path, batch: int, workers: int) -> Predictions:
         files = sorted(map(str, folder.iterdir()))
         found = pipeline(files, batch_size=batch, num_workers=workers, top_k=5)
         labels = pipeline.model.config.label2id
         return [(Path(file).name, labels[answers[0]["label"]]) for file, answers in zip(files, found, strict=True)]
 
     @torch.inference_mode()
-    def with_timm(folder: Path, batch: int, workers: int) -> Answers:
-        """What timm's inference.py does: its loader, softmax, the best five brought to numpy."""
+    def with_timm(folder: Path, batch: int, workers: int) -> Predictions:
+        """What timm's inference.py does: its loader, softmax, the top five converted to numpy."""
         data = ImageDataset(str(folder), transform=None)
         loader = create_loader(
             data, batch_size=batch, input_size=(3, 224, 224), use_prefetcher=False, num_workers=workers, device=torch.device("cpu"),
@@ -118,17 +118,17 @@ def make_tools(root: Path, name: str) -> dict[str, Tool]:
     return {**ours, "hugging face": with_pipeline, "timm": with_timm}
 
 
-def measure(tools: dict[str, Tool], root: Path, options: argparse.Namespace) -> list[dict[str, object]]:
+def time_tools(tools: dict[str, Tool], root: Path, options: argparse.Namespace) -> list[dict[str, object]]:
     chosen = {name: best_setting(name, tool, root / "some") for name, tool in tools.items()}
     times: dict[str, list[float]] = {name: [] for name in tools}
-    for turn in range(options.turns):
-        answers: dict[str, Answers] = {}
+    for number in range(options.rounds):
+        predictions: dict[str, Predictions] = {}
         for name, tool in tools.items():
             began = time.perf_counter()
-            answers[name] = tool(root / f"turn{turn}", *chosen[name])
+            predictions[name] = tool(root / f"round{number}", *chosen[name])
             times[name].append(time.perf_counter() - began)
-        check_alike(answers)
-        each = options.images // options.turns
+        check_results(predictions)
+        each = options.images // options.rounds
         print(", ".join(f"{name} {each / times[name][-1]:.1f} images/s" for name in tools), flush=True)
     return [
         {
@@ -143,19 +143,19 @@ def measure(tools: dict[str, Tool], root: Path, options: argparse.Namespace) -> 
     ]
 
 
-def check_alike(answers: dict[str, Answers]) -> None:
-    """Tools that do not answer alike do not compute the same thing, and cannot be compared."""
-    ours = dict(answers[EXACT])
-    for name, found in answers.items():
+def check_results(predictions: dict[str, Predictions]) -> None:
+    """Tools whose predictions differ do not compute the same thing, and cannot be compared."""
+    ours = dict(predictions[EXACT])
+    for name, found in predictions.items():
         if name == DEFAULT:
-            continue  # it rounds more, and of classes drawn at random the best two may be close
+            continue  # it rounds more, and with random weights the top two classes may be close
         same = np.mean([ours[image] == index for image, index in found])
         if len(found) != len(ours) or same < 0.97:
-            raise SystemExit(f"{name} has {len(found)} answers for {len(ours)} images, {same:.1%} of them Vitrail's.")
+            raise SystemExit(f"{name} has {len(found)} predictions for {len(ours)} images, {same:.1%} of them Vitrail's.")
 
 
 def best_setting(name: str, tool: Tool, folder: Path) -> tuple[int, int]:
-    """Vitrail runs with its defaults (written 0, 0); the others with whatever suits them best here."""
+    """Vitrail runs with its defaults (written 0, 0); the others with the fastest setting on this machine."""
     if name in (DEFAULT, EXACT):
         tool(folder, 0, 0)
         return 0, 0

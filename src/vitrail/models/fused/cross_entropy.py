@@ -44,4 +44,5 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None]:
         from vitrail.models.fused.cross_entropy_kernels import cross_entropy_backward
 
-        return cross_entropy_backward(*ctx.saved_tensors, dlosses), None
+        logits, targets, lse = ctx.saved_tensors
+        return cross_entropy_backward(logits, targets, lse, dlosses), None

@@ -129,4 +129,5 @@ def unfold_norm(
         return dfolded, None, None
     assert dbias is not None
     dweight, dnorm = _unfold(dfolded, dbias, weight, norm_weight, norm_bias)
-    return dweight, *dnorm.unbind(0)
+    dnorm_weight, dnorm_bias = dnorm.unbind(0)
+    return dweight, dnorm_weight, dnorm_bias

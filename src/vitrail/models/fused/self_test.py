@@ -172,8 +172,8 @@ def _blocks_difference(
 
     The second block computes one token only, as the last block of a classifier does.
     """
-    shapes = ((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,))
-    shapes += ((width,), (width,), (mlp, width), (mlp,), (width, mlp), (width,))
+    attention_shapes: tuple[tuple[int, ...], ...] = ((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,))
+    shapes = (*attention_shapes, (width,), (width,), (mlp, width), (mlp,), (width, mlp), (width,))
     blocks = [_Weights(*(_random(shape, device) for shape in shapes)) for _ in range(2)]
     x = torch.randn(_IMAGES, _TOKENS, width, device=device, requires_grad=True)
     grad_out = torch.randn(_IMAGES, 1, width, device=device)
@@ -253,16 +253,17 @@ def _fused_blocks(
         x, y = residual_norm(x, branch, bias, None if branch is None else keep, seed, _RATE, _EPS, dtype)
         norm_and_qkv = w.norm1_weight, w.norm1_bias, w.qkv_weight, w.qkv_bias
         if fits(tokens, x.shape[-1] // heads, x.device):
-            options = {"recompute_cheap": False, "needs_grad": True, "refold": False}
-            branch = attention_branch(y, *norm_and_qkv, w.out_weight, heads, num_queries, fp8=fp8, **options)
+            branch = attention_branch(
+                y, *norm_and_qkv, w.out_weight, heads, num_queries, fp8=fp8, recompute_cheap=False, needs_grad=True, refold=False
+            )
         else:
             q, k, v = linear(y, *norm_and_qkv, fp8=fp8, refold=False).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
             values = F.scaled_dot_product_attention(q[:, :, :num_queries], k, v).transpose(1, 2).flatten(2)
             branch = linear(values, None, None, w.out_weight, None, fp8=fp8 and num_queries is None, refold=False)
         x, y = residual_norm(x[:, :num_queries], branch, w.out_bias, keep, drawn[0], _RATE, _EPS, dtype)
         weights = w.norm2_weight, w.norm2_bias, w.up_weight, w.up_bias, w.down_weight
-        options = {"recompute_cheap": False, "needs_grad": True, "refold": False}
-        branch, bias, seed = mlp_branch(y, *weights, tanh, drawn[1], _RATE, fp8=fp8, **options), w.down_bias, drawn[2]
+        branch = mlp_branch(y, *weights, tanh, drawn[1], _RATE, fp8=fp8, recompute_cheap=False, needs_grad=True, refold=False)
+        bias, seed = w.down_bias, drawn[2]
     return residual_norm(x, branch, bias, keep, seed, _RATE, _EPS, dtype)[0]
 
 
@@ -307,7 +308,8 @@ def _prefix_difference(device: torch.device, dtype: torch.dtype) -> float:
     leaves = patches, fixed.requires_grad_()
     plain, fused = fixed + F.pad(patches.float(), (0, 0, 2, 0)), add_prefix_and_positions(patches, fixed)
     grad_out = torch.randn_like(plain)
-    return largest_difference(*([out, *torch.autograd.grad(out, leaves, grad_out)] for out in (plain, fused)))
+    expected, found = ([out, *torch.autograd.grad(out, leaves, grad_out)] for out in (plain, fused))
+    return largest_difference(expected, found)
 
 
 def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:
@@ -316,7 +318,8 @@ def _loss_difference(device: torch.device, dtype: torch.dtype) -> float:
     logits = torch.randn(5, 12, device=device).to(dtype).requires_grad_()
     targets = torch.arange(5, device=device)
     plain, fused = F.cross_entropy(logits.float(), targets, reduction="none"), CrossEntropy.apply(logits, targets)
-    return largest_difference(*([out[:, None], *torch.autograd.grad(out.sum(), logits)] for out in (plain, fused)))
+    expected, found = ([out[:, None], *torch.autograd.grad(out.sum(), logits)] for out in (plain, fused))
+    return largest_difference(expected, found)
 
 
 def largest_difference(expected: Sequence[Tensor], found: Sequence[Tensor], size: int | None = None) -> float:

@@ -16,11 +16,20 @@ SOURCE = ROOT / "src" / "vitrail"
 PRIVATE_WORDS = {
     r"\b[Ss]eats?\b": "entry",
     r"\bcontests?\b": "comparison",
+    r"\bpeers?\b": "other library, baseline",
     r"\bis_heard\b": "has_hooks",
     r"\b(Courier|Facts|Ledger|Listener|Shown|Wishes)\b": "what it is: RunInfo, ResultsFile, Callback, Panel, InspectOptions, …",
+    r"\bcomes? along\b": "is added, is included",
     r"\b(has|have) no words for\b": "cannot store, does not support",
     r"\bkeeps=|\brecompute[-_]keeps\b": "keep=, recompute_keep",
+    r"\b(times-schedule|times-lr|inception-reference)\b": "independent-of-lr, scaled-by-lr, inception-tensorflow",
     r"\bwaiting branch\b": "pending residual",
+    r"\bends? of (a |the )?products?\b": "epilogue",
+    r"\bslopes?\b": "grad_out, gelu_grad",
+    r"\bcutting\b": "patchify",
+    r"\bturned round\b": "transposed",
+    r"\bbeside\.png\b|[Hh]ow far heads look": "comparison, mean attention distance",
+    r"\bdata sets?\b": "dataset",
 }
 UPGRADES = ("train/upgrade.py", "checkpoints/native.py")  # they name old values, to read old files
 

@@ -29,6 +29,7 @@ OLD = """
     "workers": 0, "bad_images": "error", "ignore_unknown_classes": false},
   "augment": {"crop": "inception-reference", "crop_area": [0.7, 1.0], "flip": 0.0, "randaugment": "none", "mixup": 0.2,
     "mix": "reference", "mix_probability": 1.0, "smoothing": 0.1, "repeats": 1, "device": "cpu"},
+  "task": {"kind": "auto", "loss": "softmax", "distil": "none", "teacher": null, "distil_share": 0.5, "temperature": 3.0},
   "optim": {"name": "adamw", "lr": 0.002, "weight_decay": 0.1, "decay": "times-schedule", "decay_on": "kernels", "clip": 1.0},
   "schedule": {"kind": "cosine", "warmup": 2, "end": 0.0, "timescale": 10000, "cooldown": 0},
   "epochs": null, "steps": 6, "batch": 32, "micro_batch": "auto", "precision": "auto", "compile": false, "cuda_graph": true,

@@ -1,4 +1,4 @@
-"""`vitrail finetune`: a trained model, taught on other images."""
+"""`vitrail finetune`: a trained model, fine-tuned on other images."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FLAGS = ("--from", "--data", "--recipe")
 
 
 def finetune(words: list[str]) -> int:
-    """Fine-tune a checkpoint on your own images, as the paper does: a new head of zeros, SGD with momentum, cosine.
+    """Fine-tune a checkpoint on your own images, as the paper does: a new zero-initialised head, SGD with momentum, cosine.
 
     --from REF       what to start from: a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
-    --data SRC       the images: a folder with one folder a class, a CSV, torchvision:CIFAR10, …
+    --data SRC       the images: a folder with one folder per class, a CSV, torchvision:CIFAR10, …
     --recipe NAME    a recipe in place of the defaults, such as finetune-cifar10
 
     Without a recipe the head follows from the classes found, the image size from the checkpoint, and the length from the number
@@ -44,16 +44,16 @@ finetune.parses_arguments = True  # type: ignore[attr-defined]  # its options ar
 def _recipe(given: dict[str, str]) -> Recipe:
     start, data, name = (given.get(flag) for flag in _FLAGS)
     if start is None:
-        raise VitrailError("What to start from is not said: add --from, such as --from ViT-B_16.npz or --from runs/digits.")
+        raise VitrailError(
+            "The checkpoint to start from is missing: add --from, such as --from ViT-B_16.npz or --from runs/digits."
+        )
     if name is not None:
         recipe = recipe_named(name)
         source = data or recipe.data.source
         started = dataclasses.replace(recipe.model, start=start)
         return recipe.replace(model=started, data=dataclasses.replace(recipe.data, source=source))
     if data is None:
-        raise VitrailError(
-            "Which images to learn from is not said: add --data, such as --data FOLDER with a folder for each class."
-        )
+        raise VitrailError("The images to train on are missing: add --data, such as --data FOLDER with a folder for each class.")
     from vitrail.data import open_source
 
     images = len(open_source(data, bad_images="skip", ignore_unknown=True).split("train"))

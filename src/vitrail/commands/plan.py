@@ -38,7 +38,7 @@ def plan(words: list[str]) -> int:
     if not rest or rest[0].startswith("-"):
         if "-h" in rest or "--help" in rest:
             parsed(recipe_named("digits"), ["--help"], command="plan", description=plan.__doc__)
-        raise VitrailError("Which recipe to plan is not said: `vitrail plan RECIPE`. `vitrail train --recipes` lists them.")
+        raise VitrailError("The recipe is missing: `vitrail plan RECIPE`. `vitrail train --recipes` lists them.")
     recipe, options = parsed(recipe_named(rest[0]), rest[1:], command="plan", description=plan.__doc__)
     wanted = None if recipe.micro_batch == "auto" else int(recipe.micro_batch)
     made = make_plan(
@@ -70,7 +70,7 @@ def show(made: Plan, console: Console) -> None:
     height, width = made.image_size
     what = f"{made.model}, {made.parameters:,} parameters, {height}×{width}, batch {made.batch}"
     where = f"{made.gpus} GPU{'s' * (made.gpus > 1)} of {made.memory / GIB:g} GiB, {made.precision}"
-    console.print(f"{what} on {where}; {made.flops / 1e12:,.0f} teraflops a step", highlight=False, soft_wrap=True)
+    console.print(f"{what} on {where}; {made.flops / 1e12:,.0f} teraflops per step", highlight=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("for each GPU")
     for need in made.needs:
@@ -100,5 +100,5 @@ _ROWS: tuple[tuple[str, Callable[[Need], str]], ...] = (
     ("activations", lambda need: _size(need.activations)),
     ("torch will hold", lambda need: _size(need.tensors)),
     ("with context and fragments", lambda need: _size(need.total)),
-    ("sent a step", lambda need: _size(need.communication) if need.communication else "–"),
+    ("sent per step", lambda need: _size(need.communication) if need.communication else "–"),
 )

@@ -34,16 +34,16 @@ SHARED = {flag: flag.replace("--", "--data.") for flag in ("--bad-images", "--ig
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to run, besides what to run."""
+    """How to run a recipe."""
 
     out: Path | None = None
-    """The run folder; runs/NAME by default. The same command again goes on with the run that is there."""
+    """The run folder; runs/NAME by default. Run the same command again to resume."""
     allow_change: tuple[str, ...] = ()
-    """Settings that may differ from those the run was begun with, such as optim.lr."""
+    """Settings that may differ from those the run started with, such as optim.lr."""
     sweep: bool = False
     """First try the recipe's learning rates on a held-out part of the training split, then train with the best."""
     few_shot: tuple[int, ...] = ()
-    """Also measure few-shot accuracy whenever the model is validated, with so many training images a class: --few-shot 5."""
+    """Also report few-shot accuracy at every validation, with so many training images per class: --few-shot 5."""
     tensorboard: bool = False
     """Also write for TensorBoard, into the run folder."""
     wandb: str | None = None
@@ -128,7 +128,7 @@ def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
 
     def make(prepared: Prepared, world: World) -> FewShotEvaluator:
         if prepared.validation is None or prepared.train.task != "classify":
-            raise VitrailError("--few-shot needs one label an image, and a validation split to measure on.")
+            raise VitrailError("--few-shot needs one label per image and a validation split.")
         protocol = FewShotSpec(shots=shots, small_classes="drop")
         context = EvalContext(world=world)
         return FewShotEvaluator(prepared.train, prepared.validation, prepared.preprocess, protocol=protocol, context=context)
@@ -137,7 +137,7 @@ def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
 
 
 def explain(recipe: Recipe, console: Console) -> None:
-    """Everything that is decided, before it is done."""
+    """Print the whole recipe and what follows from it."""
     from vitrail.train.prepare import prepare
 
     prepared = prepare(recipe)
@@ -189,7 +189,7 @@ def _main_rank() -> bool:
 
 
 class _Warnings(logging.Handler):
-    """Warnings of the rooms, where the person looks."""
+    """Shows warnings of the package on the console."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What a person sees of a training run: a live display on a terminal, plain lines elsewhere."""
+"""The display of a training run: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def display_for(console: Console, *, plain: bool) -> PlainLines | LiveDisplay:
 
 
 class PlainLines(Callback):
-    """A line now and then, for logs and pipes."""
+    """A line every few seconds, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self.console, self._last = console, 0.0
@@ -37,7 +37,7 @@ class PlainLines(Callback):
 
     def started(self, info: RunInfo) -> None:
         self.info = info
-        self.note(f"run: {info.out}, {info.steps} steps, {info.steps_per_epoch} an epoch")
+        self.note(f"run: {info.out}, {info.steps} steps, {info.steps_per_epoch} per epoch")
 
     def trained(self, record: Record) -> None:
         now = time.monotonic()
@@ -47,19 +47,19 @@ class PlainLines(Callback):
             self.note("  ".join([*parts, f"left {remaining(record, self.info)}"]))
 
     def validated(self, record: Record) -> None:
-        self.note(f"step {record['step']}/{self.info.steps}  validation: {measured(record)}")
+        self.note(f"step {record['step']}/{self.info.steps}  validation: {validation_text(record)}")
 
 
 class LiveDisplay(Callback):
-    """A bar, the latest figures, and the validation so far."""
+    """A progress bar, the latest metrics, and the validations so far."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=40), MofNCompleteColumn(), TextColumn("{task.fields[left]}")
         )
-        self._figures: dict[str, str] = {}
-        self._measured: list[Record] = []
+        self._metrics: dict[str, str] = {}
+        self._validated: list[Record] = []
         self._live: Live | None = None
 
     def note(self, text: str) -> None:
@@ -72,12 +72,12 @@ class LiveDisplay(Callback):
         self._live.start()
 
     def trained(self, record: Record) -> None:
-        self._figures = shown(record)
+        self._metrics = shown(record)
         self._bar.update(self._task, completed=record["step"], left=f"left {remaining(record, self.info)}")
         self._refresh()
 
     def validated(self, record: Record) -> None:
-        self._measured.append(record)
+        self._validated.append(record)
         self._refresh()
 
     def closed(self) -> None:
@@ -91,14 +91,14 @@ class LiveDisplay(Callback):
 
     def _shown(self) -> RenderableType:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for name, value in self._figures.items():
+        for name, value in self._metrics.items():
             table.add_row(Text(name, style="dim"), value)
-        rows = [Text(f"epoch {one['epoch']:.4g}  {measured(one)}", style="green") for one in self._measured[-4:]]
+        rows = [Text(f"epoch {one['epoch']:.4g}  {validation_text(one)}", style="green") for one in self._validated[-4:]]
         return Group(self._bar, table, *rows)
 
 
 def shown(record: Record) -> dict[str, str]:
-    """A record's figures as a person reads them."""
+    """Format the metrics of a training record."""
     speed = record["speed"]
     found = {
         "epoch": f"{record['epoch']:.2f}",
@@ -115,9 +115,9 @@ def shown(record: Record) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def measured(record: dict[str, Any]) -> str:
-    """A measurement in words."""
-    shares = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")
+def validation_text(record: dict[str, Any]) -> str:
+    """Format the metrics of a validation."""
+    percentages = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")
     order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "patch_accuracy", "loss")
     parts = []
     if "relative_loss" in record:
@@ -125,7 +125,7 @@ def measured(record: dict[str, Any]) -> str:
         parts.append(f"loss {record['relative_loss']:.1%} of the best constant prediction's {known}")
     for name in order:
         if name in record:
-            value = f"{record[name]:.2%}" if name in shares else f"{record[name]:.4g}"
+            value = f"{record[name]:.2%}" if name in percentages else f"{record[name]:.4g}"
             parts.append(f"{name.replace('_', ' ')} {value}")
     parts += [f"{name.replace('shot', '-shot')} {value:.2%}" for name, value in record.items() if name.endswith("shot")]
     return ", ".join(parts)
@@ -140,7 +140,7 @@ def remaining(record: Record, info: RunInfo) -> str:
 
 
 def deviations(recipe: Recipe, changed: Recipe, console: Console) -> None:
-    """Say where a run leaves its recipe, and what that does to the figure to expect (nothing where nothing differs)."""
+    """Print where a run differs from its recipe, and that the expected metric then may not hold."""
     found = differences(recipe, changed)
     if not found:
         return
@@ -155,11 +155,11 @@ def deviations(recipe: Recipe, changed: Recipe, console: Console) -> None:
         cut = (
             f", with {found[shorter[0]][1]:g} of {found[shorter[0]][0]:g} {shorter[0]}" if shorter and found[shorter[0]][1] else ""
         )
-        console.print(f"The recipe's figure is not this run's{cut}: {recipe.expected}", soft_wrap=True)
+        console.print(f"The recipe's expected result is not for this run{cut}: {recipe.expected}", soft_wrap=True)
 
 
 def group_table(groups: list[ParameterGroup], recipe: Recipe, console: Console) -> None:
-    """The parameter groups: who learns at which rate and who decays."""
+    """Print the parameter groups with their learning rates and weight decays."""
     table = Table(title="Parameter groups", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("learning rate", "weight decay", "tensors", "values", "such as"):
         table.add_column(heading, justify="left" if heading == "such as" else "right")
@@ -176,23 +176,23 @@ def farewell(result: Result, console: Console) -> None:
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
     console.print(f"\n[bold]{result.out}[/bold] {state}: {result.steps} steps", highlight=False, soft_wrap=True)
     if result.metrics:
-        figures, images = measured(result.metrics), result.metrics["images"]
-        console.print(f"[bold green]{figures}[/bold green] on {images:.0f} images", highlight=False, soft_wrap=True)
+        metrics, images = validation_text(result.metrics), result.metrics["images"]
+        console.print(f"[bold green]{metrics}[/bold green] on {images:.0f} images", highlight=False, soft_wrap=True)
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)
     saved = RunFolder(result.out).saved_recipe()
     source = saved.data.source if saved is not None else "SOURCE"
-    if result.headline == "relative_loss":  # learnt without labels: there is nothing to predict with yet
+    if result.headline == "relative_loss":  # trained without labels: it cannot classify yet
         commands = {
-            f"vitrail inspect {result.out} --what reconstruction --out FOLDER": "see what it makes of hidden patches",
-            f"vitrail finetune --from {result.out} --data FOLDER": "teach it classes",
-            f"vitrail fewshot {result.out} --data FOLDER --feature mean": "what its features are worth",
+            f"vitrail inspect {result.out} --what reconstruction --out FOLDER": "see what it predicts for hidden patches",
+            f"vitrail finetune --from {result.out} --data FOLDER": "fine-tune it on classes",
+            f"vitrail fewshot {result.out} --data FOLDER --feature mean": "few-shot accuracy of its features",
         }
     else:
         commands = {
             f"vitrail info {result.out}": "what the checkpoint holds",
-            f"vitrail eval {result.out} --data {source}": "measure it, with a report",
-            f"vitrail predict {result.out} IMAGE": "use it",
-            f"vitrail finetune --from {result.out} --data FOLDER": "teach it something else",
+            f"vitrail eval {result.out} --data {source}": "evaluate it, with a report",
+            f"vitrail predict {result.out} IMAGE": "classify an image",
+            f"vitrail finetune --from {result.out} --data FOLDER": "fine-tune it on other images",
         }
     width = max(map(len, commands))
     console.print("\nNext:")

@@ -1,4 +1,4 @@
-"""Experiments: each a function that returns a `Recipe`, in a short file whose docstring gives the command and the figure."""
+"""Experiments: each a function that returns a `Recipe`, in a short file that gives the command and the expected metric."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ IMAGENET = {"ViT-Ti/16": "light1", "ViT-S/32": "medium1", "ViT-S/16": "medium2",
 IMAGENET21K = {"ViT-Ti/16": "none", "ViT-S/32": "none", "ViT-S/16": "light1", "ViT-B/32": "light2", "ViT-B/16": "light2",
                "ViT-L/16": "medium2"}  # fmt: skip
 # ImageNet accuracy at 384 pixels after pre-training on 21k, from the study's table of released weights.
-_FIGURES = {"ViT-L/16": 85.59, "ViT-B/16": 85.49, "ViT-S/16": 83.73, "ViT-Ti/16": 78.22}
+_ACCURACY = {"ViT-L/16": 85.59, "ViT-B/16": 85.49, "ViT-S/16": 83.73, "ViT-Ti/16": 78.22}
 
 
 def imagenet(model: str) -> Recipe:
@@ -29,8 +29,8 @@ def imagenet(model: str) -> Recipe:
 
 
 def imagenet21k(model: str) -> Recipe:
-    figure = f"{_FIGURES[model]} % on ImageNet after fine-tuning at 384 pixels" if model in _FIGURES else ""
-    return _augreg(model, "imagenet21k", IMAGENET21K[model], head_bias=-10.0, expected=figure)
+    expected = f"{_ACCURACY[model]} % on ImageNet after fine-tuning at 384 pixels" if model in _ACCURACY else ""
+    return _augreg(model, "imagenet21k", IMAGENET21K[model], head_bias=-10.0, expected=expected)
 
 
 def _augreg(model: str, data: str, level: str, *, head_bias: float, expected: str = "") -> Recipe:

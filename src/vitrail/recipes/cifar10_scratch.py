@@ -3,7 +3,7 @@
     vitrail train cifar10-scratch
 
 Patches of 4×4 on 32 pixels, six layers of width 384, strong augmentation. A ViT from scratch stays behind a ResNet here, and
-far behind a fine-tuned ViT: the paper's Fig. 3 and 4 show why. Not measured yet, so no figure is promised.
+far behind a fine-tuned ViT: the paper's Fig. 3 and 4 show why. Not measured yet, so no accuracy is promised.
 """
 
 from __future__ import annotations

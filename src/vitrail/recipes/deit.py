@@ -30,7 +30,7 @@ def deit() -> Recipe:
             smoothing=0.1,
             repeats=3,
         ),
-        task=TaskSpec(distil="hard", teacher="TEACHER", distil_share=0.5),
+        task=TaskSpec(distil="hard", teacher="TEACHER", distil_weight=0.5),
         optim=OptimSpec(name="adamw", lr=1e-3, weight_decay=0.05, clip=None),
         schedule=ScheduleSpec(kind="cosine", warmup=6_255, end=1e-5),
         epochs=300,

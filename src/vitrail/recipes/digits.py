@@ -2,7 +2,7 @@
 
     vitrail train
 
-1,438 training images of 8×8 pixels as four patches of 4×4; 359 others are measured on. Half a minute on one core.
+1,438 training images of 8×8 pixels as four patches of 4×4; 359 others are validated on. Half a minute on one core.
 """
 
 from __future__ import annotations

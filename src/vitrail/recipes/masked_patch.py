@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m vitrail train masked-patch-vit-b16-imagenet --data.source folder:IMAGENET
 
-Half of the patch embeddings are spoilt (of these 80 % [mask], 10 % another patch, 10 % kept) and the mean colour of each is
+Half of the patch embeddings are corrupted (of these 80 % [mask], 10 % another patch, 10 % kept) and the mean colour of each is
 predicted in 512 classes. Adam at 2e-4, batch 4096, 10,000 steps of warm-up, cosine; crop and flip. The paper pre-trains for a
 million steps on JFT, says that little is gained after 100,000, and much the same on ImageNet: those are the two lengths here. It
 does not give a weight decay; there is none here. After fine-tuning ViT-B/16 reaches 79.9 % on ImageNet, 2 points above training

@@ -2,11 +2,11 @@
 
     vitrail finetune --from ViT-B_16.npz --recipe finetune-cifar10 --sweep
 
-Batch 512, cosine, no weight decay, clipping at norm 1, a new head of zeros in place of head and tanh layer. The learning rate
-is chosen on a held-out part of the training split (`--sweep`) from the paper's grid. On ImageNet, L/16 is tuned at 512 pixels
+Batch 512, cosine, no weight decay, clipping at norm 1, a new zero-initialised head in place of head and tanh layer. The learning
+rate is chosen on a held-out part of the training split (`--sweep`) from the paper's grid. On ImageNet, L/16 is tuned at 512 pixels
 and H/14 at 518, with Polyak averaging at .9999. Warm-ups are those of the released code.
 
-Figures of the released code for ViT-B/16 from ImageNet-21k: CIFAR-10 99.02 %, CIFAR-100 92.06 %; for L/16 on ImageNet 84.47 %.
+Accuracies of the released code for ViT-B/16 from ImageNet-21k: CIFAR-10 99.02 %, CIFAR-100 92.06 %; for L/16 on ImageNet 84.47 %.
 """
 
 from __future__ import annotations

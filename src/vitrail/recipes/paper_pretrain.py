@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m vitrail train vit-b16-imagenet --data.source folder:IMAGENET
 
 Adam with β .9 and .999, batch 4096, 224 pixels, warm-up of 10,000 steps, then linear decay (cosine on ImageNet). ImageNet-21k
-and JFT are learnt with a sigmoid for each class and a head bias of −10, as the authors said for 21k. Weight decay is in the
+and JFT are trained with a sigmoid for each class and a head bias of −10, as the authors report for 21k. Weight decay is in the
 paper's convention, times the learning rate. The head has the tanh layer of pre-training; fine-tuning leaves it out.
 
 Times, from Table 2: L/16 on ImageNet-21k 230 TPUv3-core-days, L/16 on JFT 680, H/14 on JFT 2,500. JFT is not public.
@@ -41,7 +41,7 @@ JFT: dict[str, tuple[int, float]] = {
 IMAGENET21K = ("ViT-B/32", "ViT-B/16", "ViT-L/32", "ViT-L/16")
 IMAGENET = ("ViT-B/32", "ViT-B/16", "ViT-L/32", "ViT-L/16")
 # Accuracy after fine-tuning at 384 pixels, Table 5, for those trained on ImageNet alone.
-_IMAGENET_FIGURES = {"ViT-B/32": 73.38, "ViT-B/16": 77.91, "ViT-L/32": 71.16, "ViT-L/16": 76.53}
+_IMAGENET_ACCURACY = {"ViT-B/32": 73.38, "ViT-B/16": 77.91, "ViT-L/32": 71.16, "ViT-L/16": 76.53}
 
 
 def jft(model: str) -> Recipe:
@@ -56,9 +56,18 @@ def imagenet21k(model: str) -> Recipe:
 
 
 def imagenet(model: str) -> Recipe:
-    figure = f"{_IMAGENET_FIGURES[model]} % on ImageNet after fine-tuning at 384 pixels (Table 5)"
+    expected = f"{_IMAGENET_ACCURACY[model]} % on ImageNet after fine-tuning at 384 pixels (Table 5)"
     return _pretraining(
-        model, "imagenet", epochs=300, lr=3e-3, decay=0.3, dropout=0.1, schedule="cosine", clip=1.0, sigmoid=False, expected=figure
+        model,
+        "imagenet",
+        epochs=300,
+        lr=3e-3,
+        decay=0.3,
+        dropout=0.1,
+        schedule="cosine",
+        clip=1.0,
+        sigmoid=False,
+        expected=expected,
     )
 
 

@@ -1,4 +1,4 @@
-"""What is learnt: for each kind of target a loss, its metrics, and how its outputs are read."""
+"""What is trained: for each kind of target a loss, its metrics, and how its outputs are read."""
 
 from __future__ import annotations
 

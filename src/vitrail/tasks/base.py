@@ -18,19 +18,19 @@ class Meter(ABC):
 
     @abstractmethod
     def update(self, outputs: Any, targets: Tensor) -> None:
-        """Take in a batch of what `Task.predict` gave."""
+        """Add a batch of outputs of `Task.predict`."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What has been gathered, to be sent to another process."""
+        """Return the sums, to be sent to another process."""
 
     @abstractmethod
     def add(self, state: dict[str, Any]) -> None:
-        """Take in what another meter has gathered."""
+        """Add the state of another meter."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """The figures, over everything taken in."""
+        """Return the metrics over everything added."""
 
 
 # Headlines of which less is better.
@@ -79,15 +79,15 @@ class Task(ABC):
         return self.loss(run(images), targets)
 
     def predict(self, run: Callable[..., Any], images: Tensor, indices: Tensor) -> Any:
-        """What the meter takes in of images that are measured; `indices` say which of their split they are."""
+        """Return what the meter needs of validation images; `indices` are their positions in the split."""
         return run(images)
 
     def train_metrics(self, loss: float) -> dict[str, float]:
-        """What else to log beside a mean training loss."""
+        """Return further metrics to log with a mean training loss."""
         return {}
 
     def to(self, device: Any) -> Task:
-        """Bring whatever the loss needs to a device."""
+        """Move what the loss needs to a device."""
         return self
 
     def describe(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One label an image, with softmax or, as the paper's largest models, with sigmoid."""
+"""One label per image, with softmax or, as the paper's largest models, with sigmoid."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Classify(Task):
         if self.activation == "softmax":
             losses = F.cross_entropy(logits, targets, reduction="none")
         else:
-            shares = targets if targets.is_floating_point() else F.one_hot(targets, self.outputs)
-            losses = F.binary_cross_entropy_with_logits(logits, shares.float(), reduction="none").sum(1)
+            probabilities = targets if targets.is_floating_point() else F.one_hot(targets, self.outputs)
+            losses = F.binary_cross_entropy_with_logits(logits, probabilities.float(), reduction="none").sum(1)
         if self.weights is None:
             return losses
-        # Mixed labels weigh as their classes do, by their shares.
+        # A mixed label has the mean weight of its classes.
         return losses * (targets @ self.weights if targets.is_floating_point() else self.weights[targets])
 
     def to(self, device: Any) -> Task:

@@ -1,4 +1,4 @@
-"""Any number of labels an image: a yes or no for each."""
+"""Any number of labels per image: a yes or no for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MultiLabel(Task):
 class LabelMeter(Meter):
     """Mean average precision, F1, and for each label the threshold at which its F1 is best.
 
-    These need every score, so scores are kept: 4 bytes an image and label.
+    These need every score, so scores are kept: 4 bytes per image and label.
     """
 
     def __init__(self, task: MultiLabel) -> None:

@@ -1,4 +1,4 @@
-"""What is to be said about a hidden patch: its mean colour, its colours on a 4×4 grid, or its pixels.
+"""What is predicted about a hidden patch: its mean colour, its colours on a 4×4 grid, or its pixels.
 
 Targets are made from the pixels as they were before normalisation, whatever the preprocessing. Colours are counted in whole
 numbers, so that a patch whose mean lies exactly between two bins falls into the same one on every device.
@@ -181,6 +181,6 @@ def _moments(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def entropy(histogram: Array) -> float:
-    """Of counts [cell, class], in nats, the mean over cells: also the loss of whoever always says these shares."""
-    shares = histogram / histogram.sum(axis=1, keepdims=True)
-    return float(-(shares * np.log(np.where(shares > 0, shares, 1))).sum(axis=1).mean())
+    """Of counts [cell, class], in nats, the mean over cells: also the loss of the best constant prediction."""
+    rates = histogram / histogram.sum(axis=1, keepdims=True)
+    return float(-(rates * np.log(np.where(rates > 0, rates, 1))).sum(axis=1).mean())

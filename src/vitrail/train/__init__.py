@@ -1,6 +1,6 @@
-"""The one loop: a `Recipe` into a run folder, resumed exactly, from a laptop to a cluster.
+"""The training loop: a `Recipe` into a run folder, resumed exactly, from a laptop to a cluster.
 
-Names are fetched on first use, so that importing one small part of this room stays cheap.
+Names are fetched on first use, so that importing one small part of this package stays cheap.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float, *, warmup: bool = False) -> None:
         self.decay, self.warmup = decay, warmup
-        # Only what is learnt is averaged; fixed tables stay the model's own.
+        # Only trained parameters are averaged; fixed tables stay as they are.
         learnt = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._weights: list[Tensor] = list(learnt.values())
         self._mean = {name: one.detach().clone().float() for name, one in learnt.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after a step, counted from 0."""
+        """Add the weights after a step, counted from 0, to the mean."""
         decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
         torch._foreach_lerp_(list(self._mean.values()), self._weights, 1 - decay)
 
@@ -31,7 +31,7 @@ class Average:
     @contextmanager
     @torch.no_grad()
     def applied(self) -> Iterator[None]:
-        """The model with its averaged weights, for a while."""
+        """Put the averaged weights into the model while the block runs."""
         kept = [weight.detach().clone() for weight in self._weights]
         _copy(self._weights, list(self._mean.values()))
         try:

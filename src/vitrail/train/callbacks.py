@@ -1,4 +1,4 @@
-"""Who hears of a run: the metrics file, TensorBoard, Weights & Biases, a display."""
+"""Callbacks of a run: the metrics file, TensorBoard, Weights & Biases, a display."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is settled before the first step."""
+    """What is known before the first step."""
 
     name: str
     out: Path
     steps: int
     steps_per_epoch: int
     first: int
-    """The step to begin with; above 0 when a run is resumed."""
+    """The first step to take; above 0 when a run is resumed."""
     headline: str
     config: dict[str, Any]
 
 
 class Callback:
-    """Hears what happens; every method may be left out."""
+    """Gets the events of a run; override the methods you need."""
 
     def note(self, text: str) -> None:
-        """A sentence for a person."""
+        """Show a message."""
 
     def started(self, info: RunInfo) -> None: ...
 
     def trained(self, record: Record) -> None:
-        """Some steps were taken."""
+        """Some steps were taken since the last record."""
 
     def validated(self, record: Record) -> None: ...
 
     def closed(self) -> None:
-        """The run is over, whether well or not."""
+        """The run has ended, successfully or not."""
 
 
 class MetricsFile(Callback):
@@ -86,7 +86,7 @@ class WeightsAndBiases(Callback):
         self._wandb, self._project = wandb, project
 
     def started(self, info: RunInfo) -> None:
-        # The name of the folder is the run's identity, so a resumed run goes on in the same place there too.
+        # The name of the folder is the run's identity, so a resumed run is resumed there too.
         self._wandb.init(project=self._project, id=info.out.resolve().name, resume="allow", config=info.config)
 
     def trained(self, record: Record) -> None:

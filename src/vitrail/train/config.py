@@ -23,7 +23,7 @@ Decay = Literal["scaled-by-lr", "independent-of-lr", "coupled"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Which model, and what is changed in it. A field that is None stays as the variant or the checkpoint has it."""
+    """Which model, and what is changed in it. None: as in the variant or the checkpoint."""
 
     name: str = "ViT-B/16"
     """The paper's name: ViT-B/16, R50+ViT-B/16, BiT-R50x1. With `start`, the checkpoint decides."""
@@ -57,7 +57,7 @@ class ModelSpec:
     recompute_keep: Literal["nothing", "matmuls"] = "nothing"
     """What such blocks keep: nothing, or matmul outputs, so that only norms, attention and activations are computed again."""
     freeze: bool = False
-    """Learn the head alone."""
+    """Train the head only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,41 +67,41 @@ class DataSpec:
     source: str = "digits"
     """digits, folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10, hf:NAME, wds:PATTERN, or a bare path."""
     train: str = "train"
-    """The split that is learnt from."""
+    """The split to train on."""
     validate: str = "auto"
-    """The split that is measured on: `auto` takes val, else test."""
+    """The split to validate on: `auto` takes val, else test."""
     holdout: float = 0.0
-    """Share of the training split kept out of training and measured on in place of `validate`; 0: none."""
+    """Fraction of the training split that is held out, and validated on in place of `validate`; 0: none."""
     preprocess: str = "auto"
     """A preset (google-vit, big-vision, timm, imagenet, cifar). `auto`: the checkpoint's own, else google-vit."""
     sampling: Literal["shuffle", "balanced", "in-order"] = "shuffle"
     workers: int | None = None
-    """Processes that read images; None: as many as there are processors to spare."""
+    """Processes that read images; None: as many as there are CPU cores to spare."""
     bad_images: Literal["error", "skip"] = "error"
     ignore_unknown_classes: bool = False
-    """Leave out images of other splits whose class the training split does not have, instead of refusing them."""
+    """Skip images of other splits whose class is not in the training split, instead of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What is learnt from the targets, or without any."""
+    """What is trained on the targets, or without any."""
 
     kind: Literal["auto", "classify", "multilabel", "regress", "masked-patch", "masked-autoencoder"] = "auto"
     """`auto` follows the data. The masked kinds need no labels: masked patch prediction is the paper's, masked autoencoding
     is not."""
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """For one label an image. The paper's ImageNet-21k and JFT models were trained with sigmoid."""
+    """For one label per image. The paper's ImageNet-21k and JFT models were trained with sigmoid."""
     class_weights: str | None = None
     """`auto` weighs classes inversely to their number, a JSON file gives weights by name."""
     distil: Literal["none", "hard", "soft"] = "none"
     teacher: str | None = None
     """The checkpoint to distil from."""
-    distil_share: float = 0.5
-    """Weight of the teacher's part of the loss; the labels have the rest."""
+    distil_weight: float = 0.5
+    """Weight of the teacher's part of the loss; the labels get the rest."""
     temperature: float = 3.0
     """Of the softmax, for soft distillation."""
     mask_rate: float | None = None
-    """Share of the patches that is hidden. None: 0.5 for masked-patch, 0.75 for masked-autoencoder."""
+    """Fraction of the patches that is hidden. None: 0.5 for masked-patch, 0.75 for masked-autoencoder."""
     patch_target: Literal["mean-colour", "downsized", "pixels"] | None = None
     """For masked-patch: the patch's mean colour in 512 classes (None), a 4×4 version of it, or all its pixels."""
     decoder_width: int | None = None
@@ -129,14 +129,14 @@ class OptimSpec:
     momentum: float = 0.9
     nesterov: bool = False
     clip: float | None = 1.0
-    """Gradients are shortened to this global norm; None: never."""
+    """Gradients are clipped to this global norm; None: never."""
     layer_decay: float = 1.0
-    """Learning rate of a block relative to the next one above; 1: all alike."""
+    """Learning rate of a block relative to the next one above; 1: the same for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """The learning rate's way from warm-up to the end."""
+    """The learning rate from warm-up to the end."""
 
     kind: Literal["constant", "linear", "cosine", "rsqrt"] = "cosine"
     warmup: int = 0
@@ -161,20 +161,21 @@ class Recipe:
     optim: OptimSpec = field(default_factory=OptimSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     epochs: float | None = None
-    """How long to train; give this or `steps`."""
+    """Length of the run; give this or `steps`."""
     steps: int | None = None
     batch: int = 256
-    """Images an optimiser step, over all devices."""
+    """Images per optimiser step, over all devices."""
     micro_batch: int | Literal["auto"] = "auto"
     """Images at once on a device. It changes memory and speed, not the result; `auto` halves it until it fits."""
     precision: Literal["auto", "bf16", "fp8", "fp16", "fp32"] = "auto"
     """`auto`: bf16 on a GPU that has it, and on a CPU that has it for models of 0.5 GFLOPs per image or more; else fp32. Norms,
-    softmax and losses are fp32 in all of them. fp8 is bf16 with the blocks'
-    products in eight bits, but for weight gradients: faster for L and larger on an H100 and later, and less exact."""
+    softmax and losses are fp32 in all of them. fp8 is bf16 with fp8 matmuls in the
+    blocks, except for weight gradients: faster for L and larger on an H100 and later, and less exact."""
     compile: bool = False
     """torch.compile, in place. On a GPU Vitrail's own kernels are faster for plain ViTs; it helps hybrids, BiT, dropout."""
     cuda_graph: bool = True
-    """On one GPU, record forward and backward once and replay them, so that small models do not wait for the processor."""
+    """Capture forward and backward as a CUDA graph and replay it, so that small models do not wait for Python: on one GPU, and
+    under DDP with one micro-batch per step."""
     ema: float = 0.0
     """Polyak averaging: decay of the running mean of the weights, .9999 in the paper; 0: off."""
     ema_warmup: bool = False
@@ -184,15 +185,15 @@ class Recipe:
     """Refuse operations whose result may differ from run to run. It costs speed on a GPU."""
     device: str = "auto"
     threads: int | None = None
-    """Processor threads that compute; None: torch's own choice. Tiny models are fastest on one."""
+    """CPU threads that compute; None: torch's own choice. Tiny models are fastest on one."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
     """Under torchrun: copies (ddp), shards (fsdp), or shards within a machine and copies across (hybrid)."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What to do when a loss or gradient is infinite or not a number."""
     eval_every: float = 1.0
-    """Epochs between measurements on the validation split; 0: only at the end."""
+    """Epochs between validations; 0: only at the end."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0: with every measurement."""
+    """Steps between checkpoints; 0: with every validation."""
     keep: int = 2
     """Checkpoints kept."""
     log_every: int = 10
@@ -200,9 +201,9 @@ class Recipe:
     lr_grid: tuple[float, ...] = ()
     """Learning rates that --sweep tries."""
     sweep_holdout: float = 0.1
-    """Share of the training split that --sweep measures on."""
+    """Fraction of the training split that --sweep validates on."""
     expected: str = ""
-    """The figure this recipe should reach, and whose it is."""
+    """The metric that this recipe should reach, and who reported it."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -221,7 +222,7 @@ class Recipe:
 
 SELF_SUPERVISED = ("masked-patch", "masked-autoencoder")
 
-# What may differ when a run goes on: it changes speed, place or talk, not what is computed.
+# What may differ when a run is resumed: it changes speed, devices or logging, not what is computed.
 FREE = (
     "expected", "lr_grid", "sweep_holdout", "micro_batch", "log_every", "keep", "checkpoint_every", "device", "threads",
     "parallel", "on_nonfinite", "data.workers", "model.recompute", "model.recompute_keep",
@@ -289,7 +290,7 @@ def check(recipe: Recipe) -> None:
     if recipe.schedule.warmup < 0 or recipe.schedule.cooldown < 0 or recipe.schedule.timescale < 1:
         raise VitrailError("schedule.warmup and cooldown count steps from 0, schedule.timescale from 1.")
     if not 0 <= recipe.data.holdout < 1:
-        raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a share of the training split, from 0 to below 1.")
+        raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a fraction of the training split, from 0 to below 1.")
     _check_optimiser(recipe.optim)
     _check_distillation(recipe.task)
     _check_masked(recipe)
@@ -329,8 +330,8 @@ def _check_optimiser(optim: OptimSpec) -> None:
 def _check_distillation(task: TaskSpec) -> None:
     if (task.distil == "none") != (task.teacher is None):
         raise VitrailError("Distillation needs both: task.teacher, a checkpoint, and task.distil, hard or soft.")
-    if not 0 <= task.distil_share <= 1 or task.temperature <= 0:
-        raise VitrailError("task.distil_share lies between 0 and 1, task.temperature above 0.")
+    if not 0 <= task.distil_weight <= 1 or task.temperature <= 0:
+        raise VitrailError("task.distil_weight lies between 0 and 1, task.temperature above 0.")
 
 
 def _check_masked(recipe: Recipe) -> None:

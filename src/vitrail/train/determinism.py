@@ -1,4 +1,4 @@
-"""The same numbers every time, on the same machine."""
+"""Reproducible numbers on the same machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """So many processor threads while the block runs."""
+    """Use so many CPU threads while the block runs."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -23,7 +23,7 @@ from vitrail.train.run import RunFolder
 def export_model(
     run: RunFolder, recipe: Recipe, prepared: Prepared, world: World, metrics: dict[str, float], meter: Meter | None, step: int
 ) -> None:
-    """Write `model/`. Every rank takes part, since each may hold a part of the weights; the main one writes."""
+    """Write `model/`. Every rank takes part, since each may hold a shard of the weights; the main one writes."""
     from vitrail.checkpoints import save
 
     model, task = plain_copy(prepared.model), prepared.task
@@ -47,7 +47,7 @@ def export_model(
         "task": described,
         "vitrail": our_version(),
     }
-    alone = isinstance(task, Masked)  # nothing was said about labels, and there is no head to name
+    alone = isinstance(task, Masked)  # there were no labels, and there is no head to name
     save(
         run.model,
         model,
@@ -59,7 +59,7 @@ def export_model(
 
 
 def plain_copy(model: Model) -> Model:
-    """The model whole, on the processor, free of whatever training wrapped it in."""
+    """Return the whole model on the CPU, without what training wrapped it in."""
     copy = build_model(model.config, device="cpu", seed=0)
     copy.load_state_dict({name: whole(value).detach().cpu() for name, value in model.state_dict().items()})
     return copy.eval()
@@ -67,7 +67,7 @@ def plain_copy(model: Model) -> Model:
 
 @torch.no_grad()
 def unstandardise(model: Model, task: Regress) -> None:
-    """Let the head give the targets' own units: a linear layer can take the standardisation back by itself."""
+    """Put the standardisation of the targets into the head, so that it predicts in their own units."""
     mean, std = task.mean.cpu(), task.std.cpu()
     for head in (model.head, getattr(model, "distill_head", None)):
         if isinstance(head, torch.nn.Linear):
@@ -76,7 +76,7 @@ def unstandardise(model: Model, task: Regress) -> None:
 
 
 def resolved(recipe: Recipe, prepared: Prepared, world: World, *, precision: str, total: int, micro_batch: int) -> dict[str, Any]:
-    """Everything that was decided in the recipe's place."""
+    """Return everything that the recipe left open, as it was decided."""
     return {
         "steps": total,
         "steps_per_epoch": len(prepared.train) // recipe.batch,

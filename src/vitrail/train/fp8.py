@@ -1,4 +1,4 @@
-"""Training with products of eight-bit floats: asked for, so refused with a reason where it cannot be had."""
+"""Training with fp8 matmuls: an explicit option, so refused with a reason where it is not available."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from vitrail.train.parallel import World
 
 
 def use_fp8(model: nn.Module, recipe: Recipe, world: World) -> None:
-    """Let the encoder's blocks learn with eight-bit products. Evaluation stays in bf16."""
+    """Train the encoder's blocks with fp8 matmuls. Evaluation stays in bf16."""
     encoder = next((one for one in model.modules() if isinstance(one, ViT)), None)
     reason = _against(encoder, recipe, world)
     if reason:
-        raise VitrailError(f"--precision fp8 cannot be used: {reason} Take --precision auto.")
+        raise VitrailError(f"--precision fp8 cannot be used: {reason} Use --precision auto.")
     assert encoder is not None
     encoder.kernels = "fp8"
 
 
 def _against(encoder: ViT | None, recipe: Recipe, world: World) -> str:
     if encoder is None:
-        return "it is for Vision Transformers, whose layers are products; this is a ResNet."
+        return "it is for the linear layers of Vision Transformers; this is a ResNet."
     if world.sharded:
-        return "sharded training runs every layer by itself, and fp8 is part of the fused ones."
+        return "it is not available under FSDP."
     if recipe.compile:
         return "fp8 is part of Vitrail's own kernels, which --compile replaces."
     sizes = (encoder.config.width, encoder.config.mlp)
     if any(size % 16 for size in sizes):
         return f"widths must be multiples of 16; {encoder.config.name} has {sizes[0]} and {sizes[1]}."
     if not is_fusable(encoder):
-        return f"{encoder.config.name} has parts the fused kernels do not know: see docs/performance.md."
+        return f"{encoder.config.name} has layers that the fused kernels do not cover: see docs/performance.md."
     if world.device.type != "cuda":
-        return f"it needs a GPU with eight-bit products (H100 and later), and the device is {world.device.type}."
+        return f"it needs a GPU with fp8 matmuls (H100 and later), and the device is {world.device.type}."
     fault = fp8_fault(world.device)
-    return fault and f"it was tried on this GPU, and failed ({fault})."
+    return fault and f"its self-test failed on this GPU ({fault})."

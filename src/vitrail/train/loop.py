@@ -1,4 +1,4 @@
-"""The one loop: every task, every size, from a laptop to a cluster."""
+"""The training loop: every task, every size, from a laptop to a cluster."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Result:
     ended_by: int | None = None
     """The signal that interrupted it, or None when it is finished."""
     before: bool = False
-    """Whether it had been finished already."""
+    """Whether it had finished before."""
 
 
 def train(
@@ -66,10 +66,10 @@ def train(
     allow_change: Sequence[str] = (),
     prepared: Prepared | None = None,
 ) -> Result:
-    """Train as a recipe says, into a run folder; where that folder holds the same run, go on with it.
+    """Train a recipe into a run folder; if the folder holds the same run, resume it.
 
-    `evaluators` measure the model besides the task's own metrics, each time these are measured. `prepared` takes the place
-    of the recipe's own data and model, for those who build them in Python.
+    `evaluators` add metrics to the task's own, at every validation. `prepared` replaces the recipe's data and model with ones
+    that you built in Python.
     """
     with joined(recipe.device, recipe.parallel) as world, deterministic(recipe.deterministic), threads(recipe.threads):
         run = RunFolder(out)
@@ -80,8 +80,8 @@ def train(
             changed = run.check_unchanged(recipe, allow_change)
             end = run.end()
             if end is not None and not changed:
-                figures = {name: value for name, value in end.items() if name not in ("kind", "step", "headline", "seconds")}
-                return Result(run.path, end["step"], end["headline"], figures, end["seconds"], before=True)
+                metrics = {name: value for name, value in end.items() if name not in ("kind", "step", "headline", "seconds")}
+                return Result(run.path, end["step"], end["headline"], metrics, end["seconds"], before=True)
             loop = Loop(recipe, run, world, prepared or prepare(recipe, on_meta=world.sharded), callbacks, evaluators)
             try:
                 return loop.run_to_the_end()
@@ -105,7 +105,7 @@ class Loop:
     ) -> None:
         self.recipe, self.run, self.world, self.prepared = recipe, run, world, prepared
         if evaluators and world.sharded:
-            raise VitrailError("Evaluators need the whole model on each device; use --parallel ddp with them.")
+            raise VitrailError("Evaluators need the whole model on each device: use --parallel ddp.")
         self.evaluators = [make(prepared, world) for make in evaluators]
         self.callbacks = [MetricsFile(run), *callbacks] if world.main else []
         self.precision = self._choose_precision()
@@ -117,15 +117,15 @@ class Loop:
         self.snapshots = Snapshots(run.checkpoints, world, keep=recipe.keep)
         self.done, self.skipped_steps, self.rollbacks = 0, set[int](), 0
         self.clock = Clock()
-        self._measured: tuple[int, Meter] | None = None
-        self._besides: dict[str, float] = {}
+        self._validated: tuple[int, Meter] | None = None
+        self._extra_metrics: dict[str, float] = {}
 
     # Setting up
 
     def _choose_precision(self) -> str:
         """Resolve `auto`. On a CPU a resumed run keeps the precision that it began with, whatever this CPU would choose."""
         recipe, device = self.recipe, self.world.device
-        saved = self.world.share(self.run.saved_precision() if self.world.main else None)
+        saved = self.world.broadcast(self.run.saved_precision() if self.world.main else None)
         if recipe.precision == "auto" and device.type == "cpu" and saved is not None:
             return str(saved)
         # Convolutions of a ResNet do not gain from bf16 there.
@@ -169,7 +169,7 @@ class Loop:
         return Step(runner, self.prepared.task, optimizer, recipe, total=self.total, precision=self.precision, average=average)
 
     def _begin(self) -> None:
-        """Find the place to go on from, and tell everybody."""
+        """Load the newest checkpoint, if there is one, and announce the run."""
         state = self.snapshots.load(self.step.tensors())
         if state is not None:
             self.return_to(state)
@@ -201,7 +201,7 @@ class Loop:
         )
 
     def _setting(self) -> list[str]:
-        """What decides the result and the memory, in a few lines."""
+        """Describe what decides the result and the memory."""
         recipe, ranks = self.recipe, self.world.ranks
         parts = math.ceil(recipe.batch / ranks / self.micro_batch)
         devices = f"{ranks} devices, {self.world.mode}" if ranks > 1 else "1 device"
@@ -219,13 +219,13 @@ class Loop:
             self.run.forget_after(self.done)
 
     def go_to(self, number: int) -> None:
-        """Let the data go on with step `number`."""
+        """Continue the data with step `number`."""
         epoch, step = divmod(number, self.loader.steps)
         self.loader.load_state_dict({**self.loader.state_dict(), "epoch": epoch, "step": step})
         self.batches = iter(self.loader)
 
     def set_micro_batch(self, size: int) -> None:
-        """Compute so many images at once from here on; the batches stay the same."""
+        """Change the micro-batch from here on; the batches stay the same."""
         self.micro_batch = size
         self.loader.close()
         self.loader = self._make_loader()
@@ -239,7 +239,7 @@ class Loop:
         window = MovingAverage(self)
         if self.done == 0 and self.recipe.on_nonfinite == "rollback":
             self._save()  # there must be something to roll back to
-        with Stop().listening() as stop:
+        with Stop().handling_signals() as stop:
             while self.done < self.total:
                 self._next_step()
                 if self.done - window.first == 1 and window.fresh:
@@ -247,7 +247,7 @@ class Loop:
                 if self._looks() and handle_nonfinite(self):
                     window.restart()
                     continue
-                self._talk_and_save(window)
+                self._log_and_save(window)
                 if self._must_stop(stop):
                     return self._interrupted(stop)
         return self._finish()
@@ -283,19 +283,18 @@ class Loop:
             if batch.completes_step:
                 return
 
-    def _talk_and_save(self, window: MovingAverage) -> None:
+    def _log_and_save(self, window: MovingAverage) -> None:
         last = self.done == self.total
         if last or self.done % self.recipe.log_every == 0:
             self.tell("trained", window.record())
-        measure = last or self._due(self._eval_interval())
-        if measure:
+        if last or self._due(self._eval_interval()):
             self._validate()
         if self._saves():
             with self.clock.paused():
                 self._save()
 
     def _looks(self) -> bool:
-        """Whether to look for gradients that are not finite: where that waits for nothing, or something is waited for anyway."""
+        """Whether to check for non-finite gradients: on a CPU always, on a GPU when it is synchronised anyway."""
         return self.world.device.type == "cpu" or self.done % self.recipe.log_every == 0 or self._saves()
 
     def _saves(self) -> bool:
@@ -324,12 +323,14 @@ class Loop:
                 bad_images=self.recipe.data.bad_images,
             )
             for evaluator in self.evaluators:
-                self._besides |= evaluator(self.prepared.model)
-        self._measured = (self.done, meter)
-        metrics = {**meter.metrics(), **self._besides}
+                self._extra_metrics |= evaluator(self.prepared.model)
+        self._validated = (self.done, meter)
+        metrics = {**meter.metrics(), **self._extra_metrics}
         self.tell("validated", {"kind": "val", "step": self.done, "epoch": self.done / self.loader.steps, **metrics})
         if metrics.get("predicted_classes") == 1 and self.prepared.task.outputs > 1:
-            self.say("warning: the model gives every image the same class. Lower the learning rate, or lengthen the warm-up.")
+            self.say(
+                "warning: the model predicts the same class for every image. Lower the learning rate, or use a longer warm-up."
+            )
 
     def _averaged(self) -> contextlib.AbstractContextManager[None]:
         return self.step.average.applied() if self.step.average is not None else contextlib.nullcontext()
@@ -344,7 +345,7 @@ class Loop:
     # Ending
 
     def _must_stop(self, stop: Stop) -> bool:
-        """Whether any rank was asked to stop. On GPUs ranks compare notes only where they wait for each other anyway."""
+        """Whether any rank was asked to stop. On GPUs ranks ask each other only where they are synchronised anyway."""
         if self.world.ranks == 1:
             return stop.asked
         if self.world.device.type != "cpu" and self.done % self.recipe.log_every:
@@ -355,15 +356,15 @@ class Loop:
         if self.done < self.total:
             self._save()
         self.snapshots.finish()
-        self.say(f"stopped at step {self.done} of {self.total} and saved; the same command goes on from here")
+        self.say(f"stopped at step {self.done} of {self.total} and saved; run the same command again to resume")
         return Result(self.run.path, self.done, self.prepared.task.headline, {}, ended_by=stop.signal or signal.SIGTERM)
 
     def _finish(self) -> Result:
         self.snapshots.finish()
-        if self._measured is None or self._measured[0] != self.done:
+        if self._validated is None or self._validated[0] != self.done:
             self._validate()
-        meter = self._measured[1] if self._measured is not None else None
-        metrics = {**meter.metrics(), **self._besides} if meter is not None else {}
+        meter = self._validated[1] if self._validated is not None else None
+        metrics = {**meter.metrics(), **self._extra_metrics} if meter is not None else {}
         with self._averaged():
             export_model(self.run, self.recipe, self.prepared, self.world, metrics, meter, self.done)
         seconds = sum(one["speed"]["seconds"] for one in self.run.records() if one["kind"] == "train")
@@ -375,7 +376,7 @@ class Loop:
             self.run.add({"kind": "end", "step": self.done, "headline": task.headline, "seconds": round(seconds, 3), **metrics})
             if self.loader.bad:
                 count = self.loader.save_bad_images(str(self.run.path / "bad-images.txt"))
-                self.say(f"{count} images could not be read and were replaced by others; they are listed in bad-images.txt")
+                self.say(f"{count} images could not be read and were replaced; see bad-images.txt")
         self.world.barrier()
         return Result(self.run.path, self.done, task.headline, metrics, seconds)
 
@@ -386,7 +387,7 @@ class Loop:
         for callback in self.callbacks:
             callback.closed()
 
-    # Talking
+    # Messages
 
     def say(self, text: str) -> None:
         self.tell("note", text)
@@ -401,12 +402,12 @@ def total_steps(recipe: Recipe, per_epoch: int) -> int:
     if recipe.steps is not None:
         return recipe.steps
     if recipe.epochs is None:
-        raise VitrailError("How long to train is not said: give --epochs or --steps.")
+        raise VitrailError("The length of the run is missing: add --epochs or --steps.")
     return max(1, round(recipe.epochs * per_epoch))
 
 
 def first_micro_batch(recipe: Recipe, world: World) -> int:
-    """Where to begin: the rank's whole share, if that is not absurdly much for a processor."""
+    """Return the first micro-batch to try: the rank's whole part of the batch, but at most 256 on a CPU."""
     share = math.ceil(recipe.batch / world.ranks)
     if recipe.micro_batch != "auto":
         return min(int(recipe.micro_batch), share)

@@ -1,7 +1,7 @@
-"""How much memory a training step needs, found by taking it without any: shapes are computed, numbers are not.
+"""How much memory a training step needs, found on fake tensors, which have shapes and no memory.
 
 The model runs forward and backward on fake tensors while every allocation and release is counted, as a GPU's allocator would
-do it. Sharded training runs through torch's own engine, over a process group that only pretends.
+do it. Sharded training runs through torch's own engine, over a fake process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vitrail.train.config import SELF_SUPERVISED, TaskSpec
 from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
 from vitrail.train.pretext import pretext, settled
 
-_PRETENDED = 8  # ranks
+_FAKE_RANKS = 8  # ranks
 _GRAIN = 512  # bytes: the allocator's smallest piece
 
 
@@ -118,27 +118,27 @@ def simulate(
 def simulate_sharded(
     subject: Subject, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0, keep: Keep = "nothing"
 ) -> Footprint:
-    """One of many devices under FSDP2, every block a unit. Up to eight are pretended; beyond, shards are computed."""
-    pretended = min(ranks, _PRETENDED)
-    world = World(torch.device("cpu"), 0, pretended, pretended, "fsdp")
+    """One of many devices under FSDP2, every block a unit. Up to eight ranks are simulated; beyond, shard sizes are computed."""
+    fake = min(ranks, _FAKE_RANKS)
+    world = World(torch.device("cpu"), 0, fake, fake, "fsdp")
     low = torch.bfloat16 if precision in ("bf16", "fp8") else None
-    with _pretended_group(pretended):
+    with _fake_group(fake):
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
             model, task = _ready(subject, recompute, keep)
             runner = Runner(model, world, low_precision=low, mesh=mesh)
-            memory.peak = memory.now  # the whole model, from which shards were cut, is not there in earnest
+            memory.peak = memory.now  # the whole model, before it was sharded, does not count
             for _ in range(2):
                 _forward_and_backward(runner, task, subject.config, micro_batch, precision)
             peak = memory.peak
-    shards, reference = shard_bytes(subject, ranks), shard_bytes(subject, pretended)
+    shards, reference = shard_bytes(subject, ranks), shard_bytes(subject, fake)
     # Two blocks are gathered at a time, the one in use and the next; many ranks pad small tensors up.
-    padding = 2 * (_gathered_block(subject, ranks) - _gathered_block(subject, pretended)) * (2 if low is not None else 4)
+    padding = 2 * (_gathered_block(subject, ranks) - _gathered_block(subject, fake)) * (2 if low is not None else 4)
     return Footprint(shards, shards, peak + 2 * (shards - reference) + padding)
 
 
 def shard_bytes(subject: Subject, ranks: int) -> int:
-    """Bytes of one rank's share of float32 weights; each tensor is cut along its first axis, rounded up."""
+    """Bytes of one rank's shard of float32 weights; each tensor is split along its first axis, rounded up."""
     return sum(4 * _padded(parameter, ranks) // ranks for parameter in subject.without_memory().parameters())
 
 
@@ -161,7 +161,7 @@ def _ready(subject: Subject, recompute: int, keep: Keep, *, fp8: bool = False) -
         model.kernels = "fp8"
     for module in trained.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            # A GPU keeps a byte for each value, the processor's own dropout a whole number: count the GPU's.
+            # A GPU keeps one byte per value for dropout, the CPU four: count the GPU's.
             module.forward = partial(_dropout, rate=module.p)  # type: ignore[method-assign]
     if recompute:
         model.checkpoint_activations(None if recompute < 0 else recompute, keep)
@@ -189,7 +189,7 @@ def _fake() -> Iterator[None]:
 
 
 @contextmanager
-def _pretended_group(ranks: int) -> Iterator[None]:
+def _fake_group(ranks: int) -> Iterator[None]:
     """A process group whose messages go nowhere, for engines that ask for one."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -62,4 +62,4 @@ def advice(precision: str, lr: float) -> str:
     """What to try, the most likely cure first."""
     cures = ["--precision bf16 (or fp32)"] if precision == "fp16" else []
     cures += [f"a lower --optim.lr than {lr:g}", "a longer --schedule.warmup"]
-    return f"Try {', '.join(cures)}, or pass over such batches with --on-nonfinite skip or rollback."
+    return f"Try {', '.join(cures)}, or skip such batches with --on-nonfinite skip or rollback."

@@ -89,7 +89,7 @@ class Optimizer:
         parameters = dict(model.named_parameters())
         self.names = [name for group in self.groups for name in group.names]
         self.parameters = [parameters[name] for name in self.names]
-        # The fused kernels are the fastest, and can be told on the device to skip a step. SGD's does not know shards.
+        # The fused kernels are the fastest, and can be told on the device to skip a step. SGD's does not support shards.
         sharded = any(hasattr(one, "full_tensor") for one in self.parameters)
         self._fused = spec.name != "sgd" or not sharded
         self._divides = self._fused and not sharded
@@ -113,7 +113,7 @@ class Optimizer:
             group["lr"] = self.spec.lr * group["scale"] * factor
 
     def step(self, skip: Tensor | None = None, norm: Tensor | None = None) -> None:
-        """Move the parameters. Where `skip` (a number on their device) is 1 nothing moves, and nobody waits to find out.
+        """Move the parameters. Where `skip` (a number on their device) is 1 nothing moves; the host does not wait for it.
 
         With clipping, `norm` is that of all gradients. They are scaled down on the way through the update, not in a pass before.
         """
@@ -175,7 +175,7 @@ def _build(spec: OptimSpec, settings: list[dict[str, Any]], *, fused: bool) -> t
 
 
 def group_lines(groups: list[Group], spec: OptimSpec) -> list[str]:
-    """The parameter groups in words: those with and those without decay, and the range of their learning rates."""
+    """Describe the parameter groups: those with and those without decay, and the range of their learning rates."""
     lines = []
     for decays in (True, False):
         those = [group for group in groups if group.decays == decays]
@@ -203,10 +203,10 @@ def explain(spec: OptimSpec) -> str:
         same = convert_decay(spec.weight_decay, spec.lr, "scaled-by-lr", "independent-of-lr")
         return (
             f"p −= s·{spec.lr:g}·(u + {spec.weight_decay:g}·p), u = {direction}; "
-            f"decay times lr, as torch's AdamW (in big_vision's convention {same:g})"
+            f"decay scaled by lr, as torch's AdamW (in big_vision's convention {same:g})"
         )
     same = convert_decay(spec.weight_decay, spec.lr, "independent-of-lr", "scaled-by-lr")
     return (
         f"p −= s·({spec.lr:g}·u + {spec.weight_decay:g}·p), u = {direction}; "
-        f"decay times the schedule, as big_vision (in torch's AdamW {same:g})"
+        f"decay independent of lr, as big_vision (in torch's AdamW {same:g})"
     )

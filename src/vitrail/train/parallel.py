@@ -33,7 +33,7 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this rank is the one that writes and talks."""
+        """Whether this rank writes files and prints messages."""
         return self.rank == 0
 
     @property
@@ -60,8 +60,8 @@ class World:
         dist.all_gather_object(found, value)
         return found
 
-    def share(self, value: Any) -> Any:
-        """The main rank's value, on every rank."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the main rank's value on every rank."""
         if self.ranks == 1:
             return value
         box = [value]
@@ -87,7 +87,7 @@ def joined(device: str = "auto", parallel: str = "auto") -> Iterator[World]:
     if started:
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        # Small objects and checkpoints go over the processor even when gradients go over the GPU's links.
+        # Small objects and checkpoints use gloo on the CPU, gradients NCCL.
         dist.init_process_group("cuda:nccl,cpu:gloo" if chosen.type == "cuda" else "gloo")
     mode: Mode = "ddp" if parallel == "auto" else parallel  # type: ignore[assignment]
     try:
@@ -98,11 +98,11 @@ def joined(device: str = "auto", parallel: str = "auto") -> Iterator[World]:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is this rank's GPU where there is one, then Apple's, then the processor."""
+    """Return the device: `auto` is this rank's GPU, else Apple's, else the CPU."""
     if name != "auto":
         device = torch.device(name)
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise VitrailError("--device cuda was asked for, but torch finds no GPU. `vitrail doctor` says more; try --device cpu.")
+            raise VitrailError("--device cuda: torch finds no GPU. `vitrail doctor` shows more; or use --device cpu.")
         return torch.device("cuda", local_rank) if name == "cuda" else device
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -112,7 +112,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 class Forward(nn.Module):
-    """The calls training makes on a model, behind one `forward`, because that is where wrappers listen."""
+    """The calls training makes on a model, behind one `forward`, where DDP and FSDP2 have their hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Runner:
             self.renew()
 
     def renew(self) -> None:
-        """Wrap the model anew, on all ranks: a step that broke off leaves DDP waiting for the rest of its gradients."""
+        """Wrap the model again, on all ranks: after an incomplete step DDP would wait for the rest of its gradients."""
         if self.world.mode != "ddp":
             return
         ids = [self.world.device.index] if self.world.device.type == "cuda" else None
@@ -149,7 +149,7 @@ class Runner:
         return self._forward(*inputs, heads=heads)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around each micro-batch: gradients meet those of other ranks only with the last one of a step."""
+        """Wrap each micro-batch: gradients are reduced over ranks only with the last one of a step."""
         if self.world.sharded:
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
         elif isinstance(self._forward, nn.parallel.DistributedDataParallel) and not last:
@@ -165,7 +165,7 @@ def mesh_of(world: World) -> Any:
         return init_device_mesh(world.device.type, (world.ranks,), mesh_dim_names=("shards",))
     if world.ranks % world.local_ranks:
         raise VitrailError(
-            f"Hybrid sharding needs equally many ranks a machine; {world.ranks} do not divide by {world.local_ranks}."
+            f"Hybrid sharding needs the same number of ranks on each machine; {world.ranks} do not divide by {world.local_ranks}."
         )
     shape = (world.ranks // world.local_ranks, world.local_ranks)
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("copies", "shards"))

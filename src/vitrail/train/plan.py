@@ -20,7 +20,7 @@ GIB = 2**30
 # Held by every process besides tensors: the driver's context and kernels (measured about 0.5 GiB), cuBLAS workspaces.
 _CONTEXT = GIB // 2
 _WORKSPACE = 32 * 2**20
-_FRAGMENTS = 0.05  # share lost between blocks of the allocator
+_FRAGMENTS = 0.05  # fraction lost to fragmentation in the allocator
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
     if not 1 <= gpus <= 4096:
         raise VitrailError(f"--gpus is {gpus}; plans are made for 1 to 4096.")
     if gpus > recipe.batch:
-        raise VitrailError(f"A batch of {recipe.batch} cannot be shared by {gpus} GPUs; each needs at least one image.")
+        raise VitrailError(f"A batch of {recipe.batch} cannot be split over {gpus} GPUs; each needs at least one image.")
     alone = recipe.task.kind in SELF_SUPERVISED
     config = config_of(recipe.model, 0 if alone else outputs)
     if alone and not isinstance(config, ViTConfig):
@@ -135,19 +135,19 @@ def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int,
     )
 
 
-def _largest(footprint: Callable[[int], Footprint], room: float) -> int:
-    """The most images whose step stays within `room` bytes. Memory grows in nearly straight lines: a few guesses suffice."""
+def _largest(footprint: Callable[[int], Footprint], available: float) -> int:
+    """Return the most images whose step fits into `available` bytes. Memory is nearly linear in them: a few guesses are enough."""
     low, high = (8, footprint(8).peak), (16, footprint(16).peak)
     for _ in range(5):
-        guess = math.floor(low[0] + (room - low[1]) * (high[0] - low[0]) / max(high[1] - low[1], 1))
+        guess = math.floor(low[0] + (available - low[1]) * (high[0] - low[0]) / max(high[1] - low[1], 1))
         if guess < 1:
             return 0
         peak = footprint(guess).peak
-        if peak <= room:
+        if peak <= available:
             return guess
         high = (guess, peak)
         low = low if low[0] < guess else (1, footprint(1).peak)
-    return low[0] if low[1] <= room else 0
+    return low[0] if low[1] <= available else 0
 
 
 def _states(recipe: Recipe, weights: int) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def communication(subject: Subject, engine: str, gpus: int, accumulation: int, p
     """Bytes each GPU sends in a step, by ring algorithms.
 
     DDP sums float32 gradients once. FSDP2 gathers every block for the forward and again for the backward pass of each
-    micro-batch, in the precision of the products, the rest once in float32, and scatters float32 gradients once.
+    micro-batch, in the precision of the matmuls, the rest once in float32, and scatters float32 gradients once.
     """
     trained, ring = subject.without_memory(), (gpus - 1) / gpus
     total = sum(parameter.numel() for parameter in trained.parameters())

@@ -63,7 +63,7 @@ def prepare(recipe: Recipe, *, on_meta: bool = False) -> Prepared:
     on_meta = on_meta and recipe.model.start is None
     notes: list[str] = []
     if not recipe.data.source:
-        raise VitrailError(f"The recipe {recipe.name} does not say where the images are: add --data.source, such as folder:DIR.")
+        raise VitrailError(f"The recipe {recipe.name} has no images: add --data.source, such as folder:DIR.")
     spec = recipe.data
     source = open_source(spec.source, seed=recipe.seed, bad_images=spec.bad_images, ignore_unknown=spec.ignore_unknown_classes)
     notes.append(f"data: {source.describe()}")
@@ -89,7 +89,7 @@ def _draw_pretraining(wrapper: Pretraining, seed: int) -> None:
 
 
 def chosen_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
-    """The split to learn from and the one to measure on."""
+    """Return the split to train on and the one to validate on."""
     spec = recipe.data
     train = source.split(spec.train)
     if spec.holdout:
@@ -105,8 +105,8 @@ def make_task(recipe: Recipe, split: Split) -> Task:
     spec = recipe.task
     if split.task == "unlabelled":
         raise VitrailError(
-            f"{recipe.data.source} has no labels to learn from. Put the images of each class in a folder, "
-            "or learn without labels: --task.kind masked-patch."
+            f"{recipe.data.source} has no labels. Put the images of each class in a folder, "
+            "or train without labels: --task.kind masked-patch."
         )
     if spec.kind not in ("auto", split.task):
         hint = " To ask each class yes or no, use --task.loss sigmoid." if split.task == "classify" else ""
@@ -145,7 +145,7 @@ def make_model(
 
 
 def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
-    """A checkpoint made ready for these targets: a new head of zeros unless its classes are the same (§3.2)."""
+    """A checkpoint made ready for these targets: a new zero-initialised head unless its classes are the same (§3.2)."""
     from vitrail.checkpoints import load
 
     spec = recipe.model
@@ -162,7 +162,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     if bundle.task_info.get("parts"):
         notes.append(f"dropped: {bundle.task_info['parts']}, which served {bundle.task_info['kind']} pre-training only")
     if not outputs:
-        notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), nothing is classified here")
+        notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), there are no classes here")
         model.replace_head(0)
     elif bundle.classes == classes and model.config.outputs == outputs:
         notes.append(f"head: kept, the checkpoint has the same {outputs} classes")
@@ -171,13 +171,15 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
         if changes.get("pre_logits") == 0 and isinstance(model, ViT) and model.pre_logits is not None:
             model.pre_logits, model.config = None, model.config.replace(pre_logits=None)
             without = "; the tanh layer before it is left out"
-        notes.append(f"head: new, of zeros, {outputs} outputs (the checkpoint had {model.config.outputs or 'none'}){without}")
+        notes.append(
+            f"head: new, zero-initialised, {outputs} outputs (the checkpoint had {model.config.outputs or 'none'}){without}"
+        )
         model.replace_head(outputs)
     notes += [note for note in bundle.report.notes if note.startswith(("image size", "input channels"))]
     if recipe.data.preprocess != "auto":
         return model, preset(recipe.data.preprocess, size=model.config.image_size, channels=model.config.channels)
     if bundle.preprocess is None:
-        raise VitrailError(f"No preprocessing is recorded in {spec.start}; say which with --data.preprocess, such as google-vit.")
+        raise VitrailError(f"{spec.start} has no preprocessing. Add --data.preprocess, such as google-vit.")
     return model, bundle.preprocess
 
 
@@ -191,11 +193,11 @@ def make_distillation(
 
     spec = recipe.task
     if not isinstance(labels, Classify):
-        raise VitrailError(f"Distillation is for one label an image; this task is {labels.kind}.")
+        raise VitrailError(f"Distillation needs one label per image; this task is {labels.kind}.")
     assert spec.teacher is not None
     bundle = load(spec.teacher)
     if bundle.preprocess is None:
-        raise VitrailError(f"No preprocessing is recorded in the teacher {spec.teacher}; convert it with one first.")
+        raise VitrailError(f"The teacher {spec.teacher} has no preprocessing. Convert it with one first.")
     two_heads = isinstance(model.config, ViTConfig) and model.config.distill_token
     token = "the distillation token" if two_heads else "the only head"
     notes.append(f"teacher: {bundle.model.config.name} with its own preprocessing, {spec.distil} distillation into {token}")
@@ -208,14 +210,14 @@ def make_distillation(
         preprocess=preprocess,
         teacher_preprocess=bundle.preprocess,
         mode=spec.distil,
-        share=spec.distil_share,
+        share=spec.distil_weight,
         temperature=spec.temperature,
         two_heads=two_heads,
     )
 
 
 def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
-    """What will probably disappoint, said before it does."""
+    """Return warnings about settings that usually go wrong."""
     found = []
     optim, config = recipe.optim, model.config
     if optim.name != "sgd" and optim.lr >= 1e-2:
@@ -231,7 +233,7 @@ def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
     learns_labels = recipe.task.kind not in SELF_SUPERVISED
     if learns_labels and recipe.model.start is None and isinstance(config, ViTConfig) and 2_000 <= images < 100_000:
         found.append(
-            f"warning: {images:,} images are few for a Vision Transformer from scratch (the paper's Fig. 3 and 4); "
+            f"warning: {images:,} images are little for a Vision Transformer from scratch (the paper's Fig. 3 and 4); "
             "`vitrail finetune` starts from a trained one."
         )
     return found

@@ -1,4 +1,4 @@
-"""Learning without labels, made ready: the parts around the model, the task, and a look at its targets before the first step."""
+"""Preparation of self-supervised training: the parts around the model, the task, and a check of its targets."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretrai
     lost = [name for name in missing if not name.startswith("encoder.")]
     if lost or unknown:
         raise VitrailError(
-            f"{run / FOLDER / _WEIGHTS} does not fit its config.json: {', '.join([*lost, *unknown][:3])}. It is damaged."
+            f"{run / FOLDER / _WEIGHTS} does not fit its config.json: {', '.join([*lost, *unknown][:3])}. It is corrupted."
         )
     return wrapper.to(model.norm.weight.device).eval(), task
 
@@ -181,4 +181,4 @@ def _read(run: Path) -> dict[str, Any]:
             return dict(found)
     except (ValueError, KeyError, TypeError):
         pass
-    raise VitrailError(f"{file} does not say what was predicted. It is damaged.")
+    raise VitrailError(f"{file} does not name a prediction target. It is corrupted.")

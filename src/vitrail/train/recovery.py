@@ -1,4 +1,4 @@
-"""When things go wrong in a step: numbers that are not finite, memory that does not suffice, a compiler that fails."""
+"""Recovery from errors in a step: non-finite numbers, too little memory, a compiler that fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def handle_nonfinite(loop: Loop) -> bool:
         return False
     policy = loop.recipe.on_nonfinite
     if policy == "skip":
-        loop.say(f"warning: the gradient of step {bad} was not finite; the step was left out")
+        loop.say(f"warning: the gradient of step {bad} was not finite; the step was skipped")
         loop.step.clear_bad()
         return False
     explained = _explain(loop, bad)
@@ -37,10 +37,10 @@ def handle_nonfinite(loop: Loop) -> bool:
     loop.rollbacks += 1
     state = loop.snapshots.load(loop.step.tensors())
     if state is None:
-        raise VitrailError(f"{explained} There is no whole checkpoint to go back to.")
+        raise VitrailError(f"{explained} There is no valid checkpoint to return to.")
     loop.return_to(state)
     loop.skipped_steps.add(bad)
-    loop.say(f"warning: {explained} Back to step {loop.done}; step {bad} will be passed over.")
+    loop.say(f"warning: {explained} Back to step {loop.done}; step {bad} will be skipped.")
     return True
 
 
@@ -77,7 +77,7 @@ def _fault_of(loop: Loop, batch: Batch, number: int) -> str:
 
     def compute() -> Tensor:
         seed_part(loop.recipe.seed, number, batch.micro_step, loop.world)
-        # Every rank looks at its own images and waits for nobody.
+        # Every rank checks its own images, without communication.
         with step.runner.accumulating(last=False), autocast(loop.precision, loop.world.device):
             return loop.prepared.task.objective(step.runner, batch.images, batch.targets).sum() / batch.total
 
@@ -118,14 +118,14 @@ def halve_micro_batch(loop: Loop, error: Exception | None) -> None:
         raise VitrailError(f"{where} Other ranks cannot be told now; use --micro-batch {size // 2}.") from error
     loop.set_micro_batch(size // 2)
     parts = math.ceil(recipe.batch / loop.world.ranks / loop.micro_batch)
-    loop.say(f"{where} Going on with {loop.micro_batch} × {parts}; the batch stays {recipe.batch}.")
+    loop.say(f"{where} Now {loop.micro_batch} × {parts}; the batch stays {recipe.batch}.")
 
 
 def without_compiling(loop: Loop, error: Exception) -> None:
-    """Give up compiling; an error that has another cause is raised again."""
+    """Stop compiling; an error with another cause is raised again."""
     parts = (loop.prepared.trained, *blocks_of(loop.prepared.trained))
     if all(part._compiled_call_impl is None for part in parts):
         raise error
     for part in parts:
         part._compiled_call_impl = None
-    loop.say(f"warning: torch.compile failed ({type(error).__name__}); going on without it, more slowly")
+    loop.say(f"warning: torch.compile failed ({type(error).__name__}); training continues without it, more slowly")

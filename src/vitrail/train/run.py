@@ -1,8 +1,8 @@
 """The run folder: what a run was, what it did, and where it stands.
 
 config.json     the recipe, and everything resolved from it
-metrics.jsonl   a record a line: `train`, `val`, and `end` when the run is finished
-checkpoints/    to go on from
+metrics.jsonl   one record per line: `train`, `val`, and `end` when the run is finished
+checkpoints/    to resume from
 model/          the result, to be used by every other command
 figures/        curves
 """
@@ -43,7 +43,7 @@ class RunFolder:
         return self.path / "figures"
 
     def hold(self) -> None:
-        """Take the folder, so that no second process writes into it. The system lets go when this one ends, however."""
+        """Lock the folder, so that no second process writes into it. The system unlocks it when this process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("a+")
@@ -70,7 +70,7 @@ class RunFolder:
         return self._read_config(lambda config: Recipe.from_dict(config["recipe"]))
 
     def saved_precision(self) -> str | None:
-        """Return the precision that this run was begun in; None in a new folder."""
+        """Return the precision that this run started with; None in a new folder."""
         return self._read_config(lambda config: str(config["resolved"]["precision"]))
 
     def _read_config(self, read: Callable[[dict[str, Any]], T]) -> T | None:
@@ -83,11 +83,11 @@ class RunFolder:
             raise VitrailError(f"{file} is not a run's configuration ({error}). Choose another --out.") from error
 
     def check_unchanged(self, recipe: Recipe, allowed: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-        """Refuse to go on with other settings than the run began with, unless those are named; returns what changed."""
+        """Refuse to resume a run with other settings than it started with, unless these are named; return what changed."""
         allowed = tuple(name.replace("-", "_") for name in allowed)
         for name in allowed:
             if name not in flatten(recipe):
-                raise VitrailError(f"--allow-change names {name!r}, which is no setting.{did_you_mean(name, flatten(recipe))}")
+                raise VitrailError(f"--allow-change names {name!r}, which is not a setting.{did_you_mean(name, flatten(recipe))}")
         saved = self.saved_recipe()
         if saved is None:
             return {}
@@ -97,8 +97,8 @@ class RunFolder:
             rows = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in sorted(refused.items()))
             raise VitrailError(
                 f"{self.path} holds a run with other settings:\n{rows}\n"
-                f"Repeat its settings to go on with it, choose another --out for a new run, "
-                f"or go on with the new ones by --allow-change {' '.join(sorted(refused))}."
+                f"To resume it, use its settings. For a new run, choose another --out. "
+                f"To resume it with the new settings, add --allow-change {' '.join(sorted(refused))}."
             )
         return changed
 
@@ -124,7 +124,7 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop records of steps that will be taken again."""
         kept = [one for one in self.records() if one["step"] <= step and one["kind"] != "end"]
-        # What was measured at the very step of a checkpoint is written before it, and so is not measured twice.
+        # A validation at the step of a checkpoint is written before it, and so is not repeated.
         with atomic_file(self.path / "metrics.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""Checkpoints of a run in progress: everything needed to go on as if nothing had happened.
+"""Checkpoints of a run in progress: everything needed to resume exactly.
 
-Each is a folder in torch's distributed-checkpoint format, so a run may go on with another number of ranks or shards, beside
+Each is a folder in torch's distributed-checkpoint format, so a run may be resumed with another number of ranks or shards, beside
 a `state.json` with the place in the run and a checksum of every file. It is written under a temporary name and renamed when
 whole. The format uses pickle: resume only runs you trust. The finished model is saved apart, in the safe format.
 """
@@ -31,7 +31,7 @@ log = logging.getLogger("vitrail.train")
 
 
 class Snapshots:
-    """The checkpoints of one run. Saving goes on in the background; the next call waits for the last."""
+    """The checkpoints of one run. Saving runs in the background; the next call waits for the last."""
 
     def __init__(self, folder: Path, world: World, *, keep: int = 2) -> None:
         self.folder, self.world, self.keep = folder, world, keep
@@ -51,14 +51,14 @@ class Snapshots:
         return self.folder / f"step-{step:08d}"
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Begin to write a checkpoint. What is saved is copied before this returns, so training may go on."""
+        """Begin to write a checkpoint. What is saved is copied before this returns, so training may continue."""
         self.finish()
         copies = {name: _copy(value) for name, value in tensors.items()}
         state = {**state, "tensors": shapes(tensors)}
         self._pending = self._writer.submit(self._write, step, copies, state)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is whole."""
+        """Wait until the checkpoint that is being written is complete."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -66,8 +66,8 @@ class Snapshots:
             pending.result()
         except OSError as error:
             raise VitrailError(
-                f"A checkpoint could not be written to {self.folder}: {error.strerror or error}. The one before it is whole"
-                f"{f' (step {self.steps()[0]})' if self.steps() else ''}. Make room, then run the same command to go on from there."
+                f"A checkpoint could not be written to {self.folder}: {error.strerror or error}. The one before it is valid"
+                f"{f' (step {self.steps()[0]})' if self.steps() else ''}. Free some space, then run again to resume."
             ) from error
 
     def close(self) -> None:
@@ -99,9 +99,9 @@ class Snapshots:
         dist.barrier(self._group)
 
     def load(self, tensors: dict[str, Tensor], step: int | None = None) -> dict[str, Any] | None:
-        """Read the newest whole checkpoint (or that of a step) into `tensors`; its state, or None where there is none."""
+        """Read the newest valid checkpoint (or that of a step) into `tensors`; its state, or None where there is none."""
         candidates = self.steps() if step is None else [step]
-        chosen = self.world.share(next((one for one in candidates if self._is_whole(one)), None) if self.world.main else None)
+        chosen = self.world.broadcast(next((one for one in candidates if self._is_whole(one)), None) if self.world.main else None)
         if chosen is None:
             return None
         path = self.path(chosen)
@@ -116,12 +116,12 @@ class Snapshots:
     def _is_whole(self, step: int) -> bool:
         fault = damage(self.path(step))
         if fault:
-            log.warning("The checkpoint of step %d is damaged (%s); going on from the one before it.", step, fault)
+            log.warning("The checkpoint of step %d is corrupted (%s); resuming from the one before it.", step, fault)
         return not fault
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a checkpoint; empty where it is whole."""
+    """Return what is wrong with a checkpoint; empty if it is valid."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if state["format"] not in (1, FORMAT):

@@ -1,4 +1,4 @@
-"""How fast a run is: images a second, and the share of the device's peak that its arithmetic uses (MFU)."""
+"""How fast a run is: images per second, and the fraction of the device's peak FLOPs that it uses (MFU)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Floating-point operations a second the device can do at most; None where nobody knows.
+    """Return the device's peak in FLOPs per second; None if it is not known.
 
-    fp32 counts against the same peak: that it leaves the tensor cores idle is what the figure should show. So does fp8, of whose
-    products a third are bf16.
+    fp32 counts against the same peak: the metric should show that it leaves the tensor cores idle. So does fp8, of whose
+    matmuls a third are bf16.
     """
     if device.type != "cuda":
         return None
@@ -31,12 +31,12 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def training_flops(config: ModelConfig) -> int:
-    """Operations to learn from one image: forward, and twice that backward. What is recomputed does not count."""
+    """Return the FLOPs of training on one image: forward, and twice that backward. What is recomputed does not count."""
     return 3 * needed_flops(config)
 
 
 class Clock:
-    """Time spent training, without what is measured or written in between."""
+    """Time spent training, without validations and checkpoints."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -59,7 +59,7 @@ class Clock:
 
 
 def memory(device: torch.device) -> int | None:
-    """The most bytes the device held since the start; for a processor, the whole process."""
+    """Return the device's peak memory since the start, in bytes; for a CPU, that of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,7 +1,7 @@
 """One optimiser step: micro-batches forward and backward, clipping, the update.
 
-The host never waits for the device here. Loss and norm are kept there until somebody reads them, and a step with a
-non-finite gradient is left out by the update kernel itself.
+The host never waits for the device here. Loss and norm are kept there until they are read, and a step with a
+non-finite gradient is skipped by the update kernel itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shard_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Matrix products in low precision; norms, softmax and losses stay in float32."""
+    """Matmuls in low precision; norms, softmax and losses stay in float32."""
     dtype = low_precision(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
@@ -82,7 +82,7 @@ class Reading:
     loss: float
     grad_norm: float
     skipped: int
-    """Steps left out because their gradient was not finite."""
+    """Steps skipped because their gradient was not finite."""
 
 
 class Step:
@@ -105,7 +105,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         if self.scaler is not None and self.world.sharded:
             raise VitrailError("fp16 with loss scaling cannot be combined with sharding; use --precision bf16.")
-        # Once a gradient was bad, `stop` and `rollback` leave the weights as they are until somebody looks.
+        # Once a gradient was bad, `stop` and `rollback` leave the weights as they are until the error is handled.
         self.freezes = recipe.on_nonfinite != "skip"
         self._loss, self._norm, self._skipped, self._frozen = (torch.zeros((), device=device) for _ in range(4))
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
@@ -196,7 +196,7 @@ class Step:
         self._steps += 1
 
     def read(self) -> Reading:
-        """Fetch what was kept on the device, and begin anew. Here the host waits."""
+        """Return what was summed since the last call. Here the host waits for the device."""
         total = self.world.sum(torch.stack([self._loss, self._norm, self._skipped]))
         loss, norm, skipped = (total / self.world.ranks).tolist()
         counted = max(self._steps - round(skipped), 1)

@@ -1,4 +1,4 @@
-"""Asking a run to stop: it finishes its step, saves, and says how to go on."""
+"""Stopping a run: it finishes its step, saves, and says how to resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Stop:
-    """Whether somebody asked, and with which signal."""
+    """Whether the run was asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -20,7 +20,7 @@ class Stop:
         return self.signal is not None
 
     @contextmanager
-    def listening(self) -> Iterator[Stop]:
+    def handling_signals(self) -> Iterator[Stop]:
         """Catch SIGTERM and the first Ctrl-C while the block runs; a second Ctrl-C interrupts at once."""
         if threading.current_thread() is not threading.main_thread():
             yield self  # only the main thread may handle signals

@@ -1,4 +1,4 @@
-"""The paper's way to a fine-tuning learning rate: try a few on a held-out part of the training split, keep the best."""
+"""The paper's search for a fine-tuning learning rate: try a few on a held-out part of the training split, keep the best."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> Recipe:
     The validation split is not looked at: a part of the training split takes its place.
     """
     if not recipe.lr_grid:
-        raise VitrailError("This recipe has no learning rates to try; give some with --lr-grid 0.001 0.003 0.01 0.03.")
+        raise VitrailError("This recipe has no learning rates to try: add --lr-grid 0.001 0.003 0.01 0.03.")
     scores: dict[float, float] = {}
     sign = 1.0
     for lr in recipe.lr_grid:
@@ -26,11 +26,11 @@ def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> Recipe:
         attempt = recipe.replace(data=data, optim=dataclasses.replace(recipe.optim, lr=lr), name=f"{recipe.name}-lr-{lr:g}")
         result = train(attempt, out / "sweep" / f"lr-{lr:g}")
         if result.ended_by is not None:
-            raise VitrailError(f"The sweep was interrupted at learning rate {lr:g}; the same command goes on from there.")
+            raise VitrailError(f"The sweep was interrupted at learning rate {lr:g}; run the same command again to resume.")
         sign = -1.0 if result.headline in LOWER_IS_BETTER else 1.0
         scores[lr] = sign * result.metrics[result.headline]
         say(f"learning rate {lr:g}: {result.headline} {result.metrics[result.headline]:.4f} on the held-out part")
     best = max(scores, key=lambda lr: scores[lr])
     edge = " (at the edge of the grid: a wider one may be better)" if len(scores) > 1 and best in (min(scores), max(scores)) else ""
-    say(f"learning rate {best:g} is taken{edge}")
+    say(f"best learning rate: {best:g}{edge}")
     return recipe.replace(optim=dataclasses.replace(recipe.optim, lr=best))

@@ -39,7 +39,7 @@ def test_json_at_several_sizes(capsys: pytest.CaptureFixture[str], checkpoint: P
 
 def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkpoint: Path, backbone: Path, photos: Path) -> None:  # noqa: F811
     status, _, err = run(capsys, "eval", backbone, "--data", photos)
-    assert status == 2 and "backbone only" in err
+    assert status == 2 and "only a backbone" in err
     status, _, err = run(capsys, "eval", checkpoint, "--data", photos, "--split", "tset")
     assert status == 2 and "no split 'tset'" in err
     status, _, err = run(capsys, "eval", checkpoint, "--data", photos, "--real", "nowhere.json")

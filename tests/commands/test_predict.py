@@ -54,7 +54,7 @@ def test_json_lines(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos
 
 def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkpoint: Path, backbone: Path, photos: Path) -> None:  # noqa: F811
     status, _, err = run(capsys, "predict", backbone, photos)
-    assert status == 2 and "any prediction would be chance" in err
+    assert status == 2 and "only a backbone" in err
     status, _, err = run(capsys, "predict", checkpoint, "nowhere.jpg")
     assert status == 2 and "no file or folder nowhere.jpg" in err
     status, _, err = run(capsys, "predict", checkpoint)

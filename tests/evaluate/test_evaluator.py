@@ -131,7 +131,7 @@ def test_a_class_missing_from_the_data_keeps_its_index(bundle: Bundle, photos: P
 
 
 def test_mismatched_data_gives_a_clear_message(bundle: Bundle, backbone: Path, photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(VitrailError, match="backbone only"):
+    with pytest.raises(VitrailError, match="only a backbone"):
         evaluate(load(backbone), f"folder:{photos}")
     write_images(tmp_path / "more", {"val": 2})
     Image.new("RGB", (40, 40)).save(tmp_path / "more" / "val" / "red" / "x.png")

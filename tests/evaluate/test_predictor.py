@@ -82,7 +82,7 @@ def test_a_missing_file_of_a_list_is_reported_by_its_name(bundle: Bundle, mixed:
 
 
 def test_a_backbone_can_embed_but_not_predict(backbone: Path, photos: Path) -> None:
-    with pytest.raises(VitrailError, match="backbone only"):
+    with pytest.raises(VitrailError, match="only a backbone"):
         predict(load(backbone), [photos])
     assert embed(load(backbone), [photos / "val"]).features.shape == (36, 48)
 

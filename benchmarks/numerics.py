@@ -10,9 +10,11 @@
     python benchmarks/numerics.py --data packed:TINY --only training --model S/16 --image-size 224 --ways fused --steps 1000
     python benchmarks/numerics.py --data packed:TINY --only training --model Ti/16 --batch 64 --steps 400 \\
         --ways fp8-simulated float32 --seeds 3                                                    # on two cores, 15 minutes
+    python benchmarks/numerics.py --data digits --only training --model Ti/4 --image-size 8 --depth 4 --batch 32 --steps 300 \\
+        --ways plain float32                                                                      # bf16 on a CPU, a minute
     python benchmarks/numerics.py --data digits --tiny                                            # anywhere: does everything run?
 
-`fp8-simulated` rounds what enters the blocks' products as fp8 does and computes them in float32, so it runs on a processor, too.
+`fp8-simulated` rounds the inputs of the blocks' matmuls as fp8 does and computes them in float32, so it also runs on a CPU.
 
 Writes numerics-….csv and, for the training, loss-curves-….png and .csv into --out.
 """
@@ -94,8 +96,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--tiny", action="store_true", help="a small model and few steps")
+    parser.add_argument("--depth", type=int, help="of the training's model; default: the model's own")
     options = parser.parse_args()
     if options.tiny:
+        options.depth = 2
         options.steps, options.batch, options.model, options.image_size = 30, 16, "Ti/4", 16
         options.ways = ["fused", "fp8-simulated", "float32"]
     options.out.mkdir(parents=True, exist_ok=True)
@@ -112,7 +116,7 @@ def layer_by_layer(options: argparse.Namespace, device: torch.device) -> list[Ro
     model = create_model("Ti/16" if options.tiny else "B/16", seed=0, depth=2 if options.tiny else 12).to(device)
     assert isinstance(model, ViT)
     torch.manual_seed(0)
-    torch.nn.init.trunc_normal_(model.head.weight, std=0.02)  # a head of zeros would let no gradient through
+    torch.nn.init.trunc_normal_(model.head.weight, std=0.02)  # a zero-initialised head would stop all gradients
     images = torch.randn(4 if options.tiny else 32, 3, 224, 224, device=device)
     labels = torch.randint(0, 1000, (len(images),), device=device)
     found = {NAMES[way]: passed(model, images, labels, way) for way in ("fused", "plain", "float32")}
@@ -168,7 +172,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-def simulate_eight_bits(model: ViT) -> None:
+def simulate_fp8(model: ViT) -> None:
     """In the layers that fp8 covers: all blocks' but the last's attention, of which only the class token's part is computed."""
     for number, block in enumerate(model.blocks):
         _in_eight_bits(block.mlp.up, block.norm2)
@@ -196,12 +200,12 @@ def trained(way: str, seed: int, options: argparse.Namespace, device: torch.devi
     kernels, low = WAYS[way]
     source = open_source(options.data).split("train")
     channels, stored = (1, 16) if options.data == "digits" else (3, 64)
-    fields: Row = {"image_size": options.image_size, "channels": channels} | ({"depth": 2} if options.tiny else {})
+    fields: Row = {"image_size": options.image_size, "channels": channels} | ({"depth": options.depth} if options.depth else {})
     model = create_model(options.model, outputs=len(source.classes), seed=seed, **fields).to(device).train()
     assert isinstance(model, ViT)
     model.kernels = kernels  # type: ignore[assignment]
     if way == "fp8-simulated":
-        simulate_eight_bits(model)
+        simulate_fp8(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05)
 
     def backward(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ def test_finetune_a_folder_from_a_published_file_and_predict(
     words = ["finetune", "--from", str(tmp_path / "Ti_16.npz"), "--data", str(photos), "--out", str(tmp_path / "run")]
     status, out, err = run(capsys, *words, "--steps", "12", "--schedule.warmup", "2", "--data.workers", "0")
     assert status == 0, err
-    assert "head: new, of zeros, 3 outputs (the checkpoint had 21)" in out
+    assert "head: new, zero-initialised, 3 outputs (the checkpoint had 21)" in out
     bundle = vitrail.load(tmp_path / "run")
     assert bundle.classes == ("blue", "green", "red") and bundle.model.config.image_size == (64, 64)
     answers = bundle.predict([photos / "red" / "0.jpg", photos / "blue" / "3.jpg"], top=1)
@@ -127,7 +127,7 @@ def test_finetune_a_folder_from_a_published_file_and_predict(
 def test_a_sweep_finds_the_learning_rate_and_does_not_repeat_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["train", *SHORT, "--sweep", "--lr-grid", "1e-5", "3e-3", "--out", str(tmp_path / "run"), "--steps", "12"]
     status, out, _ = run(capsys, *words)
-    assert status == 0 and "learning rate 0.003 is taken" in out
+    assert status == 0 and "best learning rate: 0.003" in out
     assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"]["optim"]["lr"] == 3e-3
     before = (tmp_path / "run" / "sweep" / "lr-1e-05" / "metrics.jsonl").stat().st_mtime_ns
     run(capsys, *words)

@@ -17,7 +17,7 @@ from vitrail.train.plan import config_of
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_whole(name: str) -> None:
+def test_every_recipe_is_complete(name: str) -> None:
     recipe = recipe_named(name)
     assert recipe.name == name
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe

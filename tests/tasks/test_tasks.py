@@ -66,7 +66,7 @@ def test_losses_are_float32_whatever_comes_in():
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 @settings(max_examples=20, deadline=None)
-def test_meters_of_parts_add_up_to_the_meter_of_the_whole(sizes):
+def test_meters_of_parts_add_up(sizes):
     total = sum(sizes)
     logits, labels = torch.randn(total, 7), torch.randint(0, 7, (total,))
     targets = torch.randn(total, 7)
@@ -135,7 +135,7 @@ def test_regression_is_standardised_and_given_back():
     assert found["mae"] == pytest.approx(np.abs(targets - targets.mean(0)).mean(), rel=1e-4)
 
 
-def test_regression_refuses_what_cannot_be_learnt():
+def test_regression_refuses_targets_that_cannot_be_learned():
     with pytest.raises(VitrailError, match="'b' is the same for every"):
         Regress(np.array([[1.0, 2.0], [3.0, 2.0]]), ("a", "b"))
     with pytest.raises(VitrailError, match="row 1"):

@@ -18,7 +18,7 @@ from vitrail.train.prepare import prepare
 
 
 class Enough(Exception):
-    """Stands for a crash."""
+    """Stands in for a crash."""
 
 
 # A large epsilon: Adam otherwise blows rounding errors in small gradients up to whole steps.

@@ -37,8 +37,8 @@ def small(**changes: Any) -> Recipe:
     return Recipe(**settings)
 
 
-class Heard(Callback):
-    """Remembers what was said."""
+class Recorder(Callback):
+    """Keeps messages and records."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

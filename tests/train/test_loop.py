@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import vitrail
-from tests.train.small import Heard, same, small, weights
+from tests.train.small import Recorder, same, small, weights
 from vitrail.data.augment.spec import Augment
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
@@ -94,36 +94,36 @@ class BadOnce:
 
 def test_skip_leaves_one_step_out(tmp_path):
     recipe = small(on_nonfinite="skip", steps=4, **PLAIN)
-    prepared, heard = prepare(recipe), Heard()
+    prepared, recorder = prepare(recipe), Recorder()
     BadOnce(prepared, 2)
-    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
-    assert any("step 2 was not finite; the step was left out" in note for note in heard.notes)
-    assert sum(record["skipped"] for record in heard.records) == 1
-    assert all(np.isfinite(record["loss"]) for record in heard.records)
+    train(recipe, tmp_path / "run", callbacks=[recorder], prepared=prepared)
+    assert any("step 2 was not finite; the step was skipped" in note for note in recorder.notes)
+    assert sum(record["skipped"] for record in recorder.records) == 1
+    assert all(np.isfinite(record["loss"]) for record in recorder.records)
 
 
 def test_rollback_goes_back_and_passes_the_batch_over(tmp_path):
     recipe = small(on_nonfinite="rollback", steps=6, **PLAIN)
-    prepared, heard = prepare(recipe), Heard()
+    prepared, recorder = prepare(recipe), Recorder()
     BadOnce(prepared, 3)
-    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
-    assert any("Back to step 2; step 3 will be passed over" in note for note in heard.notes)
+    train(recipe, tmp_path / "run", callbacks=[recorder], prepared=prepared)
+    assert any("Back to step 2; step 3 will be skipped" in note for note in recorder.notes)
     assert [record["step"] for record in RunFolder(tmp_path / "run").records() if record["kind"] == "train"] == [2, 4, 6]
 
 
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_result(tmp_path):
     recipe = small(batch=48, steps=3, **PLAIN)
     train(small(batch=48, steps=3, micro_batch=12, **PLAIN), tmp_path / "expected")
-    prepared, heard = prepare(recipe), Heard()
+    prepared, recorder = prepare(recipe), Recorder()
 
     def narrow(module, inputs):
         if module.training and len(inputs[0]) > 20:
             raise torch.OutOfMemoryError("pretended")
 
     prepared.model.register_forward_pre_hook(narrow)
-    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
-    assert any("Out of memory at micro-batch 48" in note for note in heard.notes)
-    assert any("Going on with 12 × 4; the batch stays 48" in note for note in heard.notes)
+    train(recipe, tmp_path / "run", callbacks=[recorder], prepared=prepared)
+    assert any("Out of memory at micro-batch 48" in note for note in recorder.notes)
+    assert any("Now 12 × 4; the batch stays 48" in note for note in recorder.notes)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "expected"))
 
 
@@ -142,7 +142,7 @@ def test_a_fixed_micro_batch_that_does_not_fit_is_a_sentence(tmp_path):
 def test_a_compiler_that_fails_is_done_without(tmp_path, monkeypatch):
     from torch._dynamo.exc import BackendCompilerFailed
 
-    recipe, heard = small(compile=True, steps=3), Heard()
+    recipe, recorder = small(compile=True, steps=3), Recorder()
     prepared = prepare(recipe)
 
     def fails(self):
@@ -152,8 +152,8 @@ def test_a_compiler_that_fails_is_done_without(tmp_path, monkeypatch):
         self._compiled_call_impl = call
 
     monkeypatch.setattr(type(prepared.model), "compile", fails)
-    train(recipe, tmp_path / "run", callbacks=[heard], prepared=prepared)
-    assert any("torch.compile failed" in note for note in heard.notes)
+    train(recipe, tmp_path / "run", callbacks=[recorder], prepared=prepared)
+    assert any("torch.compile failed" in note for note in recorder.notes)
     train(small(steps=3), tmp_path / "eager")
     assert same(weights(tmp_path / "run"), weights(tmp_path / "eager"))
 
@@ -163,7 +163,7 @@ def test_too_few_images_for_a_step_is_a_sentence(tmp_path):
         train(small(batch=5000), tmp_path / "run")
 
 
-def test_what_will_disappoint_is_said(tmp_path):
+def test_settings_that_usually_fail_give_a_warning(tmp_path):
     recipe = small(optim__lr=0.02, model__width=32, model__heads=4)
     notes = " ".join(prepare(recipe).notes)
     assert "learning rate 0.02 with adamw" in notes
@@ -171,9 +171,9 @@ def test_what_will_disappoint_is_said(tmp_path):
 
 
 def test_a_recipe_without_data_or_length_says_so(tmp_path):
-    with pytest.raises(VitrailError, match=r"does not say where the images are: add --data\.source"):
+    with pytest.raises(VitrailError, match=r"has no images: add --data\.source"):
         train(small(data__source=""), tmp_path / "one")
-    with pytest.raises(VitrailError, match="give --epochs or --steps"):
+    with pytest.raises(VitrailError, match="add --epochs or --steps"):
         train(small(steps=None), tmp_path / "two")
 
 
@@ -216,7 +216,7 @@ def test_regression_learns_and_predicts_in_the_targets_own_units(tmp_path):
     assert answers[1][0].score == pytest.approx(1000 + 5 * levels[bright], abs=150)
 
 
-def test_several_labels_an_image(tmp_path):
+def test_several_labels_per_image(tmp_path):
     levels = pictures(tmp_path / "images")
     labels = [
         "|".join(name for name, on in (("bright", level > 128), ("extreme", abs(level - 128) > 60)) if on) for level in levels
@@ -239,9 +239,9 @@ def test_distillation_from_a_run(mode, token, tmp_path):
     recipe = small(
         task=TaskSpec(distil=mode, teacher=str(tmp_path / "teacher")), model__distill_token=token or None, augment__smoothing=0.0
     )
-    heard = Heard()
-    train(recipe, tmp_path / "student", callbacks=[heard])
-    assert any(f"{mode} distillation into the {'distillation token' if token else 'only head'}" in note for note in heard.notes)
+    recorder = Recorder()
+    train(recipe, tmp_path / "student", callbacks=[recorder])
+    assert any(f"{mode} distillation into the {'distillation token' if token else 'only head'}" in note for note in recorder.notes)
     model = vitrail.load(tmp_path / "student").model
     assert (model.distill_head is not None) == token
     if token:
@@ -270,11 +270,11 @@ def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tm
         steps=2,
         batch=4,
     )
-    heard = Heard()
-    train(recipe, tmp_path / "tuned", callbacks=[heard])
-    said = " ".join(heard.notes)
-    assert "head: new, of zeros, 2 outputs (the checkpoint had 10)" in said
-    assert "image size 8×8 → 12×12" in said
+    recorder = Recorder()
+    train(recipe, tmp_path / "tuned", callbacks=[recorder])
+    messages = " ".join(recorder.notes)
+    assert "head: new, zero-initialised, 2 outputs (the checkpoint had 10)" in messages
+    assert "image size 8×8 → 12×12" in messages
     before, after = vitrail.load(tmp_path / "start"), vitrail.load(tmp_path / "tuned")
     assert after.classes == ("a", "b") and after.model.config.dropout == 0.2
     assert after.preprocess == before.preprocess.with_size(12)
@@ -285,9 +285,9 @@ def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tm
 
 def test_the_same_classes_keep_the_head(tmp_path):
     train(small(), tmp_path / "start")
-    heard = Heard()
-    train(small(model=ModelSpec(start=str(tmp_path / "start")), steps=1), tmp_path / "more", callbacks=[heard])
-    assert any("head: kept" in note for note in heard.notes)
+    recorder = Recorder()
+    train(small(model=ModelSpec(start=str(tmp_path / "start")), steps=1), tmp_path / "more", callbacks=[recorder])
+    assert any("head: kept" in note for note in recorder.notes)
 
 
 def test_the_run_folder_holds_what_it_promises(tmp_path):
@@ -317,16 +317,16 @@ def test_an_extra_that_is_missing_is_named(monkeypatch):
         WeightsAndBiases("project")
 
 
-def test_waiting_for_data_is_said_once(tmp_path, monkeypatch):
+def test_waiting_for_data_gives_one_message(tmp_path, monkeypatch):
     from vitrail.data.data_wait import DataWaitTimer
 
     monkeypatch.setattr(DataWaitTimer, "fraction", lambda self: 0.6)
-    heard = Heard()
-    train(small(steps=8, log_every=1), tmp_path / "run", callbacks=[heard])
-    assert len([note for note in heard.notes if "waits for data 60% of the time" in note]) == 1
+    recorder = Recorder()
+    train(small(steps=8, log_every=1), tmp_path / "run", callbacks=[recorder])
+    assert len([note for note in recorder.notes if "waits for data 60% of the time" in note]) == 1
 
 
-def test_evaluators_measure_along_the_way_and_leave_the_run_as_it_was(tmp_path):
+def test_evaluators_run_at_every_validation_and_do_not_change_the_run(tmp_path):
     seen = []
 
     def make(prepared, world):

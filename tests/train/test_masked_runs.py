@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import vitrail
-from tests.train.small import Heard, losses, same, weights
+from tests.train.small import Recorder, losses, same, weights
 from vitrail.cli import main
 from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError
@@ -65,9 +65,9 @@ class Runs(dict[str, Path]):
         self.folder = folder
 
     def __missing__(self, name: str) -> Path:
-        heard = Heard()
-        train(recipe_of(TASKS[name], model__pooling="mean"), self.folder / name, callbacks=[heard])
-        assert any("always saying the same costs" in note for note in heard.notes)
+        recorder = Recorder()
+        train(recipe_of(TASKS[name], model__pooling="mean"), self.folder / name, callbacks=[recorder])
+        assert any("always saying the same costs" in note for note in recorder.notes)
         self[name] = self.folder / name
         return self[name]
 
@@ -105,25 +105,25 @@ def test_the_model_is_a_plain_headless_checkpoint_and_the_rest_lies_beside_it(na
 
 def test_fine_tuning_says_what_it_leaves_behind(runs: Runs, tmp_path: Path) -> None:
     for name, dropped in (("mean-colour", "mask_token, head.weight, head.bias"), ("mae", "decoder_blocks (24 tensors)")):
-        heard = Heard()
+        recorder = Recorder()
         model = ModelSpec(start=str(runs[name]))
-        train(recipe_of(TaskSpec(), model=model, steps=12, ema=0.0), tmp_path / name, callbacks=[heard])
-        note = next(note for note in heard.notes if note.startswith("dropped: "))
+        train(recipe_of(TaskSpec(), model=model, steps=12, ema=0.0), tmp_path / name, callbacks=[recorder])
+        note = next(note for note in recorder.notes if note.startswith("dropped: "))
         assert dropped in note and TASKS[name].kind in note
-        assert any("head: new, of zeros, 10 outputs (the checkpoint had none)" in note for note in heard.notes)
+        assert any("head: new, zero-initialised, 10 outputs (the checkpoint had none)" in note for note in recorder.notes)
         assert vitrail.load(tmp_path / name).head == "set"
 
 
 def test_going_on_from_a_labelled_checkpoint(runs: Runs, tmp_path: Path) -> None:
     train(recipe_of(TaskSpec(), steps=12, ema=0.0), tmp_path / "labelled")
-    heard = Heard()
+    recorder = Recorder()
     start = ModelSpec(start=str(tmp_path / "labelled"))
-    train(recipe_of(TASKS["pixels"], model=start, steps=12), tmp_path / "run", callbacks=[heard])
-    assert any(note.startswith("head: left out (the checkpoint had 10)") for note in heard.notes)
+    train(recipe_of(TASKS["pixels"], model=start, steps=12), tmp_path / "run", callbacks=[recorder])
+    assert any(note.startswith("head: left out (the checkpoint had 10)") for note in recorder.notes)
 
 
 class Enough(Exception):
-    """Stands for a crash."""
+    """Stands in for a crash."""
 
 
 @pytest.mark.parametrize("name", ["mean-colour", "mae"])
@@ -189,11 +189,11 @@ def test_no_labels_are_needed(tmp_path: Path) -> None:
     from sklearn.datasets import load_digits
 
     source = folder_of(tmp_path / "images", np.asarray(load_digits().images[:80] * 15.9))
-    heard = Heard()
+    recorder = Recorder()
     recipe = recipe_of(TASKS["mean-colour"], data__source=source, data__holdout=0.2, steps=3, batch=32, schedule__warmup=1)
-    result = train(recipe, tmp_path / "run", callbacks=[heard])
-    assert result.metrics["images"] == 16 and any("no labels" in note for note in heard.notes)
-    with pytest.raises(VitrailError, match=r"learn without labels: --task\.kind masked-patch"):
+    result = train(recipe, tmp_path / "run", callbacks=[recorder])
+    assert result.metrics["images"] == 16 and any("no labels" in note for note in recorder.notes)
+    with pytest.raises(VitrailError, match=r"train without labels: --task\.kind masked-patch"):
         train(recipe.replace(task=TaskSpec()), tmp_path / "other")
 
 
@@ -222,12 +222,12 @@ def test_what_does_not_go_together_is_refused_with_a_reason(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_hybrid_learns_and_is_warned_about(tmp_path: Path) -> None:
     model = ModelSpec(name="R26+ViT-S/32", image_size=64, channels=1, width=32, depth=1, heads=1, mlp=32)
-    heard = Heard()
+    recorder = Recorder()
     data = DataSpec(source="digits", workers=0, holdout=0.02)
     recipe = recipe_of(TASKS["mean-colour"], model=model, data=data, steps=1, batch=4, schedule__warmup=0, ema=0.0)
-    result = train(recipe, tmp_path / "run", callbacks=[heard])
+    result = train(recipe, tmp_path / "run", callbacks=[recorder])
     assert np.isfinite(result.metrics["loss"])
-    assert any("looks beyond the borders of a patch" in note for note in heard.notes)
+    assert any("looks beyond the borders of a patch" in note for note in recorder.notes)
 
 
 def test_plans_know_the_parts() -> None:

@@ -112,7 +112,7 @@ def test_many_gpus() -> None:
 def test_impossible_plans_are_sentences() -> None:
     with pytest.raises(VitrailError, match="1 to 4096"):
         make_plan(small_plan(), gpus=5000, memory=1)
-    with pytest.raises(VitrailError, match="cannot be shared by 512 GPUs"):
+    with pytest.raises(VitrailError, match="cannot be split over 512 GPUs"):
         make_plan(small_plan(), gpus=512, memory=1)
     nothing = make_plan(small_plan(), gpus=1, memory=0.51).needs[0]
     assert nothing.largest_micro_batch == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.small import Heard, losses, same, small, weights
+from tests.train.small import Recorder, losses, same, small, weights
 from vitrail.errors import VitrailError
 from vitrail.train.config import DataSpec
 from vitrail.train.loop import Loop, train
@@ -21,7 +21,7 @@ from vitrail.train.snapshots import Snapshots, damage
 
 
 class Enough(Exception):
-    """Stands for a crash."""
+    """Stands in for a crash."""
 
 
 def interrupted(recipe, out, monkeypatch, at):
@@ -50,9 +50,9 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("at", [2, 3, 5])
 def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkeypatch):
     interrupted(small(), tmp_path / "run", monkeypatch, at)
-    heard = Heard()
-    train(small(), tmp_path / "run", callbacks=[heard])
-    assert any(f"resumed at step {at - at % 2}" in note for note in heard.notes)
+    recorder = Recorder()
+    train(small(), tmp_path / "run", callbacks=[recorder])
+    assert any(f"resumed at step {at - at % 2}" in note for note in recorder.notes)
     assert same(weights(tmp_path / "run"), weights(undisturbed))
     assert losses(tmp_path / "run") == losses(undisturbed)
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkey
     "changes",
     [{"optim__name": "sgd", "optim__lr": 0.05}, {"precision": "bf16"}, {"precision": "fp16"}, {"data__sampling": "balanced"}],
 )
-def test_so_it_is_for_other_settings(changes, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_same_with_other_settings(changes, tmp_path, monkeypatch):
     recipe = small(**changes)
     train(recipe, tmp_path / "whole")
     interrupted(recipe, tmp_path / "run", monkeypatch, 4)
@@ -84,10 +84,10 @@ def test_a_damaged_checkpoint_is_skipped_steps(undisturbed, tmp_path, monkeypatc
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert "checksum" in damage(newest)
-    heard = Heard()
-    train(small(), tmp_path / "run", callbacks=[heard])
-    assert "step 4 is damaged" in caplog.text
-    assert any("resumed at step 2" in note for note in heard.notes)
+    recorder = Recorder()
+    train(small(), tmp_path / "run", callbacks=[recorder])
+    assert "step 4 is corrupted" in caplog.text
+    assert any("resumed at step 2" in note for note in recorder.notes)
     assert same(weights(tmp_path / "run"), weights(undisturbed))
 
 
@@ -105,7 +105,7 @@ def test_changed_settings_are_shown_and_refused_unless_allowed(tmp_path, monkeyp
     interrupted(small(), tmp_path / "run", monkeypatch, 3)
     with pytest.raises(VitrailError, match=r"optim.lr: 0.002 → 0.001[\s\S]*--allow-change optim.lr"):
         train(small(optim__lr=1e-3), tmp_path / "run")
-    with pytest.raises(VitrailError, match=r"no setting.* Did you mean optim\.lr"):
+    with pytest.raises(VitrailError, match=r"not a setting.* Did you mean optim\.lr"):
         train(small(), tmp_path / "run", allow_change=["optim.lrr"])
     train(small(optim__lr=1e-3), tmp_path / "run", allow_change=["optim.lr"])
     assert losses(tmp_path / "run")[-1][0] == 6
@@ -133,7 +133,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
         real(self, step, tensors, state)
 
     monkeypatch.setattr(Snapshots, "_write", full)
-    with pytest.raises(VitrailError, match=r"No space left on device\. The one before it is whole \(step 2\)"):
+    with pytest.raises(VitrailError, match=r"No space left on device\. The one before it is valid \(step 2\)"):
         train(small(), tmp_path / "run")
     assert damage(tmp_path / "run" / "checkpoints" / "step-00000002") == ""
 
@@ -169,7 +169,7 @@ def started(out: Path) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", script, str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+def test_sigterm_saves_and_the_same_command_resumes(tmp_path):
     process = started(tmp_path / "run")
     until(lambda: (tmp_path / "run" / "checkpoints" / "step-00000003").exists(), process)
     process.send_signal(signal.SIGTERM)

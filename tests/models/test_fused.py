@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.models.peers import randomise
 from vitrail.models import ViT, create_model, vit
 from vitrail.models.autoencoder import MaskedAutoencoder
-from vitrail.models.fused import dispatch, encoder
+from vitrail.models.fused import dispatch, encoder, self_test
 from vitrail.models.masked import MaskedPatches, Pretraining
 
 pytest.importorskip("triton")
@@ -40,8 +40,6 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(encoder, "matmul_dtype", lambda x: LOW)
         monkeypatch.setattr(dispatch, "_kernels_run", lambda x, dtype: True)
         monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
-        from vitrail.models.fused import self_test
-
         monkeypatch.setattr(self_test, "attention_works", lambda *given: True)
     yield
 
@@ -253,6 +251,15 @@ def test_what_kernels_do_not_know_takes_the_plain_path(
     model, images = small(**change), torch.randn(1, 3, 48, 48, device=DEVICE)
     results(model, images, "auto")
     assert not blocks_fused and not dispatch.is_fusable(model)
+
+
+def test_a_block_asks_for_the_self_test_of_its_own_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(self_test, "works", lambda *given: bool(asked.append(given)) or True)
+    block = create_model("ViT-Ti/16", outputs=0, image_size=32, width=64, depth=1, heads=2, mlp=96).blocks[0]
+    x = torch.zeros(1, 4, 64)
+    assert dispatch.fuses_block(block, x, torch.bfloat16)
+    assert asked == [(x.device, torch.bfloat16, 64, 96, 2, True)]
 
 
 def test_cpus_and_float32_take_the_plain_path() -> None:

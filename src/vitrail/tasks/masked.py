@@ -26,7 +26,7 @@ _PATTERNS = 1009  # different noises of a validation split; image i has that of 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The targets of some training images, and how well one does without looking."""
+    """The targets of some training images, and the loss of the best constant prediction."""
 
     images: int
     bins: int
@@ -38,7 +38,7 @@ class Baseline:
     """Of the best constant prediction."""
 
     def check(self, preprocessing: str) -> None:
-        """Refuse targets from which there is nothing to learn."""
+        """Refuse targets that are all the same."""
         if self.bins >= _FEWEST_BINS and self.entropy >= _LEAST_BITS and self.loss >= _LEAST_LOSS:
             return
         raise VitrailError(
@@ -51,13 +51,13 @@ class Baseline:
     def describe(self, unit: str) -> str:
         return (
             f"targets: {self.bins} of {self.possible} colours in {self.images} training images, entropy {self.entropy:.2f} bits; "
-            f"always saying the same costs {self.loss:.4g} {unit}, and the loss is shown relative to that"
+            f"the best constant prediction costs {self.loss:.4g} {unit}, and the loss is shown relative to that"
         )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Predictions of a batch beside what was wanted."""
+    """Predictions of a batch, and their targets."""
 
     predicted: Tensor
     wanted: Tensor

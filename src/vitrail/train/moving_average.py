@@ -1,4 +1,4 @@
-"""The steps between two records of a run, and how fast they went."""
+"""Averages over the steps between two records of a run: loss, gradient norm, speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MovingAverage:
-    """The steps since the last record, and how fast they went."""
+    """Loss, gradient norm and speed, averaged over the steps since the last record."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -60,7 +60,7 @@ class MovingAverage:
         return record
 
     def _advise(self) -> None:
-        """Once, when the run has found its pace: what to do if it waits for data."""
+        """Once, after the third record: what to do if the run waits for data."""
         loop = self.loop
         self.records += 1
         if self.records == 3:

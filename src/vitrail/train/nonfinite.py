@@ -1,4 +1,4 @@
-"""Finding where numbers stopped being numbers: the first layer, the batch, and what to try."""
+"""Find where non-finite numbers first appear, and suggest what to try."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST = {torch.float16: 65504.0}
 
 
 def first_fault(model: nn.Module, compute: Callable[[], Tensor]) -> str:
-    """The first place where `compute`, which runs the model to a loss, meets a number that is not finite."""
+    """Return the first place where `compute`, which runs the model to a loss, has a non-finite number."""
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return f"the weight {name} itself is not finite"
@@ -34,7 +34,7 @@ def first_fault(model: nn.Module, compute: Callable[[], Tensor]) -> str:
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not _finite(parameter.grad):
             return f"forward is finite; first in the gradient of {name}"
-    return "it did not come back when the step was repeated, so it depends on the order of additions or on the memory"
+    return "it did not occur again when the step was repeated, so it depends on the order of additions or on faulty memory"
 
 
 def _watch(found: list[str], name: str) -> Callable[..., None]:
@@ -59,7 +59,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def advice(precision: str, lr: float) -> str:
-    """What to try, the most likely cure first."""
+    """Return what to try, the most likely fix first."""
     cures = ["--precision bf16 (or fp32)"] if precision == "fp16" else []
     cures += [f"a lower --optim.lr than {lr:g}", "a longer --schedule.warmup"]
     return f"Try {', '.join(cures)}, or skip such batches with --on-nonfinite skip or rollback."

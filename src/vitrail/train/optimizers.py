@@ -34,12 +34,12 @@ class Group:
 
 
 def is_kernel(name: str, parameter: Tensor) -> bool:
-    """Whether the reference would call it a kernel: a matrix or convolution, not a bias, norm, token or position table."""
+    """Whether it is a kernel in the reference's sense: a matrix or convolution, not a bias, norm, token or position table."""
     return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight" and not name.startswith("positions.")
 
 
 def convert_decay(weight_decay: float, lr: float, source: Decay, target: Decay) -> float:
-    """The same decay in another convention; `coupled` has no equivalent under Adam."""
+    """Convert a decay to another convention; `coupled` has no equivalent under Adam."""
     if source == target:
         return weight_decay
     if "coupled" in (source, target):
@@ -108,7 +108,7 @@ class Optimizer:
         return self._inner
 
     def set_rate(self, factor: float) -> None:
-        """Where the schedule stands, from 0 to 1."""
+        """Set the learning rates by the schedule's factor, from 0 to 1."""
         for group in self._inner.param_groups:
             group["lr"] = self.spec.lr * group["scale"] * factor
 

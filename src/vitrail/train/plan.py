@@ -1,4 +1,4 @@
-"""What a recipe needs on hardware that is not at hand: memory and communication for each GPU, by engine."""
+"""What a recipe needs on GPUs that you do not have: memory and communication per GPU, for each engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FRAGMENTS = 0.05  # fraction lost to fragmentation in the allocator
 
 @dataclass(frozen=True)
 class Need:
-    """One GPU's needs under one engine, in bytes."""
+    """What one GPU needs under one engine, in bytes."""
 
     engine: str
     micro_batch: int
@@ -41,12 +41,12 @@ class Need:
 
     @property
     def tensors(self) -> int:
-        """The most torch will hold: what `torch.cuda.max_memory_allocated` reports."""
+        """Peak of tensors: what `torch.cuda.max_memory_allocated` reports."""
         return self.weights + self.gradients + self.optimizer + self.average + self.activations + _WORKSPACE
 
     @property
     def total(self) -> int:
-        """What the GPU must have."""
+        """Memory that the GPU must have."""
         return math.ceil(self.tensors * (1 + _FRAGMENTS)) + _CONTEXT
 
 
@@ -62,7 +62,7 @@ class Plan:
     memory: int
     precision: str
     flops: int
-    """Operations of an optimiser step, over all GPUs."""
+    """FLOPs of an optimiser step, over all GPUs."""
     needs: tuple[Need, ...]
 
 
@@ -119,7 +119,7 @@ def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int,
     states = _states(recipe, footprint(1).weights)
     largest = _largest(footprint, (memory - _CONTEXT) / (1 + _FRAGMENTS) - _WORKSPACE - sum(states))
     taken = min(micro_batch or largest, share)
-    # Where nothing fits, the least there is shows what is missing.
+    # Where nothing fits, show the need of one image.
     exact = footprint(taken, accumulates=taken < share) if taken else footprint(1)
     accumulation = math.ceil(share / taken) if taken else 0
     return Need(
@@ -151,7 +151,7 @@ def _largest(footprint: Callable[[int], Footprint], available: float) -> int:
 
 
 def _states(recipe: Recipe, weights: int) -> tuple[int, int]:
-    """Optimiser state and average, beside so many bytes of weights."""
+    """Return the bytes of optimiser state and averaged weights for so many bytes of weights."""
     moments = (1 if recipe.optim.momentum else 0) if recipe.optim.name == "sgd" else 2
     return moments * weights, weights if recipe.ema else 0
 

@@ -1,4 +1,4 @@
-"""From a recipe to the things a run needs: data, preprocessing, task and model, each saying what was chosen."""
+"""From a recipe to what a run needs: data, preprocessing, task and model, with notes on what was chosen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OWN = ("name", "start", "image_size", "recompute", "recompute_keep", "freeze")
 
 @dataclass
 class Prepared:
-    """Everything a run is made of, before it is put on devices."""
+    """Everything a run needs, before it is moved to devices."""
 
     model: Model
     task: Task
@@ -40,18 +40,18 @@ class Prepared:
     source: str
     notes: list[str] = field(default_factory=list)
     wrapper: Pretraining | None = None
-    """What the model is inside of while it learns without labels."""
+    """The module around the model in self-supervised training."""
     initialise: Initialise | None = None
     """For a model on the meta device: draws the initial values of everything that is trained."""
 
     @property
     def trained(self) -> Model | Pretraining:
-        """Everything that learns."""
+        """The module that is trained."""
         return self.model if self.wrapper is None else self.wrapper
 
     @property
     def flops(self) -> int:
-        """Operations to learn from one image."""
+        """FLOPs of training on one image."""
         return training_flops(self.model.config) if self.wrapper is None else 3 * self.wrapper.flops()
 
 
@@ -160,7 +160,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     notes.append(f"start: {spec.start}, {bundle.model.config.name}")
     model = bundle.model
     if bundle.task_info.get("parts"):
-        notes.append(f"dropped: {bundle.task_info['parts']}, which served {bundle.task_info['kind']} pre-training only")
+        notes.append(f"dropped: {bundle.task_info['parts']}, which only {bundle.task_info['kind']} pre-training needs")
     if not outputs:
         notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), there are no classes here")
         model.replace_head(0)

@@ -22,7 +22,7 @@ _ROLLBACKS = 5
 
 
 def handle_nonfinite(loop: Loop) -> bool:
-    """Act on a gradient that was not finite; True when the run went back to a checkpoint."""
+    """Handle a non-finite gradient; return True if the run went back to a checkpoint."""
     bad = loop.step.first_bad()
     if bad is None:
         return False
@@ -45,7 +45,7 @@ def handle_nonfinite(loop: Loop) -> bool:
 
 
 def _explain(loop: Loop, number: int) -> str:
-    """Take the step again, watching every layer. The weights have not moved since."""
+    """Repeat the step with hooks on every layer. The weights have not changed since."""
     loop.snapshots.finish()
     loop.go_to(number)
     fault, names = "", list[str]()
@@ -54,7 +54,7 @@ def _explain(loop: Loop, number: int) -> str:
     try:
         for batch in loop.parts():
             names += batch.names(loop.prepared.train)
-            if not fault or fault.startswith("it did not"):
+            if not fault or fault.startswith("it did not occur"):
                 fault = _fault_of(loop, batch, number)
     finally:
         torch.compiler.set_stance("default")
@@ -85,7 +85,7 @@ def _fault_of(loop: Loop, batch: Batch, number: int) -> str:
 
 
 def find_micro_batch(loop: Loop) -> None:
-    """On a GPU, try how many images fit before the run begins; all ranks agree on the smallest answer."""
+    """On a GPU, find the micro-batch that fits before the first step; all ranks use the smallest."""
     if loop.recipe.micro_batch != "auto" or loop.world.device.type != "cuda":
         return
     while not _fits(loop):
@@ -95,7 +95,7 @@ def find_micro_batch(loop: Loop) -> None:
 
 def _fits(loop: Loop) -> bool:
     loop.go_to(loop.done)
-    batch = dataclasses.replace(next(loop.batches), micro_step=0, micro_steps=2)  # not the last: other ranks are left alone
+    batch = dataclasses.replace(next(loop.batches), micro_step=0, micro_steps=2)  # not the last: no communication with other ranks
     failed = False
     try:
         loop.step.backward(batch)
@@ -108,7 +108,7 @@ def _fits(loop: Loop) -> bool:
 
 
 def halve_micro_batch(loop: Loop, error: Exception | None) -> None:
-    """Compute fewer images at once, in more parts: the step stays the same. `error` is what ended a step, if one did."""
+    """Halve the micro-batch: the step stays the same. `error` is what ended a step, if one did."""
     recipe, config, size = loop.recipe, loop.prepared.model.config, loop.micro_batch
     where = f"Out of memory at micro-batch {size} ({config.name}, {config.image_size[0]}×{config.image_size[1]})."
     if size <= 1 or recipe.micro_batch != "auto":

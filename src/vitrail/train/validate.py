@@ -1,4 +1,4 @@
-"""Measuring a model on a split: every image once, over all ranks."""
+"""Validation of a model on a split: every image once, over all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def validate(
     workers: int | None = None,
     bad_images: str = "error",
 ) -> Meter:
-    """A meter that has taken in the whole split, on every rank."""
+    """Return a meter over the whole split, on every rank."""
     world = runner.world
     loader = EvalLoader(
         split,
@@ -55,7 +55,7 @@ def validate(
 
 
 def _keep_step(runner: Runner, task: Task, preprocess: Preprocess, missing: int) -> None:
-    """Shards are gathered by all ranks together, so one that has no batch left still has to take part."""
+    """Run empty batches: all ranks gather shards together, so one that has no batch left must still take part."""
     nothing = torch.zeros(1, preprocess.channels, *preprocess.size, device=runner.world.device)
     for _ in range(missing):
         task.predict(runner, nothing, torch.zeros(1, dtype=torch.int64))

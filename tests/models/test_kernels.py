@@ -280,6 +280,16 @@ def test_cross_entropy_without_copies(rows: int, classes: int) -> None:
     assert (losses - expected).abs().max() < 3e-5 and (found - gradient).abs().max() < 1e-5
 
 
+def test_cross_entropy_under_functorch() -> None:
+    from vitrail.models.fused.cross_entropy import cross_entropy
+
+    logits, targets = torch.randn(4, 12, device=DEVICE).to(LOW), torch.arange(4, device=DEVICE)
+    found = torch.func.grad(lambda one: cross_entropy(one, targets).sum())(logits)
+    leaf = logits.double().requires_grad_()
+    (exact,) = torch.autograd.grad(F.cross_entropy(leaf, targets, reduction="sum"), leaf)
+    assert is_accurate(found, exact.to(LOW), exact)
+
+
 def test_norm_of_a_residual_far_from_zero() -> None:
     """Two passes over the row, not the difference of two large sums."""
     x = 1000 + torch.randn(2, 5, 24, device=DEVICE)

@@ -22,10 +22,17 @@ _LOW = (torch.bfloat16, torch.float16)
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return −log softmax(logits)[target] of every row [row, class], in float32."""
-    fused = logits.is_cuda and logits.dtype in _LOW and logits.shape[1] <= _MAX_CLASSES and has_triton()
-    if fused and not torch.compiler.is_compiling() and works_on(logits.device, logits.dtype):
+    if _fuses(logits):
         return CrossEntropy.apply(logits, targets)  # type: ignore[no-any-return]
     return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def _fuses(logits: Tensor) -> bool:
+    if not logits.is_cuda or logits.dtype not in _LOW or not 0 < logits.shape[1] <= _MAX_CLASSES or not has_triton():
+        return False
+    from vitrail.models.fused.whitelist import is_ordinary_call, is_plain_tensor
+
+    return is_plain_tensor(logits) and is_ordinary_call() and works_on(logits.device, logits.dtype)
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -1,1 +1,1 @@
-"""What the command line shows a person: one file a command, drawing on the rooms and holding no logic of theirs."""
+"""The commands, one file each: they parse options and print results; the other packages do the work."""

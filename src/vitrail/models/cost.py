@@ -28,7 +28,7 @@ def parameters(config: ModelConfig) -> int:
 def flops(config: ModelConfig) -> int:
     """Floating-point operations of one image's forward pass: a multiply-add counts as two, as the paper counts them.
 
-    Matrix products, convolutions and attention; norms, activations and sums, well under 1 %, are left out.
+    Matmuls, convolutions and attention; norms, activations and sums, well under 1 %, are left out.
     """
     if isinstance(config, BiTConfig):
         return _resnet_flops(config) + 2 * config.resnet.out_channels * config.outputs

@@ -21,7 +21,7 @@ _MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 class Recompute:
     """How many blocks, from the first, recompute their activations, and what they keep besides their input.
 
-    With `matmuls` the outputs of matrix products and convolutions stay, which cost the most to compute again; norms, attention
+    With `matmuls` the outputs of matmuls and convolutions stay, which cost the most to compute again; norms, attention
     and activation functions are recomputed.
     """
 

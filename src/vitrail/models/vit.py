@@ -74,7 +74,7 @@ class ViT(nn.Module):
         self.head = surgery.new_head(config)
         self.distill_head = surgery.new_head(config) if config.distill_token else None
         self.recompute = Recompute()
-        # auto: fused kernels wherever they compute the same. plain: never. fp8: fused, and training multiplies in eight bits.
+        # auto: fused kernels wherever they compute the same. plain: never. fp8: fused, and training matmuls in fp8.
         self.kernels: Literal["auto", "plain", "fp8"] = "auto"
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Learning from images alone: patches are hidden, and what they held is the target.
 
 A falling loss proves nothing here: where every target is the same, the loss falls to zero and the model has learned only that. So
-every loss is shown beside that of the best constant prediction, and targets that hardly differ stop the run before it begins.
+every loss is shown next to that of the best constant prediction, and targets that hardly differ stop the run before it begins.
 """
 
 from __future__ import annotations

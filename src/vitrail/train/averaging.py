@@ -1,4 +1,4 @@
-"""Polyak averaging: a running mean of the weights beside the weights themselves."""
+"""Polyak averaging: a running mean of the weights, kept in addition to the weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Average:
     def __init__(self, model: nn.Module, decay: float, *, warmup: bool = False) -> None:
         self.decay, self.warmup = decay, warmup
         # Only trained parameters are averaged; fixed tables stay as they are.
-        learnt = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        self._weights: list[Tensor] = list(learnt.values())
-        self._mean = {name: one.detach().clone().float() for name, one in learnt.items()}
+        trainable = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._weights: list[Tensor] = list(trainable.values())
+        self._mean = {name: one.detach().clone().float() for name, one in trainable.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints of a run in progress: everything needed to resume exactly.
 
-Each is a folder in torch's distributed-checkpoint format, so a run may be resumed with another number of ranks or shards, beside
+Each is a folder in torch's distributed-checkpoint format, so a run may be resumed with another number of ranks or shards, next to
 a `state.json` with the place in the run and a checksum of every file. It is written under a temporary name and renamed when
 whole. The format uses pickle: resume only runs you trust. The finished model is saved apart, in the safe format.
 """

@@ -59,11 +59,11 @@ def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_shou
     assert 0 < held.peak - full.peak <= full.gradients * 1.01
 
 
-def test_shards_beyond_the_pretended_ranks_are_computed_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_beyond_the_fake_ranks_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> None:
     import vitrail.train.memory as memory
 
     exact = simulate_sharded(Subject(TINY), 8, precision="fp32", ranks=8)
-    monkeypatch.setattr(memory, "_PRETENDED", 2)
+    monkeypatch.setattr(memory, "_FAKE_RANKS", 2)
     computed = simulate_sharded(Subject(TINY), 8, precision="fp32", ranks=8)
     assert computed.weights == exact.weights == pytest.approx(4 * parameters(TINY) / 8, rel=0.02)
     assert computed.peak == pytest.approx(exact.peak, rel=0.05)

@@ -153,7 +153,7 @@ def passed(model: ViT, images: torch.Tensor, labels: torch.Tensor, way: str) -> 
     }
 
 
-class EightBitProduct(torch.autograd.Function):
+class Fp8Matmul(torch.autograd.Function):
     """x Wᵀ as fp8 computes it: both rounded to e4m3 with a scale a row, forward and for the gradient at x; not for that at W."""
 
     @staticmethod
@@ -162,9 +162,9 @@ class EightBitProduct(torch.autograd.Function):
         return rounded(x) @ rounded(weight).t()
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
-        return rounded(slope) @ rounded(weight.t()).t(), slope.flatten(0, -2).t() @ x.flatten(0, -2)
+        return rounded(grad_out) @ rounded(weight.t()).t(), grad_out.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -175,24 +175,24 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 def simulate_fp8(model: ViT) -> None:
     """In the layers that fp8 covers: all blocks' but the last's attention, of which only the class token's part is computed."""
     for number, block in enumerate(model.blocks):
-        _in_eight_bits(block.mlp.up, block.norm2)
-        _in_eight_bits(block.mlp.down)
+        _use_fp8(block.mlp.up, block.norm2)
+        _use_fp8(block.mlp.down)
         if number < len(model.blocks) - 1:
-            _in_eight_bits(block.attention.qkv, block.norm1)
-            _in_eight_bits(block.attention.out)
+            _use_fp8(block.attention.qkv, block.norm1)
+            _use_fp8(block.attention.out)
 
 
-def _in_eight_bits(layer: Any, norm: Any = None) -> None:
-    """The weights of a norm before it are taken into the layer's before anything is rounded, as the kernels do it."""
-    layer.forward = partial(_eight_bit_layer, layer, norm)
+def _use_fp8(layer: Any, norm: Any = None) -> None:
+    """Fold the weights of the norm before it into the layer before rounding, as the kernels do."""
+    layer.forward = partial(_fp8_layer, layer, norm)
     if norm is not None:
         norm.forward = partial(F.layer_norm, normalized_shape=norm.normalized_shape, eps=norm.eps)
 
 
-def _eight_bit_layer(layer: torch.nn.Linear, norm: torch.nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
+def _fp8_layer(layer: torch.nn.Linear, norm: torch.nn.LayerNorm | None, x: torch.Tensor) -> torch.Tensor:
     if norm is None:
-        return EightBitProduct.apply(x, layer.weight) + layer.bias  # type: ignore[no-any-return]
-    return EightBitProduct.apply(x, layer.weight * norm.weight) + (layer.bias + layer.weight @ norm.bias)  # type: ignore[no-any-return]
+        return Fp8Matmul.apply(x, layer.weight) + layer.bias  # type: ignore[no-any-return]
+    return Fp8Matmul.apply(x, layer.weight * norm.weight) + (layer.bias + layer.weight @ norm.bias)  # type: ignore[no-any-return]
 
 
 def trained(way: str, seed: int, options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:

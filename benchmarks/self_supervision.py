@@ -1,7 +1,7 @@
 """What learning without labels costs, and what it is worth.
 
 1. `--cost`: a step of masked patch prediction (each target) and of masked autoencoding against a supervised step of the same
-   model, both taken by the training loop's own `Step`, taking turns over one resident batch. The bars are 1.1 and 0.5.
+   model, both taken by the training loop's own `Step`, in alternating rounds on one resident batch. The bars are 1.1 and 0.5.
 2. `--study PACKED --out DIR`: on a packed Tiny-ImageNet, pre-train by each once, then fine-tune from each and from scratch with the
    same budget over several seeds; linear probe and 5-shot of every encoder, of an untrained one too. What is finished is not
    done again, so it can be cut off and called again; `--seconds` begins no new part after that long.
@@ -146,7 +146,7 @@ def cost(options: argparse.Namespace) -> None:
 
 
 def against_supervised(name: str, spec: TaskSpec, bar: float | None, images: torch.Tensor, options: argparse.Namespace) -> Row:
-    """Two steps taking turns, so that a machine that slows down slows both."""
+    """Two steps in alternating rounds, so that a machine that slows down slows both."""
     plain, masked = (Steps(one, images, options) for one in (None, spec))
     for _ in range(2):  # compile, tune, record, allocate
         plain.take(5 if not options.tiny else 1)
@@ -371,8 +371,8 @@ class Brief(Callback):
             print(f"  {self.name}: {text}", flush=True)
 
     def validated(self, record: Record) -> None:
-        figures = {key: round(record[key], 4) for key in ("accuracy", "relative_loss", "loss") if key in record}
-        print(f"  {self.name}: step {record['step']}/{self.steps} {figures}", flush=True)
+        metrics = {key: round(record[key], 4) for key in ("accuracy", "relative_loss", "loss") if key in record}
+        print(f"  {self.name}: step {record['step']}/{self.steps} {metrics}", flush=True)
 
 
 def table(rows: list[Row]) -> None:

@@ -1,7 +1,7 @@
 """What the training loop costs, and whether plans tell the truth.
 
 1. ViT-S/16 on resident data: the bare step (forward, backward, optimiser) against the loop with clipping, averaging, the guard
-   against non-finite numbers and logging, taking turns. The loop should add less than 2 %.
+   against non-finite numbers and logging, in alternating rounds. The loop should add less than 2 %.
 2. The MFU in the loop's own records against one counted by hand here.
 3. The memory of `vitrail plan` against what torch really held, for ViT-B/16 and ViT-L/16.
 

@@ -125,8 +125,14 @@ def make_model(
     spec = recipe.model
     if spec.start is None:
         changes = {name: _meant(name, value) for name, value in _changes(spec).items()}
-        place = {"device": "meta"} if on_meta else {}
-        model = create_model(spec.name, outputs=outputs, image_size=spec.image_size or 224, seed=recipe.seed, **place, **changes)
+        model = create_model(
+            spec.name,
+            outputs=outputs,
+            image_size=spec.image_size or 224,
+            device="meta" if on_meta else None,
+            seed=recipe.seed,
+            **changes,
+        )
         size, channels = model.config.image_size, model.config.channels
         named = "google-vit" if recipe.data.preprocess == "auto" else recipe.data.preprocess
         preprocess = preset(named, size=size, channels=channels)

@@ -86,7 +86,8 @@ class _DrawIntoShards(TorchDispatchMode):
         """Keep this rank's slice of the parameter that was drawn last."""
         if self._current is None:
             return
-        shard, full = self._shards[self._current[0]][1], self._current[1]
+        shard: Any = self._shards[self._current[0]][1]
+        full = self._current[1]
         self._current = None
         if hasattr(shard, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor
@@ -99,4 +100,4 @@ class _DrawIntoShards(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -4,9 +4,9 @@ A GPU finishes a small batch sooner than Python can launch its kernels; a servic
 launches. A replay launches all of them at once. It computes what was captured, from the memory that was captured, so:
 
 - A capture belongs to a shape, to torch's settings for float32 matmuls and determinism, and to the model as it is. After every
-  replay, while the GPU still works, the model is compared with what was captured: its modules, their classes, attributes and hooks,
-  and every parameter and buffer by identity, address and version. If anything changed, all captures are dropped and the call is
-  computed anew.
+  replay, while the GPU still works, these are compared with what was captured: the settings, the model's modules, their classes,
+  attributes and hooks, and every parameter and buffer by identity, address and version. If anything changed, all captures are
+  dropped and the call is computed anew. Before a replay there is as little Python as can be: the GPU waits for it.
 - Only models that run torch's and our code alone, without hooks, are captured (`runs_known_code`). Under torch.compile, functorch,
   global module hooks, a dispatch mode (such as a FLOP counter) or a capture of the caller's own, the model is called as usual.
 - One thread at a time copies its images in, replays and copies the logits out; an event puts the calls of several streams in order.
@@ -18,12 +18,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from vitrail.models.fused.ops import device_guard
 from vitrail.models.fused.whitelist import has_hooks, is_ordinary_call
 from vitrail.models.inference.replaceable import runs_known_code
 
@@ -57,11 +58,10 @@ class CudaGraph:
     """The kernels of one call, from a fixed input to a fixed output."""
 
     def __init__(self, call: Call, images: Tensor) -> None:
-        self._device, self._done = images.device, torch.cuda.Event()
-        self._graph = torch.cuda.CUDAGraph()
+        self._done, self._graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[images.device.index]
         before = generator.clone_state()
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(images.device):
             self._images = images.clone()
             try:
                 # A stream of this device; thread_local, since another thread may pin memory meanwhile.
@@ -75,10 +75,10 @@ class CudaGraph:
 
     @staticmethod
     def can_capture(device: torch.device) -> bool:
-        return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return device.type == "cuda"
 
     def replay(self, images: Tensor) -> Tensor:
-        with torch.cuda.device(self._device):
+        with device_guard(self._images):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)  # a call on another stream may not have copied its result yet
             self._images.copy_(images)
@@ -89,6 +89,17 @@ class CudaGraph:
 
     def wait(self) -> None:
         self._done.synchronize()
+
+
+class Capture(NamedTuple):
+    """A graph, and what it was captured from."""
+
+    graph: Graph
+    state: ModelState
+    settings: tuple[Any, ...]
+
+    def is_current(self) -> bool:
+        return self.settings == _matmul_settings() and self.state.is_current()
 
 
 class CapturedForward:
@@ -104,23 +115,32 @@ class CapturedForward:
         self._forget()
 
     def _forget(self) -> None:
-        self._calls: dict[Any, int] = {}
-        self._graphs: dict[Any, tuple[Graph, ModelState]] = {}
-        self._failed: set[Any] = set()
+        self._calls: dict[torch.Size, int] = {}
+        self._captures: dict[torch.Size, Capture] = {}
+        self._failed: set[torch.Size] = set()
+
+    def replay(self, images: Tensor) -> Tensor | None:
+        """Logits from a captured graph; None where there is none for these images, or it is outdated."""
+        if images.shape not in self._captures or not images.is_floating_point() or not self._can_capture(images):
+            return None
+        with self._lock, torch.no_grad():
+            capture = self._captures.get(images.shape)
+            if capture is None:
+                return None
+            result = capture.graph.replay(images)
+            if capture.is_current():  # compared while the GPU works
+                return result
+            self._drop()
+        return None
 
     def __call__(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Logits of images of any device and floating-point type, by a model of the given ones."""
-        if self._can_capture(images, device):
-            # Not the address or type of the images: they are copied, and converted, to where the graph reads them.
-            key = (images.shape, device, dtype, *_matmul_settings())
+        if self._graph.can_capture(device) and self._can_capture(images):
             with self._lock:
-                captured = self._graphs.get(key) or self._capture(key, images, device, dtype)
-                if captured is not None:
-                    graph, state = captured
-                    result = graph.replay(images)
-                    if state.is_current():  # compared while the GPU works
-                        return result
-                    self._drop()
+                self._capture(images, device, dtype)
+            result = self.replay(images)
+            if result is not None:
+                return result
         return self._call(images.to(device, dtype))
 
     def drop(self) -> None:
@@ -129,35 +149,36 @@ class CapturedForward:
             self._drop()
 
     def _drop(self) -> None:
-        for graph, _ in self._graphs.values():
-            graph.wait()
+        for capture in self._captures.values():
+            capture.graph.wait()
         self._forget()
 
     def _call(self, images: Tensor) -> Tensor:
         return self._model(images).float()  # type: ignore[no-any-return]
 
-    def _can_capture(self, images: Tensor, device: torch.device) -> bool:
-        if not self._graph.can_capture(device) or torch._C._len_torch_dispatch_stack():
+    def _can_capture(self, images: Tensor) -> bool:
+        """Tell whether this call is an ordinary one, outside a capture of the caller's own."""
+        if type(images) is not Tensor or torch._C._len_torch_dispatch_stack() or not is_ordinary_call():
             return False
-        return type(images) is Tensor and is_ordinary_call()
+        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
-    def _capture(self, key: Any, images: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Graph, ModelState] | None:
+    def _capture(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         """Capture a shape that has come often enough, if it can be."""
-        self._calls[key] = self._calls.get(key, 0) + 1
-        if self._calls[key] <= WARMUP_CALLS or key in self._failed or len(self._graphs) >= MAX_CAPTURES:
-            return None
-        if not runs_known_code(self._model):
-            return None
+        shape = images.shape
+        if shape in self._captures or shape in self._failed or len(self._captures) >= MAX_CAPTURES:
+            return
+        self._calls[shape] = self._calls.get(shape, 0) + 1
+        if self._calls[shape] <= WARMUP_CALLS or not runs_known_code(self._model):
+            return
         state = ModelState(self._model)
         try:
             with torch.inference_mode(False), torch.no_grad():  # or a call outside inference mode could not write to the input
                 graph = self._graph(self._call, images.to(device, dtype))
         except Exception as error:  # whatever cannot be captured can still be computed
-            self._failed.add(key)
-            self._warn(images.shape, error)
-            return None
-        self._graphs[key] = graph, state
-        return self._graphs[key]
+            self._failed.add(shape)
+            self._warn(shape, error)
+            return
+        self._captures[shape] = Capture(graph, state, _matmul_settings())
 
     def _warn(self, shape: torch.Size, error: Exception) -> None:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__

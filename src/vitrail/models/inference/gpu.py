@@ -25,6 +25,11 @@ class GpuModel(InferenceModel):
         super().__init__(model)
         self._captured = CapturedForward(self.model, graph)
 
+    def forward(self, images: Tensor) -> Tensor:
+        """Compute logits [batch, outputs] in float32."""
+        result = self._captured.replay(images)
+        return super().forward(images) if result is None else result
+
     def _logits(self, images: Tensor) -> Tensor:
         return self._captured(images, self.device, self.dtype)
 

@@ -134,10 +134,10 @@ CPU = World(torch.device("cpu"))
     [
         ({}, Recipe(), CPU, "needs a GPU"),
         ({}, Recipe(compile=True), CPU, "--compile"),
-        ({}, Recipe(), World(torch.device("cpu"), ranks=2, mode="fsdp"), "sharded"),
+        ({}, Recipe(), World(torch.device("cpu"), ranks=2, mode="fsdp"), "FSDP"),
         ({"mlp": 500}, Recipe(), CPU, "multiples of 16"),
-        ({"layer_scale": 1e-4}, Recipe(), CPU, "do not know"),
-        ({"position": "relative"}, Recipe(), CPU, "do not know"),
+        ({"layer_scale": 1e-4}, Recipe(), CPU, "do not cover"),
+        ({"position": "relative"}, Recipe(), CPU, "do not cover"),
     ],
 )
 def test_where_fp8_cannot_be_used_the_error_says_why(change: dict[str, Any], recipe: Recipe, world: World, words: str) -> None:

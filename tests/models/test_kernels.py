@@ -216,7 +216,7 @@ def test_residual_and_norm_with_their_gradients(branch: bool, width: int) -> Non
         gradients = torch.autograd.grad((total, y), leaves, (grads[0].to(total.dtype), grads[1].to(LOW).to(y.dtype)))
         results.append((total, y, *gradients))
     # The backward pass reads the normed tokens as they were written, in low precision; torch keeps the float32 residual for it.
-    tolerance = max(1e-5, 0.0 if LOW == torch.float32 else torch.finfo(LOW).eps)
+    tolerance = max(1e-5, 0.0 if torch.float32 == LOW else torch.finfo(LOW).eps)
     for rounded, exact, found in zip(*results, strict=True):
         assert found.dtype == rounded.dtype and is_accurate(found, rounded, exact, tolerance)
 

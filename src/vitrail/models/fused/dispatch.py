@@ -6,6 +6,7 @@ kernels run, and run rightly, on this device (`self_test.py`)? Where either answ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -55,7 +56,7 @@ def fuses_positions(model: ViT, patches: Tensor) -> bool:
     return can_fuse(patches)
 
 
-def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: list[Tensor]) -> Tensor:
+def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tensor]) -> Tensor:
     """z₀ of equation 1 in one pass: what all images share is computed once, and each image's patches are added to it."""
     from vitrail.models.fused import branches
 

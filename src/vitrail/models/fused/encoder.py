@@ -82,13 +82,13 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     """One block whose modules are plain (`whitelist.is_plain_block`)."""
     from vitrail.models.fused.branches import residual_norm
     from vitrail.models.fused.folded_norm import can_use_folded, folded_block
-    from vitrail.models.fused.whitelist import is_sharded_block
+    from vitrail.models.fused.whitelist import is_sharded
 
     dtype = matmul_dtype(pending.x)
     assert dtype is not None
     if options.num_queries is None and dtype == pending.x.dtype and can_use_folded(block, pending.x):
         return folded_block(block, pending)
-    sharded = is_sharded_block(type(block))  # then the parameters are freed once the block is done
+    sharded = is_sharded(block)  # then the parameters are freed once the block is done
     keep = options.keep or (None, None)
     x, y = residual_norm(*pending, block.norm1.eps, dtype)
     branch = _attention(block.attention, block.norm1, y, options, sharded)
@@ -97,7 +97,7 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     attention_bias, rate = block.attention.out.bias, block.dropout.p
     x, y = residual_norm(x, branch, attention_bias, keep[0], options.seeds[0], rate, block.norm2.eps, dtype)
     branch = _mlp(block.mlp, block.norm2, y, options, sharded)
-    bias = block.mlp.down.bias
+    bias: Tensor | None = block.mlp.down.bias
     if sharded and bias is not None:
         bias = bias.clone()
     return PendingResidual(x, branch, bias, keep[1], options.seeds[2], block.mlp.dropout.p)

@@ -164,15 +164,17 @@ def _is_block(block: nn.Module) -> bool:
     state = block.__dict__
     if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state or has_hooks(block):
         return False
-    return type(block) is vitrail.models.vit.Block or is_sharded_block(type(block))
+    return type(block) is vitrail.models.vit.Block or is_sharded(block)
 
 
-@functools.cache
-def is_sharded_block(kind: type) -> bool:
-    """Tell whether this is the class that FSDP2 makes of `Block`."""
+def is_sharded(block: nn.Module) -> bool:
+    """Tell whether this is a block of which FSDP2 has made its own class, and which has no other change."""
+    bases = type(block).__bases__
+    if len(bases) != 2 or bases[1] is not vitrail.models.vit.Block:
+        return False
     from torch.distributed.fsdp import FSDPModule
 
-    return kind.__bases__ == (FSDPModule, vitrail.models.vit.Block)
+    return bases[0] is FSDPModule
 
 
 def _fsdp_hooks(module: nn.Module) -> set[int]:
@@ -182,7 +184,7 @@ def _fsdp_hooks(module: nn.Module) -> set[int]:
     """
     if not hasattr(module, "_get_fsdp_state"):
         return set()
-    state: Any = module._get_fsdp_state()
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
     handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
     return {handle.id for handle in handles if handle is not None}
 

@@ -61,7 +61,9 @@ def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tenso
     from vitrail.models.fused import branches
 
     blank = torch.zeros(1, *patches.shape[1:], device=patches.device, dtype=model.patches.weight.dtype)
-    return branches.add_prefix_and_positions(patches, model.positions.at_input(torch.cat([*prefix, blank], dim=1))[0])
+    # Times one, so that a token's gradient is not a slice of all tokens': DDP warns of strides other than the parameter's.
+    shared = torch.cat([*(token * 1 for token in prefix), blank], dim=1)
+    return branches.add_prefix_and_positions(patches, model.positions.at_input(shared)[0])
 
 
 class ResidualStream:

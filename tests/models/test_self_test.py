@@ -13,7 +13,7 @@ from tests.models.test_fused import DEVICE
 
 pytest.importorskip("triton")
 
-from vitrail.models.fused import branches, self_test
+from vitrail.models.fused import branches, self_test, self_test_cases
 
 HERE = torch.device(DEVICE)
 LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter takes bfloat16's bits for whole numbers
@@ -23,8 +23,8 @@ SIZE = (32, 48, 2)
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":  # the interpreter takes a millisecond per instruction
-        monkeypatch.setattr(self_test, "_IMAGES", 2)
-        monkeypatch.setattr(self_test, "_TOKENS", 5)
+        monkeypatch.setattr(self_test_cases, "_IMAGES", 2)
+        monkeypatch.setattr(self_test_cases, "_TOKENS", 5)
     checks = (self_test.works, self_test.works_on, self_test.attention_works, self_test.fp8_fault)
     for check in checks:
         check.cache_clear()  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def test_a_transient_failure_is_not_remembered(
         return 0.0
 
     clock = [1000.0]
-    monkeypatch.setattr(self_test, "_blocks_difference", difference)
+    monkeypatch.setattr(self_test_cases, "blocks_difference", difference)
     monkeypatch.setattr(self_test.time, "monotonic", lambda: clock[0])
     assert not self_test.works(HERE, LOW, *SIZE, False) and "checking again later" in caplog.text
     assert not self_test.works(HERE, LOW, *SIZE, False) and len(calls) == 1  # not at every call while memory is short
@@ -127,8 +127,8 @@ def test_the_worst_row_counts(found: float, expected: float) -> None:
     rows = torch.ones(1000, 8)
     wrong = rows.clone()
     wrong[500] *= found
-    assert self_test.worst_row(rows, wrong) == pytest.approx(expected)
-    assert self_test.worst_row(rows, wrong, 4) == pytest.approx(expected)
+    assert self_test_cases.worst_row(rows, wrong) == pytest.approx(expected)
+    assert self_test_cases.worst_row(rows, wrong, 4) == pytest.approx(expected)
 
 
 def test_rows_that_are_nearly_zero_do_not_matter() -> None:
@@ -136,5 +136,5 @@ def test_rows_that_are_nearly_zero_do_not_matter() -> None:
     rows[3] = 1e-6
     found = rows.clone()
     found[3] = -1e-6
-    assert self_test.worst_row(rows, found) < 1e-5
-    assert self_test.worst_row(torch.zeros(3, 4), torch.zeros(3, 4)) == 0.0
+    assert self_test_cases.worst_row(rows, found) < 1e-5
+    assert self_test_cases.worst_row(torch.zeros(3, 4), torch.zeros(3, 4)) == 0.0

@@ -47,10 +47,10 @@ UPGRADES = ("train/upgrade.py", "checkpoints/native.py")  # they name old values
     [
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
-        ["mypy"],
+        pytest.param(["mypy"], marks=pytest.mark.slow),
         ["importlinter.cli", "lint"],
     ],
-    ids=lambda command: " ".join(command),
+    ids=["ruff check", "ruff format", "mypy", "import-linter"],
 )
 def test_tool(command: list[str]) -> None:
     if command[0] == "importlinter.cli":

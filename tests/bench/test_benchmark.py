@@ -81,6 +81,7 @@ def test_only_plain_vits_are_comparable() -> None:
         build("timm", model_config("BiT-R50x1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "mode"), [("vitrail", "default"), ("vitrail", "plain"), *((name, "eager") for name in BASELINES)]
 )
@@ -109,6 +110,7 @@ def test_recompute_modes(mode: str, keep: str, monkeypatch: pytest.MonkeyPatch) 
     assert (models[0].recompute.blocks, models[0].recompute.keep) == (12, keep)
 
 
+@pytest.mark.slow
 def test_fp8_on_a_cpu_gives_a_failed_row_with_the_reason() -> None:
     rows = run(tiny(against=(), modes=("loop", "loop-fp8")), log=lambda message: None, command="x")
     assert named(rows) == ["vitrail loop done", "vitrail loop-fp8 failed"] and "needs a GPU" in rows[1].note
@@ -135,6 +137,7 @@ def test_the_precision_of_an_inference_copy_is_noted(mode: str) -> None:
         torch.testing.assert_close(logits, exact.step(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_all_libraries_run_in_alternating_rounds_and_write_complete_rows(tmp_path: Path) -> None:
     messages: list[str] = []
     rows = run(
@@ -163,6 +166,7 @@ def test_all_libraries_run_in_alternating_rounds_and_write_complete_rows(tmp_pat
     assert any("matmul peak" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_latency(tmp_path: Path) -> None:
     (row,) = run(tiny(latency=True, against=(), modes=("default",), steps=5, out=tmp_path))
     assert (row.batch, row.task, row.metric) == (1, "infer", "latency")
@@ -170,6 +174,7 @@ def test_latency(tmp_path: Path) -> None:
     assert row.images_per_s == pytest.approx(1000 / row.p50_ms)
 
 
+@pytest.mark.slow
 def test_finished_rows_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tiny(against=("timm",), out=tmp_path)
     first = run(plan)
@@ -186,6 +191,7 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, monkeypatch: pytes
     assert len(built) == 4 and len(read_csv(tmp_path / "bench.csv")) == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stopped(Entry):
         def run_round(self) -> None:
@@ -223,6 +229,7 @@ def test_the_command_lists_only_files_it_has_written(tmp_path: Path, capsys: pyt
     assert "Nothing was measured." in shown and "bench.csv" not in shown and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_entries_that_do_not_fit_together_are_measured_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[Entry] = weakref.WeakSet()
 
@@ -245,6 +252,7 @@ def test_entries_that_do_not_fit_together_are_measured_in_groups(monkeypatch: py
     assert any("does not fit in memory next to the other 2" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_an_entry_is_added_only_if_every_entry_can_still_reach_its_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Measured(Entry):
         def __init__(self, case: Case, *rest: Any) -> None:
@@ -259,6 +267,7 @@ def test_an_entry_is_added_only_if_every_entry_can_still_reach_its_peak_memory(m
         assert all(row.status == "done" for row in rows)
 
 
+@pytest.mark.slow
 def test_an_entry_that_fails_in_its_second_round_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class FailsLater(Entry):
         def run_round(self) -> None:
@@ -270,6 +279,7 @@ def test_an_entry_that_fails_in_its_second_round_does_not_affect_the_others(monk
     assert named(run(tiny(rounds=3))) == ["vitrail default done", "timm eager out of memory"]
 
 
+@pytest.mark.slow
 def test_an_entry_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(case: Case, inputs: Inputs) -> Any:
         if case.library == "timm":
@@ -282,6 +292,7 @@ def test_an_entry_that_fails_does_not_stop_the_others(monkeypatch: pytest.Monkey
     assert rows[1].note == "RuntimeError: the compiler failed"
 
 
+@pytest.mark.slow
 def test_non_finite_outputs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_nan(case: Case, inputs: Inputs) -> Any:
         built = build_workload(case, inputs)
@@ -292,6 +303,7 @@ def test_non_finite_outputs_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert row.finite is False and row.score is None
 
 
+@pytest.mark.slow
 def test_a_different_number_of_parameters_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def larger(library: str, config: Any) -> nn.Module:
         model = build(library, config)
@@ -303,6 +315,7 @@ def test_a_different_number_of_parameters_is_noted(monkeypatch: pytest.MonkeyPat
     assert rows[0].note == "" and rows[1].note == "5,680,561 parameters, ours has 5,680,552"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", BASELINES)
 def test_a_library_that_is_not_installed_is_skipped(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE[library], None)
@@ -311,6 +324,7 @@ def test_a_library_that_is_not_installed_is_skipped(library: str, monkeypatch: p
     assert any(f"pip install {PACKAGE[library]}" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_with_simulated_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fits(case: Case, timer: Timer) -> None:
         if case.batch > 300:
@@ -338,6 +352,7 @@ class Small(nn.Module):
         return self.linear(x).relu()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_more_models_are_compiled_than_torch_allows_by_default() -> None:
     compiled = []
 
@@ -365,6 +380,7 @@ def test_a_compiled_model_returns_the_logits_of_a_plain_one() -> None:
     torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "bench --model Ti/16 --image-size 32 --batch 2 --steps 1 --rounds 2 --device cpu --against timm".split()
     with pytest.raises(SystemExit) as end:

@@ -185,6 +185,7 @@ def offline(home: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.slow
 def test_hub_repositories_work_offline_from_the_cache(tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"])
     bundle.classes = tuple("abcde")
@@ -208,6 +209,7 @@ def test_hub_repositories_work_offline_from_the_cache(tmp_path: Path) -> None:
         assert found[name] == [name, pytest.approx(expected, abs=1e-4), list("abcde"), "short-side"]
 
 
+@pytest.mark.slow
 def test_a_clear_error_for_what_is_not_in_the_cache(tmp_path: Path) -> None:
     code = (
         "import vitrail\n"

@@ -161,6 +161,7 @@ def test_wrong_dtypes(dtype: object, tmp_path: Path) -> None:
     rejected(path, "'cls' is not a floating-point tensor")
 
 
+@pytest.mark.slow
 def test_a_zip_bomb_is_rejected_before_it_unpacks(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as bundle:
         header = io.BytesIO()

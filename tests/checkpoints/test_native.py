@@ -190,6 +190,7 @@ class Wrapper(torch.nn.Module):
         self.module = module
 
 
+@pytest.mark.slow
 def test_wrapped_and_compiled_models_are_saved_without_prefixes(tmp_path: Path) -> None:
     plain = random_model(KINDS["plain"])
     for wrapped in (Wrapper(plain), torch.compile(plain), Wrapper(torch.compile(plain))):  # type: ignore[arg-type]

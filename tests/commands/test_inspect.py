@@ -53,6 +53,7 @@ def links_of(index: Path) -> set[str]:
     return {link for link in re.findall(r'(?:href|src)="([^"]+)"', index.read_text(encoding="utf-8")) if not link.startswith("#")}
 
 
+@pytest.mark.slow
 def test_all_figures_of_a_vit(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     out, ref = tmp_path / "inspection", checkpoint(tmp_path / "run")
     status, said, err = run(capsys, "inspect", ref, *pictures, "--out", out, "--device", "cpu", "--patch", 0, 2)
@@ -76,6 +77,7 @@ def test_all_figures_of_a_vit(tmp_path: Path, pictures: list[Path], capsys: pyte
     np.testing.assert_allclose(maps["gradient_rollout"], inspect.gradient_rollout(bundle.model, batch), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_data_sources_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, ref = tmp_path / "inspection", checkpoint(tmp_path / "digits", size=(8, 8), channels=1, patch=4, pooling="map")
     words = (
@@ -107,6 +109,7 @@ def test_data_sources_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads((out / "inspection.json").read_text(encoding="utf-8"))["images"] == first
 
 
+@pytest.mark.slow
 def test_comparison_of_checkpoints(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     before = checkpoint(tmp_path / "before" / "model", trained=False)
     after = checkpoint(tmp_path / "after" / "model", size=(24, 24))
@@ -140,6 +143,7 @@ def test_a_resnet_shows_only_its_filters_and_a_note(
     assert (tmp_path / "inspection" / "filters.png").exists() and not (tmp_path / "inspection" / "rollout.png").exists()
 
 
+@pytest.mark.slow
 def test_another_input_size(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     out, ref = tmp_path / "inspection", checkpoint(tmp_path / "run")
     words = ("inspect", ref, *pictures, "--out", out, "--device", "cpu", "--image-size")
@@ -150,6 +154,7 @@ def test_another_input_size(tmp_path: Path, pictures: list[Path], capsys: pytest
     assert np.load(out / "rollout.npz")["rollout"].shape == (2, 4, 2), "a failed run keeps the old inspection"
 
 
+@pytest.mark.slow
 def test_mistakes_give_clear_messages(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     ref, out = checkpoint(tmp_path / "run"), tmp_path / "inspection"
     for words, sentence in (

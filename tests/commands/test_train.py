@@ -124,6 +124,7 @@ def test_finetune_a_folder_from_a_published_file_and_predict(
     assert [row[0].label for row in answers] == ["red", "blue"]
 
 
+@pytest.mark.slow
 def test_a_sweep_finds_the_learning_rate_and_does_not_repeat_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["train", *SHORT, "--sweep", "--lr-grid", "1e-5", "3e-3", "--out", str(tmp_path / "run"), "--steps", "12"]
     status, out, _ = run(capsys, *words)
@@ -134,6 +135,7 @@ def test_a_sweep_finds_the_learning_rate_and_does_not_repeat_itself(capsys: pyte
     assert (tmp_path / "run" / "sweep" / "lr-1e-05" / "metrics.jsonl").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "digits", "--gpus", "2", "--memory", "1"]
     status, out, _ = run(capsys, *words)
@@ -159,6 +161,7 @@ def test_the_live_display_shows_everything(tmp_path: Path) -> None:
         assert words in shown.get(), words
 
 
+@pytest.mark.slow
 def test_few_shot_accuracy_is_measured_along_the_way(tmp_path, capsys):
     out = tmp_path / "run"
     words = ["--steps", "40", "--schedule.warmup", "5", "--few-shot", "1", "5", "--eval-every", "0.9", "--plain"]

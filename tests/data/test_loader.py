@@ -67,6 +67,7 @@ def test_batches_are_the_same_for_any_number_of_workers(kind: str) -> None:
         assert same(take(train(split, workers=workers), 9), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_cpus")
 def test_workers_may_be_spawned() -> None:
     split = photos(20)

@@ -72,6 +72,7 @@ def test_every_kind_of_source_gives_the_same_input(everywhere: dict[str, Source]
             assert seen(source.splits[part]) == expected, name
 
 
+@pytest.mark.slow
 def test_every_kind_of_split_works_in_a_spawned_process(everywhere: dict[str, Source]) -> None:
     splits = [source.splits["train"] for source in [*everywhere.values(), open_source("digits")]]
     splits += [split.subset(np.array([2, 0])) for split in splits]

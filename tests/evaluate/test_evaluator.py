@@ -72,6 +72,7 @@ class Threads(World):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_ranks_do_not_change_results(bundle: Bundle, photos: Path, ranks: int) -> None:
     alone = evaluate(bundle, f"folder:{photos}")

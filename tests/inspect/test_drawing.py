@@ -29,6 +29,7 @@ def check(figure: Figure) -> Image.Image:
     return picture
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_filters(channels: int) -> None:
     filters = inspect.filters(trained(tiny((2, 2), channels=channels, width=40)))
@@ -36,6 +37,7 @@ def test_filters(channels: int) -> None:
     check(draw.draw_raw_filters(filters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [(3, 7), (20, 2), (1, 1)])
 def test_positions_of_rectangles(grid: tuple[int, int]) -> None:
     picture = check(draw.draw_positions(inspect.position_similarity(trained(tiny(grid)))))
@@ -56,6 +58,7 @@ def test_distance_and_comparison_of_distances() -> None:
         draw.draw_distance_comparison(many, layers={name: np.arange(3) for name in many}, uniform=[level] * 9, images=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 5])
 def test_maps_over_images(count: int) -> None:
     model = trained(tiny((3, 4)))
@@ -90,6 +93,7 @@ def test_gaps_of_a_mosaic_are_nan() -> None:
     assert style.even_steps(7, 16) == list(range(7)) and style.even_steps(37, 16) == list(range(0, 37, 3))
 
 
+@pytest.mark.slow
 def test_arrays_import_no_matplotlib_and_drawing_imports_no_pyplot() -> None:
     code = (
         "import sys, vitrail; vitrail.inspect.rollout; assert 'matplotlib' not in sys.modules;"

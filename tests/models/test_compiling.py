@@ -30,6 +30,7 @@ ATTENTION = {"_attention_backward_kernel", "_attention_forward_kernel"}
 HOPPER = {"_hopper_attention_kernel", "_matmul_bias_kernel", "_matmul_gelu_backward_kernel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

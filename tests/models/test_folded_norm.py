@@ -112,6 +112,7 @@ def test_the_kernels_epilogue_is_exact_for_any_mean(tanh: bool | None, mean: flo
     assert ours <= 2 * torchs and ours < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("adds", [True, False])
 def test_statistics_are_those_of_the_stored_residual(adds: bool, mean: float) -> None:
@@ -149,6 +150,7 @@ def test_a_folded_block_on_the_plain_path(changes: dict[str, Any], mean: float) 
     assert ours <= 1.5 * torchs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="these kernels run on Hopper GPUs")
 @pytest.mark.parametrize("gelu", ["erf", "tanh"])
 @pytest.mark.parametrize("mean", MEANS)
@@ -260,6 +262,7 @@ def test_when_the_folded_block_is_used(fusing: None, monkeypatch: pytest.MonkeyP
     assert not can_use_folded(made, x)  # gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0.0, 20.0])
 @pytest.mark.parametrize("gelu", ["erf", "tanh"])
 def test_a_copy_with_folded_norms(gelu: str, shift: float, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def test_matmuls_and_their_gradients() -> None:
     assert all(relative_error(one, two) < 0.01 for one, two in zip(found_gradients[1:], gradients[1:], strict=True))  # not in fp8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [{}, {"gelu": "erf"}, {"dropout": 0.1}, {"pooling": "mean"}], ids=str)
 @pytest.mark.parametrize("keep", [None, "matmuls", "nothing"])
 def test_gradients_are_nearly_the_same(case: dict[str, Any], keep: Any, rounding: None) -> None:
@@ -111,6 +112,7 @@ def test_gradients_are_nearly_the_same(case: dict[str, Any], keep: Any, rounding
     assert all(relative_error(gradients[name], one) < 0.2 for name, one in exact_gradients.items() if float(one.norm()) > 1e-3)
 
 
+@pytest.mark.slow
 def test_many_tokens_in_fp8(rounding: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward
 
@@ -121,6 +123,7 @@ def test_many_tokens_in_fp8(rounding: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert 0.001 < relative_error(fp8, exact) < 0.1
 
 
+@pytest.mark.slow
 def test_evaluation_is_not_in_fp8(fusing: None) -> None:
     model, images = small().eval(), torch.randn(2, 3, 48, 48, device=DEVICE)
     assert torch.equal(results(model, images, "fp8")[0], results(model, images, "auto")[0])
@@ -154,6 +157,7 @@ def test_resnets_have_no_such_layers() -> None:
         use_fp8(model, Recipe(), CPU)
 
 
+@pytest.mark.slow
 def test_a_plan_knows_it() -> None:
     recipe = Recipe(model=ModelSpec(name="ViT-Ti/16"), batch=64, precision="fp8")
     fp8 = make_plan(recipe, gpus=1, memory=80, outputs=10)

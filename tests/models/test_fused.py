@@ -88,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_the_plain_ones(case: str, fusing: None) -> None:
     model, images = small(**CASES[case]), torch.randn(2, 3, 48, 48, device=DEVICE)
@@ -99,6 +100,7 @@ def test_logits_and_gradients_equal_the_plain_ones(case: str, fusing: None) -> N
         assert near(fused_gradients[name], gradient, 2 * CLOSE), name
 
 
+@pytest.mark.slow
 def test_the_fused_path_is_really_taken(fusing: None, blocks_fused: list[nn.Module]) -> None:
     model = small()
     results(model, torch.randn(1, 3, 48, 48, device=DEVICE), "auto")
@@ -107,6 +109,7 @@ def test_the_fused_path_is_really_taken(fusing: None, blocks_fused: list[nn.Modu
     assert len(blocks_fused) == 3
 
 
+@pytest.mark.slow
 def test_stochastic_depth_drops_the_same_branches(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     factors = [torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.5, 1.0])] * 2
     model, images = small(stochastic_depth=0.5), torch.randn(2, 3, 48, 48, device=DEVICE)
@@ -135,6 +138,7 @@ class MaskedDropout(nn.Module):
         return x * next(self.masks).reshape(x.shape)
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_forward_and_backward(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own masks, read off a kernel, given to the plain path: values and gradients agree."""
     from vitrail.models.fused.branches import residual_norm
@@ -162,6 +166,7 @@ def test_dropout_drops_the_same_forward_and_backward(fusing: None, monkeypatch: 
     assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
 
 
+@pytest.mark.slow
 def test_nothing_is_dropped_in_eval_mode(fusing: None) -> None:
     model, images = small(dropout=0.5).eval(), torch.randn(2, 3, 48, 48, device=DEVICE)
     assert near(results(model, images, "auto")[0], results(model, images, "plain")[0])
@@ -177,6 +182,7 @@ def test_stochastic_depth_keeps_the_mean() -> None:
     assert encoder.draw_noise(block.eval(), torch.zeros(4, 1)).keep is None  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_many_tokens_use_torchs_attention(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward, branches
 
@@ -189,6 +195,7 @@ def test_many_tokens_use_torchs_attention(fusing: None, monkeypatch: pytest.Monk
     assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["nothing", "matmuls"])
 def test_recomputed_blocks_give_the_same(keep: Any, fusing: None) -> None:
     model, images = small(depth=2, dropout=0.2, stochastic_depth=0.2), torch.randn(2, 3, 48, 48, device=DEVICE)
@@ -198,6 +205,7 @@ def test_recomputed_blocks_give_the_same(keep: Any, fusing: None) -> None:
     assert all(near(recomputed[name], one, 1e-6) for name, one in kept.items())
 
 
+@pytest.mark.slow
 def test_weights_without_gradients_may_be_frozen(fusing: None) -> None:
     model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
     _, whole = results(model, images, "auto")
@@ -208,6 +216,7 @@ def test_weights_without_gradients_may_be_frozen(fusing: None) -> None:
     assert all(near(frozen[name], whole[name], 1e-6) for name in frozen)
 
 
+@pytest.mark.slow
 def test_a_frozen_block_between_others(fusing: None) -> None:
     model, images = small(qkv_bias=False), torch.randn(2, 3, 48, 48, device=DEVICE)
     model.blocks[1].requires_grad_(False)
@@ -217,6 +226,7 @@ def test_a_frozen_block_between_others(fusing: None) -> None:
     assert all(near(fused[name], one, 2 * CLOSE) for name, one in plain.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masked-patch", "masked-autoencoder"])
 def test_learning_without_labels_goes_the_same_way(kind: str, fusing: None) -> None:
     encoder_part = small(outputs=0)

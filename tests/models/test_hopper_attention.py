@@ -116,6 +116,7 @@ def test_the_self_test_finds_what_is_wrong(case: str, monkeypatch: pytest.Monkey
     assert (worst < 0.6 * selection._TOLERANCE) if case == "right" else (worst > selection._TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [None, "matmuls", "nothing"])
 def test_a_model_with_hopper_attention(keep: Any, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import branches, hopper_attention

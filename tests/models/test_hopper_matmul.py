@@ -279,6 +279,7 @@ def test_a_self_test_ignores_the_callers_modes() -> None:
         assert not fault(torch.device("cpu"), 0.5, difference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gelu", ["erf", "tanh"])
 def test_a_model_with_gelu_epilogues(gelu: str, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import branches, hopper_gelu_backward, hopper_matmul
@@ -317,6 +318,7 @@ def test_a_model_with_gelu_epilogues(gelu: str, fusing: None, monkeypatch: pytes
     assert calls == ["matmul_bias_gelu"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"qkv_bias": False}], ids=["biased", "no bias"])
 def test_a_model_with_a_bias_epilogue(kind: dict[str, Any], fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import fp8, hopper_matmul

@@ -66,6 +66,7 @@ def test_predictions_do_not_depend_on_the_batch(
             assert ours == pytest.approx(theirs, abs=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_eval_takes_every_precision(capsys: Any, checkpoint: Path, photos: Path, precision: str, all_features: None) -> None:
     status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--json", "--precision", precision)
@@ -86,6 +87,7 @@ def test_features_are_exact_unless_asked(capsys: Any, checkpoint: Path, photos: 
     assert 0 < np.abs(found["int8"] - found["fp32"]).max() / np.abs(found["fp32"]).max() < 0.1
 
 
+@pytest.mark.slow
 def test_doctor_says_what_auto_takes(capsys: Any, all_features: None) -> None:
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0

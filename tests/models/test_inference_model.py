@@ -34,6 +34,7 @@ def saved_and_loaded(made: InferenceModel) -> InferenceModel:
     return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,6 +113,7 @@ def test_everything_a_model_has(copied: str) -> None:
         make_copy(build(), copied).distilled_logits(images)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "int8"])
 def test_copies_of_a_resnet(precision: Any) -> None:

@@ -59,6 +59,7 @@ def test_small_values_have_timms_statistics(theirs: dict[str, Tensor]) -> None:
     assert checked == set(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "std"),
     [

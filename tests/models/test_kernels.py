@@ -55,6 +55,7 @@ def test_older_gpus_use_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not attention_backward.fits(197, 64, here) and attention_backward.fits(50, 64, here)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 256), st.integers(1, 3), st.sampled_from([16, 32]), st.booleans(), st.randoms())
 def test_attention_gradients(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
@@ -301,6 +302,7 @@ def test_norm_of_a_residual_far_from_zero() -> None:
     assert (y - exact).abs().max() < 5e-4  # the inputs themselves are only that fine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "queries, keys, heads, channels", [(1, 1, 2, 16), (5, 5, 1, 32), (1, 70, 2, 16), (197, 197, 1, 16), (65, 65, 3, 16)]
 )

@@ -139,6 +139,7 @@ def test_activation_checkpointing_reports_and_recomputes(blocks: int | None, cap
         torch.testing.assert_close(one.grad, two.grad)
 
 
+@pytest.mark.slow
 def test_bit_checkpointing_gives_the_same_gradients() -> None:
     model = create_model("BiT-R26x1", outputs=3, image_size=32, seed=0)
     torch.nn.init.normal_(model.head.weight)
@@ -181,6 +182,7 @@ def test_what_recomputed_blocks_keep_is_named() -> None:
         build().checkpoint_activations(None, "everything")  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3, 4, 13])
 def test_any_number_of_channels(channels: int) -> None:
     for name in ("ViT-Ti/16", "R+ViT-Ti/16", "BiT-R26x1"):

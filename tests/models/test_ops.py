@@ -266,6 +266,7 @@ def test_a_weight_changed_in_place_before_backward_raises(name: str, number: int
         out.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "mlp", "linear"])
 @pytest.mark.parametrize("num_queries", [None, 1])
 def test_folded_weights_are_made_again_instead_of_kept(name: str, num_queries: int | None) -> None:

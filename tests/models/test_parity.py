@@ -95,6 +95,7 @@ def test_the_tolerance_tells_the_two_gelus_apart(ours_gelu: str) -> None:
     assert apart < 2e-5 if ours_gelu == "erf" else apart > 2e-5
 
 
+@pytest.mark.slow
 def test_timm_base_at_full_size() -> None:
     theirs = peers.randomise(timm.create_model("vit_base_patch16_224", num_classes=10))
     ours = peers.load(create_model("ViT-B/16", outputs=10, gelu="erf"), peers.renamed(theirs.state_dict(), peers.TIMM))
@@ -103,6 +104,7 @@ def test_timm_base_at_full_size() -> None:
         close(ours(batch), theirs(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "theirs_name"),
     [("R+ViT-Ti/16", "vit_tiny_r_s16_p8_224"), ("R26+ViT-S/32", "vit_small_r26_s32_224"), ("R50+ViT-B/16", "vit_base_r50_s16_224")],
@@ -116,6 +118,7 @@ def test_timm_hybrid(name: str, theirs_name: str) -> None:
         close(ours(batch), theirs(batch), tolerance=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "theirs_name"), [("BiT-R50x1", "resnetv2_50x1_bit"), ("BiT-R101x1", "resnetv2_101x1_bit")])
 @pytest.mark.parametrize("size", [(64, 64), (75, 50)])
 def test_timm_bit(name: str, theirs_name: str, size: tuple[int, int]) -> None:

@@ -33,6 +33,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         check.cache_clear()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tanh", [True, False])
 def test_right_kernels_pass_and_leave_generators_alone(tanh: bool, caplog: pytest.LogCaptureFixture) -> None:
     before = torch.random.get_rng_state()
@@ -40,6 +41,7 @@ def test_right_kernels_pass_and_leave_generators_alone(tanh: bool, caplog: pytes
     assert torch.equal(torch.random.get_rng_state(), before) and not caplog.records
 
 
+@pytest.mark.slow
 def test_a_wrong_form_of_gelu_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Each model's own form is checked: the other one may be right."""
     real = branches.gelu
@@ -49,6 +51,7 @@ def test_a_wrong_form_of_gelu_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog
     assert "width 32 are not used here (they are off by" in caplog.text and "slower" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["row", "head", "last row's gradient"])
 def test_one_wrong_row_or_head_is_noticed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would vanish in a norm over everything: 40 % of one row are 4 % of a hundred rows."""
@@ -71,6 +74,7 @@ def test_one_wrong_row_or_head_is_noticed(part: str, monkeypatch: pytest.MonkeyP
     assert not self_test.works(HERE, LOW, *SIZE, False)
 
 
+@pytest.mark.slow
 def test_dropout_that_differs_between_forward_and_backward_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = branches.gelu_backward
 

@@ -164,6 +164,7 @@ def test_cost_is_what_runs(changes: dict[str, object]) -> None:
     check_cost(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["BiT-R26x1", "R26+ViT-S/32", "R+ViT-Ti/16"])
 def test_cost_of_resnets_is_what_runs(name: str) -> None:
     check_cost(model_config(name, image_size=(64, 96)))

@@ -112,6 +112,7 @@ CHANGES: dict[str, Callable[[ViT], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_part_takes_the_plain_path_and_its_block_alone(
     change: str, images: Tensor, fusing: None, blocks_fused: list[nn.Module]
@@ -155,6 +156,7 @@ def test_a_hook_on_the_final_norm_is_called(images: Tensor, fusing: None) -> Non
     assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(seen) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "kind"),
     [
@@ -286,6 +288,7 @@ def test_functorch_transforms_take_the_plain_path(images: Tensor, fusing: None) 
                 assert one is None or near(found[name][number], one, 1e-4), name
 
 
+@pytest.mark.slow
 def test_a_weight_changed_between_forward_and_backward_raises(images: Tensor, fusing: None) -> None:
     for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down"):
         model = tiny().train()
@@ -309,6 +312,7 @@ def test_logits_are_float32_and_fine() -> None:
     assert found.dtype == torch.float32 and len(found.unique()) > 390
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])
 def test_low_precision_weights_take_float32_images(name: str, dtype: torch.dtype) -> None:
@@ -366,6 +370,7 @@ def _no_hooks_left() -> Iterator[None]:
 # Engines around the model
 
 
+@pytest.mark.slow
 def test_compiled_models_have_one_graph_and_the_same_numbers(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
     for kernels in ("auto", "plain"):
         model = tiny().train()
@@ -396,6 +401,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [None, "nothing", "matmuls"])
 def test_sharded_blocks_are_fused_and_compute_the_same(
     recompute: Any, images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None

@@ -57,6 +57,7 @@ def slow_bins(pixels: np.ndarray, patch: int, cells: int) -> np.ndarray:
     return np.array(found).reshape(count, -1, cells**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "channels"), CASES)
 @pytest.mark.parametrize(("patch", "cells"), [(8, 1), (8, 4), (6, 4)])
 def test_colours_are_those_of_exact_arithmetic(name: str, channels: int, patch: int, cells: int) -> None:

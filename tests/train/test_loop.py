@@ -25,6 +25,7 @@ from vitrail.train.run import RunFolder
 PLAIN = {"model__dropout": 0.0, "model__stochastic_depth": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_division_into_micro_batches_does_not_change_the_step(mixed, tmp_path):
     """64 at once, 4 × 16, and 3 uneven parts give the same gradients; only the order of additions differs."""
@@ -39,6 +40,7 @@ def test_the_division_into_micro_batches_does_not_change_the_step(mixed, tmp_pat
             assert torch.allclose(value, other[name], atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_recomputed_activations_change_nothing(tmp_path):
     train(small(), tmp_path / "plain")
     train(small(model__recompute=-1), tmp_path / "recomputed")
@@ -233,6 +235,7 @@ def test_sigmoid_and_class_weights_on_one_label(tmp_path):
     assert vitrail.load(tmp_path / "run").provenance["task"]["activation"] == "sigmoid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "token"), [("hard", True), ("soft", False)])
 def test_distillation_from_a_run(mode, token, tmp_path):
     train(small(), tmp_path / "teacher")
@@ -326,6 +329,7 @@ def test_waiting_for_data_gives_one_message(tmp_path, monkeypatch):
     assert len([note for note in recorder.notes if "waits for data 60% of the time" in note]) == 1
 
 
+@pytest.mark.slow
 def test_evaluators_run_at_every_validation_and_do_not_change_the_run(tmp_path):
     seen = []
 

@@ -45,6 +45,7 @@ def test_activations_are_what_autograd_saves() -> None:
     assert by_image == pytest.approx(sum(saved.values()) / batch + 3 * 64 * 64 * 4, rel=0.1)
 
 
+@pytest.mark.slow
 def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_should() -> None:
     full = simulate(Subject(TINY), 32, precision="fp32")
     assert simulate(Subject(TINY), 32, precision="bf16").activations < full.activations
@@ -84,6 +85,7 @@ def small_plan(**changes: object) -> Recipe:
     return Recipe(model=ModelSpec(name="ViT-Ti/16", image_size=64, depth=3), batch=256, epochs=1, **changes)
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_fits_and_one_more_tenth_does_not() -> None:
     made = make_plan(small_plan(optim=OptimSpec(name="adam")), gpus=1, memory=0.6)
     need = made.needs[0]
@@ -101,6 +103,7 @@ def test_sgd_needs_less_and_averaging_more() -> None:
     assert sgd.optimizer == sgd.weights == sgd.average
 
 
+@pytest.mark.slow
 def test_many_gpus() -> None:
     made = make_plan(small_plan(), gpus=256, memory=1)
     ddp, fsdp = made.needs
@@ -118,6 +121,7 @@ def test_impossible_plans_are_sentences() -> None:
     assert nothing.largest_micro_batch == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["BiT-R26x1", "R26+ViT-S/32"])
 def test_bit_and_hybrids_can_be_planned(name: str) -> None:
     config = model_config(name, image_size=64)

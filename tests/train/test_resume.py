@@ -47,6 +47,7 @@ def undisturbed(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [2, 3, 5])
 def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkeypatch):
     interrupted(small(), tmp_path / "run", monkeypatch, at)
@@ -57,6 +58,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkey
     assert losses(tmp_path / "run") == losses(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"optim__name": "sgd", "optim__lr": 0.05}, {"precision": "bf16"}, {"precision": "fp16"}, {"data__sampling": "balanced"}],
@@ -169,6 +171,7 @@ def started(out: Path) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", script, str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_resumes(tmp_path):
     process = started(tmp_path / "run")
     until(lambda: (tmp_path / "run" / "checkpoints" / "step-00000003").exists(), process)

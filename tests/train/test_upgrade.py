@@ -74,6 +74,7 @@ def test_a_run_of_the_older_format_is_resumed_bit_for_bit(tmp_path: Path, monkey
     assert json.loads((tmp_path / "run" / "config.json").read_text())["format"] == FORMAT
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_precision_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a later version, or another CPU, would choose differently."""
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ class ViT(nn.Module):
         self.distill_head = surgery.new_head(config) if config.distill_token else None
         self.recompute = Recompute()
         # auto: fused kernels wherever they compute the same. plain: never. fp8: fused, and training matmuls in fp8.
-        self.kernels: Literal["auto", "plain", "fp8"] = "auto"
+        self.kernels: dispatch.Kernels = "auto"
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, outputs] in float32; a distilled model averages its two heads; without a head, what it would see."""

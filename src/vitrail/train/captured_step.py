@@ -166,9 +166,9 @@ class CapturedStep:
         torch._foreach_copy_(captured.inputs, inputs)
         with _device(self._device):
             captured.graph.replay()
-        there = [(one.grad, gradient) for one, gradient in gradients if one.grad is not None]
-        if there:
-            torch._foreach_add_([total for total, _ in there], [gradient for _, gradient in there])
+        added = [(one.grad, gradient) for one, gradient in gradients if one.grad is not None]
+        if added:
+            torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
         for parameter, gradient in gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -211,10 +211,8 @@ class CapturedStep:
         for parameter in self._parameters:
             parameter.grad = None
         with _device(self._device):
-            fixed, graph = (
-                tuple(one.detach().clone() for one in inputs),
-                self._new_graph() if self._new_graph else CudaGraph(self._stream),
-            )
+            fixed = tuple(one.detach().clone() for one in inputs)
+            graph = self._new_graph() if self._new_graph else CudaGraph(self._stream)
             results = _detached(graph.capture(lambda: self._step(*fixed)))
         gradients = tuple((one, one.grad) for one in self._parameters if one.grad is not None)
         return _Captured(shape, state, graph, fixed, results, gradients)

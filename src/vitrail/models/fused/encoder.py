@@ -6,7 +6,6 @@ A block's last addition is left to the next block's norm, which computes both in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -101,15 +100,6 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     if sharded and bias is not None:
         bias = bias.clone()
     return PendingResidual(x, branch, bias, keep[1], options.seeds[2], block.mlp.dropout.p)
-
-
-def run_blocks(blocks: Sequence[Block], x: Tensor, *, num_queries: int | None = None, fp8: bool = False) -> PendingResidual:
-    """Run plain blocks one after the other without asking whether they are; for the self-test."""
-    pending = PendingResidual(x)
-    for block in blocks:
-        queries = num_queries if block is blocks[-1] else None
-        pending = run_block(block, pending, draw_noise(block, x)._replace(num_queries=queries, fp8=fp8))
-    return pending
 
 
 def settle(pending: PendingResidual) -> Tensor:

@@ -6,6 +6,8 @@ Without a GPU the kernels run in Triton's interpreter, in float32, so that a ste
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,6 +138,16 @@ def test_a_patched_class_takes_the_plain_path(
     real = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: 1.5 * real(self, x))
     assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 3
+
+
+def test_a_class_patched_before_the_first_call_is_noticed() -> None:
+    code = (
+        "from vitrail.models import vit\n"
+        "vit.Block.forward = lambda self, x, *rest: x\n"
+        "from vitrail.models.fused.whitelist import is_ordinary_call\n"
+        "assert not is_ordinary_call()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_final_norm_may_be_replaced(images: Tensor, fusing: None) -> None:

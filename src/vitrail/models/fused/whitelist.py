@@ -1,4 +1,4 @@
-"""What a fast path may replace: one exact list, asked at every call and never remembered.
+"""What a fast path may replace: one exact list, checked at every call and never remembered.
 
 A fused kernel or an inference copy computes what the modules of a plain block compute. Anything a user can change about a module
 (another class, a hook, a patched `forward`, an adapter in place of a layer) must therefore be seen here, and takes the plain path.
@@ -106,7 +106,7 @@ def is_ordinary_call() -> bool:
         return False
     if any(getattr(module_globals, name) for name in _GLOBAL_HOOKS):
         return False
-    return all(kind.forward is forward for kind, forward in _class_forwards())
+    return all(kind.forward is forward for kind, forward in class_forwards())
 
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
@@ -190,8 +190,9 @@ def _fsdp_hooks(module: nn.Module) -> set[int]:
 
 
 @functools.cache
-def _class_forwards() -> tuple[tuple[type[nn.Module], Any], ...]:
-    """Each whitelisted class with its `forward` as it was when first asked for."""
-    block = vitrail.models.vit.Block
-    kinds = (block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
+def class_forwards() -> tuple[tuple[type[nn.Module], Any], ...]:
+    """Return each whitelisted class with its `forward` as it was at the first call, which `vitrail.models` makes on import."""
+    from vitrail.models.vit import Block
+
+    kinds = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
     return tuple((kind, kind.forward) for kind in kinds)

@@ -228,7 +228,7 @@ BAD_FIELDS = [
     ({"image_size": "large"}, "image_size is 'large'; it takes a whole number, or a pair"),
     ({"heads": 5}, "Width 24 is not a multiple of 5 heads"),
     ({"depth": 0}, "depth is 0; it takes whole numbers of at least 1"),
-    ({"dropout": 1.0}, "dropout is 1.0; it is a share"),
+    ({"dropout": 1.0}, "dropout is 1.0; choose a number from 0"),
     ({"class_token": False}, "pooling='class' needs class_token=True"),
     ({"pooling": "mean", "distill_token": True}, "needs pooling='class'"),
     ({"position": "relative", "position_at": "input"}, "position_at='every-layer' or 'shared'"),

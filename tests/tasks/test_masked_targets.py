@@ -10,7 +10,7 @@ import torch
 
 from vitrail.data.preprocess import Preprocess, preset
 from vitrail.errors import VitrailError
-from vitrail.tasks.masked import Baseline, Masked, MaskedMeter, Outcome, survey
+from vitrail.tasks.masked import Baseline, Masked, MaskedMeter, MaskedPrediction, compute_baseline
 from vitrail.tasks.patch_targets import Colours, PixelValues
 
 CASES = [("google-vit", 3), ("imagenet", 3), ("google-vit", 1)]
@@ -120,44 +120,44 @@ def test_the_best_constant_prediction_has_the_logged_loss_and_no_constant_is_bet
     else:
         best = wanted.double().mean(dim=(0, 1))
     constant = best.float().expand(*wanted.shape[:2], -1)
-    baseline = survey(target, images.split(5))
+    baseline = compute_baseline(target, images.split(5))
     assert target.loss(constant, wanted).mean().item() == pytest.approx(baseline.loss, rel=1e-5)
     worse = constant + 0.1 * torch.randn(constant.shape[-1], generator=torch.Generator().manual_seed(0))
     assert target.loss(worse, wanted).mean().item() > baseline.loss
     meter = MaskedMeter(target)
     for one, two in zip(constant.split(5), images.split(5), strict=True):
-        meter.update(Outcome(one, target.of(two), target.bins(two)))
+        meter.update(MaskedPrediction(one, target.of(two), target.bins(two)))
     found = meter.metrics()
     assert found["relative_loss"] == pytest.approx(1.0, rel=1e-5) and found["constant_loss"] == pytest.approx(baseline.loss)
     assert found["target_entropy"] == pytest.approx(baseline.entropy) and found["images"] == 12
     halves = [MaskedMeter(target) for _ in range(2)]
     for half, one, two in zip(halves, constant.split(6), images.split(6), strict=True):
-        half.update(Outcome(one, target.of(two), target.bins(two)))
+        half.update(MaskedPrediction(one, target.of(two), target.bins(two)))
     halves[0].add(halves[1].state())
     assert halves[0].metrics() == pytest.approx(found)
 
 
-def test_a_perfect_prediction_is_painted_as_the_truth() -> None:
+def test_a_perfect_prediction_becomes_the_true_pixels() -> None:
     preprocess = preset("google-vit", size=(16, 24))
     images = normalised(images_of((16, 24), 3), preprocess)
     for normal in (False, True):
         target = PixelValues(preprocess, (8, 8), normal)
         torch.testing.assert_close(
-            target.painted(target.of(images), target.patches(images)), target.patches(images), atol=1e-5, rtol=0
+            target.to_pixels(target.of(images), target.patches(images)), target.patches(images), atol=1e-5, rtol=0
         )
     colours = Colours(preprocess, (8, 8), 4)
     bins = colours.of(images)
     logits = torch.nn.functional.one_hot(bins, 512).float().flatten(2)
-    painted = colours.painted(logits, colours.patches(images))
-    assert torch.equal(painted, colours.colours(bins))
+    pixels = colours.to_pixels(logits, colours.patches(images))
+    assert torch.equal(pixels, colours.colours(bins))
     means = colours.patches(images).reshape(3, 6, 3, 4, 2, 4, 2).mean(dim=(4, 6))
-    assert (painted.reshape(3, 6, 3, 4, 2, 4, 2)[..., 0, :, 0] - means).abs().max() <= 1 / 16 + 1e-6
+    assert (pixels.reshape(3, 6, 3, 4, 2, 4, 2)[..., 0, :, 0] - means).abs().max() <= 1 / 16 + 1e-6
 
 
 def test_degenerate_targets_stop_with_a_sentence() -> None:
     preprocess = preset("google-vit", size=8)
     flat = normalised(np.full((20, 8, 8, 3), 7), preprocess)
-    found = survey(Colours(preprocess, (4, 4)), [flat])
+    found = compute_baseline(Colours(preprocess, (4, 4)), [flat])
     with pytest.raises(
         VitrailError, match=r"All targets fall in 1 of 512 bins.*un-normalised or already standardised.*--data.preprocess"
     ):

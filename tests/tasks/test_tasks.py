@@ -162,24 +162,24 @@ def distil(teacher, **changes):
 
 
 def test_hard_and_soft_distillation_against_their_formulas():
-    logits, taught, labels = chance.normal(size=(5, 3)), 3 * chance.normal(size=(5, 3)), torch.tensor([0, 1, 2, 0, 1])
+    logits, teacher, labels = chance.normal(size=(5, 3)), 3 * chance.normal(size=(5, 3)), torch.tensor([0, 1, 2, 0, 1])
     images, label_loss = torch.zeros(5, 3, 4, 4), -log_softmax(logits)[np.arange(5), labels.numpy()]
-    hard = distil(Fixed(taught), mode="hard", share=0.3).objective(lambda x: t(logits), images, labels)
-    imitated = -log_softmax(logits)[np.arange(5), taught.argmax(1)]
-    np.testing.assert_allclose(hard.numpy(), 0.7 * label_loss + 0.3 * imitated, rtol=1e-5)
-    soft = distil(Fixed(taught), mode="soft", share=0.3, temperature=2.0).objective(lambda x: t(logits), images, labels)
-    p, q = log_softmax(taught / 2), log_softmax(logits / 2)
+    hard = distil(Fixed(teacher), mode="hard", weight=0.3).objective(lambda x: t(logits), images, labels)
+    distilled = -log_softmax(logits)[np.arange(5), teacher.argmax(1)]
+    np.testing.assert_allclose(hard.numpy(), 0.7 * label_loss + 0.3 * distilled, rtol=1e-5)
+    soft = distil(Fixed(teacher), mode="soft", weight=0.3, temperature=2.0).objective(lambda x: t(logits), images, labels)
+    p, q = log_softmax(teacher / 2), log_softmax(logits / 2)
     divergence = (np.exp(p) * (p - q)).sum(1) * 4
     np.testing.assert_allclose(soft.numpy(), 0.7 * label_loss + 0.3 * divergence, rtol=1e-4)
 
 
 def test_each_head_learns_its_own_part():
     one, two = t(chance.normal(size=(2, 3))), t(chance.normal(size=(2, 3)))
-    task = distil(Fixed(chance.normal(size=(2, 3))), share=0.5, two_heads=True)
+    task = distil(Fixed(chance.normal(size=(2, 3))), weight=0.5, two_heads=True)
     labels = torch.tensor([0, 2])
     calls = []
     got = task.objective(lambda x, heads=1: calls.append(heads) or (one, two), torch.zeros(2, 3, 4, 4), labels)
-    expected = 0.5 * Classify(3).loss(one, labels) + 0.5 * task.imitation(two, task.teacher.logits)
+    expected = 0.5 * Classify(3).loss(one, labels) + 0.5 * task.distillation_loss(two, task.teacher.logits)
     assert calls == [2]
     assert torch.allclose(got, expected)
 

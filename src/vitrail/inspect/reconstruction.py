@@ -23,7 +23,7 @@ from vitrail.inspect.style import WIDTH, bare, fitted, styled, tight
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.features import evaluating
 from vitrail.models.masked import MaskedPatches, Pretraining, at
-from vitrail.tasks.masked import Masked, MaskedMeter, Outcome
+from vitrail.tasks.masked import Masked, MaskedMeter, MaskedPrediction
 from vitrail.tasks.patch_targets import Colours, PatchTarget
 from vitrail.train.pretext import load_parts
 
@@ -55,11 +55,11 @@ def reconstruct(wrapper: Pretraining, task: Masked, images: Tensor, *, seed: int
     targets, true = at(target.of(images), indices), target.patches(images)
     true_patches = at(true, indices)
     kinds = {"original": true, **_model_input(wrapper, true, noise, indices)}
-    kinds[_prediction_name(wrapper)] = _replace(true, indices, target.painted(predicted, true_patches))
+    kinds[_prediction_name(wrapper)] = _replace(true, indices, target.to_pixels(predicted, true_patches))
     if isinstance(target, Colours):
         kinds["true colours"] = _replace(true, indices, target.colours(targets))
     meter = MaskedMeter(target)
-    meter.update(Outcome(predicted.float(), targets, at(target.bins(images), indices)))
+    meter.update(MaskedPrediction(predicted.float(), targets, at(target.bins(images), indices)))
     pictures = {name: _unpatchify(patches, target) for name, patches in kinds.items()}
     return Reconstruction(pictures, indices.cpu().numpy(), target.loss(predicted, targets).cpu().numpy(), meter.metrics())
 

@@ -36,17 +36,17 @@ class _Fields:
                 if not isinstance(number, int) or isinstance(number, bool) or number < least:
                     raise VitrailError(f"{name} is {value!r}; it takes whole numbers of at least {least}.")
 
-    def _shares(self, *names: str) -> None:
+    def _fractions(self, *names: str) -> None:
         for name in names:
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise VitrailError(f"{name} is {getattr(self, name)!r}; it is a share from 0 up to, but not including, 1.")
+                raise VitrailError(f"{name} is {getattr(self, name)!r}; choose a number from 0 up to, but not including, 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(_Fields):
     """The convolutional part of a hybrid, or a whole BiT. The defaults are the hybrids' (post-activation, TF padding)."""
 
-    layers: tuple[int, ...]  # blocks a stage; () is the stem alone
+    layers: tuple[int, ...]  # blocks per stage; () is the stem alone
     multiplier: int = 1  # width factor: the x3 of R50x3
     groups: int = 32
     group_norm_eps: float = 1e-6
@@ -155,7 +155,7 @@ class ViTConfig(ModelConfig):
         object.__setattr__(self, "patch", _pair(self.patch, "patch"))
         self._whole(1, "width", "depth", "heads", "mlp", "patch")
         self._whole(0, "registers")
-        self._shares("dropout", "attention_dropout", "stochastic_depth")
+        self._fractions("dropout", "attention_dropout", "stochastic_depth")
         if self.pre_logits is not None:
             self._whole(1, "pre_logits")
         self._check_widths()
@@ -164,7 +164,7 @@ class ViTConfig(ModelConfig):
 
     def _check_widths(self) -> None:
         if self.width % self.heads:
-            raise VitrailError(f"Width {self.width} is not a multiple of {self.heads} heads; each head takes an equal share.")
+            raise VitrailError(f"Width {self.width} is not a multiple of {self.heads} heads. Change one of them.")
         for kind, factor in (("learned-2d", 2), ("sincos2d", 4)):
             if self.position == kind and self.width % factor:
                 raise VitrailError(f"{kind} positions need a width that is a multiple of {factor}; it is {self.width}.")

@@ -115,4 +115,4 @@ def _resnet_flops(config: ModelConfig) -> int:
     resnet = config.resnet  # type: ignore[attr-defined]
     height, width = config.image_size
     maps = ((-(-height // s) * -(-width // s), i * o * k * k) for i, o, k, s in _convolutions(resnet, config.channels))
-    return sum(2 * positions * products for positions, products in maps)
+    return sum(2 * positions * multiply_adds for positions, multiply_adds in maps)

@@ -23,7 +23,7 @@ SIZES = {
 PATCHES = (8, 14, 16, 32)
 STAGES = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
-# size, blocks a stage, patch on the feature map. The /16 hybrids with an R50 move stage 4's blocks into stage 3 (§3.1).
+# size, blocks per stage, patch on the feature map. The /16 hybrids with an R50 move stage 4's blocks into stage 3 (§3.1).
 # R+ViT-Ti/16 keeps only the ResNet's stem: 4 × 8, so its tokens stand for 32 pixels whatever its published name says.
 HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "R+ViT-Ti/16": ("Ti", (), 8),

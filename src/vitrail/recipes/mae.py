@@ -1,4 +1,4 @@
-"""Masked autoencoding (MAE, He et al. 2021), which is not in the ViT paper: a quarter of the patches seen, the rest painted.
+"""Masked autoencoding (MAE, He et al. 2021), which is not in the ViT paper: a quarter of the patches seen, the rest predicted.
 
     torchrun --nproc-per-node 8 -m vitrail train mae-vit-b16-imagenet --data.source folder:IMAGENET
 

@@ -38,7 +38,7 @@ class Distil(Task):
         preprocess: Preprocess,
         teacher_preprocess: Preprocess,
         mode: Literal["hard", "soft"] = "hard",
-        share: float = 0.5,
+        weight: float = 0.5,
         temperature: float = 3.0,
         two_heads: bool = False,
     ) -> None:
@@ -48,26 +48,27 @@ class Distil(Task):
                 f"The teacher takes {teacher_preprocess.channels} channels, the student {preprocess.channels}; they must be equal."
             )
         self.labels, self.outputs, self.two_heads = labels, labels.outputs, two_heads
-        self.mode, self.share, self.temperature = mode, share, temperature
+        self.mode, self.weight, self.temperature = mode, weight, temperature
         self.preprocess, self.teacher_preprocess = preprocess, teacher_preprocess
         self.teacher = teacher.eval().requires_grad_(False)
 
     def objective(self, run: Callable[..., Any], images: Tensor, targets: Tensor) -> Tensor:
         with torch.no_grad():
-            taught = self.teacher(self.as_teacher_sees(images)).float()
+            teacher_logits = self.teacher(self.as_teacher_sees(images)).float()
         if self.two_heads:
             by_class, by_teacher = run(images, heads=2)
         else:
             by_class = by_teacher = run(images)
-        return (1 - self.share) * self.labels.loss(by_class, targets) + self.share * self.imitation(by_teacher, taught)
+        distilled = self.distillation_loss(by_teacher, teacher_logits)
+        return (1 - self.weight) * self.labels.loss(by_class, targets) + self.weight * distilled
 
-    def imitation(self, outputs: Tensor, taught: Tensor) -> Tensor:
+    def distillation_loss(self, outputs: Tensor, teacher_logits: Tensor) -> Tensor:
         """How far the student is from the teacher, image by image."""
         logits = outputs.float()
         if self.mode == "hard":
-            return F.cross_entropy(logits, taught.argmax(1), reduction="none")
+            return F.cross_entropy(logits, teacher_logits.argmax(1), reduction="none")
         warm = self.temperature
-        gap = F.kl_div((logits / warm).log_softmax(1), (taught / warm).log_softmax(1), reduction="none", log_target=True)
+        gap = F.kl_div((logits / warm).log_softmax(1), (teacher_logits / warm).log_softmax(1), reduction="none", log_target=True)
         return gap.sum(1) * warm**2  # so that the gradient's scale does not depend on the temperature
 
     def as_teacher_sees(self, images: Tensor) -> Tensor:

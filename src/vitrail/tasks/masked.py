@@ -56,11 +56,11 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MaskedPrediction:
     """Predictions of a batch, and their targets."""
 
     predicted: Tensor
-    wanted: Tensor
+    targets: Tensor
     bins: Tensor
     """Colours of the hidden patches, whatever is predicted."""
 
@@ -88,10 +88,10 @@ class Masked(Task):
         return "nats" if isinstance(self.target, Colours) else "(squared error)"
 
     def objective(self, run: Callable[..., Any], images: Tensor, targets: Tensor) -> Tensor:
-        predicted, places = run(images, self.draw(images))
+        predicted, masked = run(images, self.draw(images))
         with torch.no_grad():
-            wanted = at(self.target.of(images), places)
-        return self.loss(predicted, wanted)
+            patch_targets = at(self.target.of(images), masked)
+        return self.loss(predicted, patch_targets)
 
     def draw(self, images: Tensor) -> Tensor:
         """Noise for a batch, by the generator of its device."""
@@ -100,11 +100,11 @@ class Masked(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.target.loss(outputs, targets)
 
-    def predict(self, run: Callable[..., Any], images: Tensor, indices: Tensor) -> Outcome:
-        predicted, places = run(images, self._fixed[indices % _PATTERNS].to(images.device))
-        wanted = at(self.target.of(images), places)
+    def predict(self, run: Callable[..., Any], images: Tensor, indices: Tensor) -> MaskedPrediction:
+        predicted, masked = run(images, self._fixed[indices % _PATTERNS].to(images.device))
+        patch_targets = at(self.target.of(images), masked)
         same = isinstance(self.target, Colours)
-        return Outcome(predicted.float(), wanted, wanted if same else at(self.target.bins(images), places))
+        return MaskedPrediction(predicted.float(), patch_targets, patch_targets if same else at(self.target.bins(images), masked))
 
     def train_metrics(self, loss: float) -> dict[str, float]:
         if self.baseline is None:
@@ -130,13 +130,13 @@ class MaskedMeter(Sums):
         super().__init__()
         self.target = target
 
-    def update(self, outputs: Outcome, targets: Tensor | None = None) -> None:
-        losses = self.target.loss(outputs.predicted, outputs.wanted)
+    def update(self, outputs: MaskedPrediction, targets: Tensor | None = None) -> None:
+        losses = self.target.loss(outputs.predicted, outputs.targets)
         self.gather(count=len(losses), loss=float(losses.double().sum()), bins=self.target.histogram(outputs.bins))
-        self.gather(**{f"target_{name}": value for name, value in self.target.tally(outputs.wanted).items()})
+        self.gather(**{f"target_{name}": value for name, value in self.target.tally(outputs.targets).items()})
         if isinstance(self.target, Colours):
-            hits = self.target.logits(outputs.predicted).argmax(-1) == outputs.wanted
-            self.gather(right=int(hits.sum()), asked=hits.numel())
+            hits = self.target.logits(outputs.predicted).argmax(-1) == outputs.targets
+            self.gather(correct=int(hits.sum()), predicted=hits.numel())
 
     def metrics(self) -> dict[str, float]:
         sums, known = self.sums, self.baseline()
@@ -148,8 +148,8 @@ class MaskedMeter(Sums):
             "target_entropy": known.entropy,
             "images": float(sums["count"]),
         }
-        if "right" in sums:
-            found["patch_accuracy"] = float(sums["right"]) / float(sums["asked"])
+        if "correct" in sums:
+            found["patch_accuracy"] = float(sums["correct"]) / float(sums["predicted"])
         return found
 
     def baseline(self) -> Baseline:
@@ -158,13 +158,13 @@ class MaskedMeter(Sums):
 
 
 def baseline_of(target: PatchTarget, images: int, bins: Any, tally: dict[str, Any]) -> Baseline:
-    """What is known from a histogram of colours and the sums of targets."""
+    """The baseline that follows from a histogram of colours and the sums of targets."""
     occurring = int((bins.sum(axis=0) > 0).sum())
     return Baseline(images, occurring, target.classes, entropy(bins) / math.log(2), target.constant_loss(tally))
 
 
-def survey(target: PatchTarget, batches: Iterable[Tensor]) -> Baseline:
-    """The baseline of whole images, taken in batch by batch as training sees them."""
+def compute_baseline(target: PatchTarget, batches: Iterable[Tensor]) -> Baseline:
+    """The baseline of all patches of these images, as training sees them."""
     images, sums = 0, dict[str, Any]()
     for batch in batches:
         images += len(batch)

@@ -21,7 +21,7 @@ from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.layers import patchify
 from vitrail.tasks.base import Array
 
-LEVELS = 8  # 3 bits a channel
+LEVELS = 8  # 3 bits per channel
 Pair = tuple[int, int]
 
 
@@ -38,15 +38,15 @@ class PatchTarget(ABC):
         self.grid = preprocess.size[0] // stride[0], preprocess.size[1] // stride[1]
         mean, std = (torch.tensor(values, dtype=torch.float64) for values in (preprocess.mean, preprocess.std))
         self._scale, self._shift = ((one * self.max_value).float()[:, None, None] for one in (std, mean))
-        self._places = LEVELS ** torch.arange(min(self.channels, 3) - 1, -1, -1)
+        self._digit_values = LEVELS ** torch.arange(min(self.channels, 3) - 1, -1, -1)
 
     @property
     def classes(self) -> int:
         """Bins of a colour: 512 for three channels."""
-        return int(LEVELS ** len(self._places))
+        return int(LEVELS ** len(self._digit_values))
 
     def to(self, device: Any) -> None:
-        self._scale, self._shift, self._places = (one.to(device) for one in (self._scale, self._shift, self._places))
+        self._scale, self._shift, self._digit_values = (one.to(device) for one in (self._scale, self._shift, self._digit_values))
 
     def pixels(self, images: Tensor) -> Tensor:
         """Normalised images [image, channel, row, column] as the whole pixel values they were, in float32."""
@@ -56,7 +56,7 @@ class PatchTarget(ABC):
         """The colour of every patch as a class [image, patch, cell]: 3 bits for each of (at most three) channels."""
         rows, columns = self.grid
         repeats = [self.cells // math.gcd(side, self.cells) for side in self.stride]  # 14 pixels in 4 cells: halve the pixels
-        pixels = self.pixels(images)[:, : len(self._places)].int()
+        pixels = self.pixels(images)[:, : len(self._digit_values)].int()
         for axis, count in zip((2, 3), repeats, strict=True):
             pixels = pixels.repeat_interleave(count, axis) if count > 1 else pixels
         height, width = (side * count // self.cells for side, count in zip(self.stride, repeats, strict=True))
@@ -64,7 +64,7 @@ class PatchTarget(ABC):
         sums = pixels.reshape(shape).sum(dim=(4, 7)).permute(0, 2, 4, 3, 5, 1)
         sums = sums.reshape(len(images), rows * columns, self.cells**2, -1)
         levels = (sums * LEVELS).div(self.max_value * height * width, rounding_mode="floor").clamp(max=LEVELS - 1)
-        return (levels * self._places).sum(dim=-1)
+        return (levels * self._digit_values).sum(dim=-1)
 
     def patches(self, images: Tensor) -> Tensor:
         """Pixels from 0 to 1, cut into patches [image, patch, channel · row · column]."""
@@ -75,20 +75,20 @@ class PatchTarget(ABC):
         """The targets of all patches [image, patch, …]."""
 
     @abstractmethod
-    def loss(self, predicted: Tensor, wanted: Tensor) -> Tensor:
+    def loss(self, predicted: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over the patches of every image [image], in float32."""
 
     @abstractmethod
-    def tally(self, wanted: Tensor) -> dict[str, Array | float]:
+    def tally(self, targets: Tensor) -> dict[str, Array | float]:
         """Sums over patches from which the loss of the best constant prediction follows."""
 
     @abstractmethod
     def constant_loss(self, sums: dict[str, Any]) -> float:
-        """The least loss of anyone who says the same of every patch."""
+        """The loss of the best constant prediction."""
 
     @abstractmethod
-    def painted(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        """Predictions as pixels from 0 to 1, like the true `patches` [image, place, channel · row · column]."""
+    def to_pixels(self, predicted: Tensor, patches: Tensor) -> Tensor:
+        """Predictions as pixels from 0 to 1, like the true `patches` [image, patch, channel · row · column]."""
 
     def histogram(self, bins: Tensor) -> Array:
         """How often each class occurs [cell, class]."""
@@ -104,8 +104,8 @@ class Colours(PatchTarget):
         super().__init__(preprocess, stride)
         if self.channels > 3:
             raise VitrailError(
-                f"Colours in 3 bits a channel are for up to 3 channels; these images have {self.channels}. "
-                "Take --task.patch-target pixels."
+                f"Colours in 3 bits per channel are for up to 3 channels; these images have {self.channels}. "
+                "Use --task.patch-target pixels."
             )
         if min(stride) < cells:
             raise VitrailError(f"A patch of {stride[0]}×{stride[1]} pixels cannot be downsized to {cells}×{cells}.")
@@ -116,25 +116,25 @@ class Colours(PatchTarget):
         return self.bins(images)
 
     def logits(self, predicted: Tensor) -> Tensor:
-        """[image, place, cell, class]"""
+        """[image, patch, cell, class]"""
         return predicted.reshape(*predicted.shape[:-1], self.cells**2, self.classes)
 
-    def loss(self, predicted: Tensor, wanted: Tensor) -> Tensor:
-        losses = cross_entropy(self.logits(predicted).flatten(0, 2), wanted.flatten())
-        return losses.reshape(len(wanted), -1).mean(1)
+    def loss(self, predicted: Tensor, targets: Tensor) -> Tensor:
+        losses = cross_entropy(self.logits(predicted).flatten(0, 2), targets.flatten())
+        return losses.reshape(len(targets), -1).mean(1)
 
-    def tally(self, wanted: Tensor) -> dict[str, Array | float]:
-        return {"histogram": self.histogram(wanted)}
+    def tally(self, targets: Tensor) -> dict[str, Array | float]:
+        return {"histogram": self.histogram(targets)}
 
     def constant_loss(self, sums: dict[str, Any]) -> float:
         return entropy(sums["histogram"])
 
-    def painted(self, predicted: Tensor, patches: Tensor) -> Tensor:
+    def to_pixels(self, predicted: Tensor, patches: Tensor) -> Tensor:
         return self.colours(self.logits(predicted).argmax(-1))
 
     def colours(self, bins: Tensor) -> Tensor:
-        """Classes [image, place, cell] as pixels of whole patches, each cell in the middle colour of its bin."""
-        digits = bins[..., None].div(self._places, rounding_mode="floor") % LEVELS
+        """Classes [image, patch, cell] as pixels of whole patches, each cell in the middle colour of its bin."""
+        digits = bins[..., None].div(self._digit_values, rounding_mode="floor") % LEVELS
         cells = ((digits + 0.5) / LEVELS).movedim(-1, 2).unflatten(-1, (self.cells, self.cells))
         return F.interpolate(cells.flatten(0, 1), self.stride, mode="nearest").reshape(*bins.shape[:2], -1)
 
@@ -142,7 +142,7 @@ class Colours(PatchTarget):
 class PixelValues(PatchTarget):
     """Regression on all pixels of the patch with a squared error, a mean over its values.
 
-    `normalised` takes each patch's own mean and deviation off first, as masked autoencoding does.
+    `normalised` subtracts each patch's own mean and divides by its deviation first, as masked autoencoding does.
     """
 
     def __init__(self, preprocess: Preprocess, stride: Pair, normalised: bool = False) -> None:
@@ -157,19 +157,19 @@ class PixelValues(PatchTarget):
         mean, deviation = _moments(patches)
         return (patches - mean) / deviation
 
-    def loss(self, predicted: Tensor, wanted: Tensor) -> Tensor:
-        return (predicted.float() - wanted).square().mean(dim=(1, 2))
+    def loss(self, predicted: Tensor, targets: Tensor) -> Tensor:
+        return (predicted.float() - targets).square().mean(dim=(1, 2))
 
-    def tally(self, wanted: Tensor) -> dict[str, Array | float]:
-        values = wanted.flatten(0, 1).double()
+    def tally(self, targets: Tensor) -> dict[str, Array | float]:
+        values = targets.flatten(0, 1).double()
         return {"patches": len(values), "first": values.sum(0).cpu().numpy(), "second": float(values.square().sum())}
 
     def constant_loss(self, sums: dict[str, Any]) -> float:
         count, first = float(sums["patches"]), sums["first"]
         return max(float(sums["second"]) / count - float(np.square(first / count).sum()), 0.0) / len(first)
 
-    def painted(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        if self.normalised:  # what was taken off is not asked for; the picture borrows it from the truth
+    def to_pixels(self, predicted: Tensor, patches: Tensor) -> Tensor:
+        if self.normalised:  # mean and deviation are not predicted: those of the true patch are used
             mean, deviation = _moments(patches)
             predicted = predicted.float() * deviation + mean
         return predicted.float().clamp(0, 1)

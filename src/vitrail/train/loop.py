@@ -345,12 +345,12 @@ class Loop:
     # Ending
 
     def _must_stop(self, stop: Stop) -> bool:
-        """Whether any rank was asked to stop. On GPUs ranks ask each other only where they are synchronised anyway."""
+        """Whether any rank got a signal to stop. On GPUs ranks exchange that only where they are synchronised anyway."""
         if self.world.ranks == 1:
-            return stop.asked
+            return stop.requested
         if self.world.device.type != "cpu" and self.done % self.recipe.log_every:
             return False
-        return self.world.any(stop.asked)
+        return self.world.any(stop.requested)
 
     def _interrupted(self, stop: Stop) -> Result:
         if self.done < self.total:
@@ -408,7 +408,7 @@ def total_steps(recipe: Recipe, per_epoch: int) -> int:
 
 def first_micro_batch(recipe: Recipe, world: World) -> int:
     """Return the first micro-batch to try: the rank's whole part of the batch, but at most 256 on a CPU."""
-    share = math.ceil(recipe.batch / world.ranks)
+    per_rank = math.ceil(recipe.batch / world.ranks)
     if recipe.micro_batch != "auto":
-        return min(int(recipe.micro_batch), share)
-    return share if world.device.type == "cuda" else min(share, 256)
+        return min(int(recipe.micro_batch), per_rank)
+    return per_rank if world.device.type == "cuda" else min(per_rank, 256)

@@ -108,7 +108,7 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
 
 
 def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None) -> Need:
-    share = math.ceil(recipe.batch / gpus)
+    per_gpu = math.ceil(recipe.batch / gpus)
 
     def footprint(size: int, accumulates: bool = True) -> Footprint:
         settings: dict[str, Any] = {"recompute": recipe.model.recompute, "keep": recipe.model.recompute_keep}
@@ -118,13 +118,13 @@ def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int,
 
     states = _states(recipe, footprint(1).weights)
     largest = _largest(footprint, (memory - _CONTEXT) / (1 + _FRAGMENTS) - _WORKSPACE - sum(states))
-    taken = min(micro_batch or largest, share)
+    chosen = min(micro_batch or largest, per_gpu)
     # Where nothing fits, show the need of one image.
-    exact = footprint(taken, accumulates=taken < share) if taken else footprint(1)
-    accumulation = math.ceil(share / taken) if taken else 0
+    exact = footprint(chosen, accumulates=chosen < per_gpu) if chosen else footprint(1)
+    accumulation = math.ceil(per_gpu / chosen) if chosen else 0
     return Need(
         engine,
-        taken,
+        chosen,
         largest,
         accumulation,
         exact.weights,

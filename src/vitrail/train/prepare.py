@@ -216,7 +216,7 @@ def make_distillation(
         preprocess=preprocess,
         teacher_preprocess=bundle.preprocess,
         mode=spec.distil,
-        share=spec.distil_weight,
+        weight=spec.distil_weight,
         temperature=spec.temperature,
         two_heads=two_heads,
     )

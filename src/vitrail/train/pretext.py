@@ -19,7 +19,7 @@ from vitrail.files import atomic_folder
 from vitrail.models import Model, ViT, ViTConfig
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.masked import MaskedPatches, Pretraining
-from vitrail.tasks.masked import Masked, survey
+from vitrail.tasks.masked import Masked, compute_baseline
 from vitrail.tasks.patch_targets import Colours, PatchTarget, PixelValues
 from vitrail.train.config import Recipe, TaskSpec
 from vitrail.train.parallel import whole
@@ -46,7 +46,7 @@ def make_pretext(
     wrapper, task = pretext(model, spec, preprocess)
     if not next(model.parameters()).is_meta:
         wrapper.reset(torch.Generator().manual_seed(recipe.seed))
-    found = survey(task.target, _looked_at(recipe, train, preprocess, wrapper.patches))
+    found = compute_baseline(task.target, _looked_at(recipe, train, preprocess, wrapper.patches))
     found.check(preprocess.describe())
     task.baseline = found
     notes.append(_said(wrapper, spec))

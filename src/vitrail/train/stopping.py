@@ -10,13 +10,13 @@ from types import FrameType
 
 
 class Stop:
-    """Whether the run was asked to stop, and by which signal."""
+    """Whether the run is to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self.signal is not None
 
     @contextmanager
@@ -27,14 +27,14 @@ class Stop:
             return
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in before:
-            signal.signal(number, self._ask)
+            signal.signal(number, self._handle)
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.asked:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.requested:
             raise KeyboardInterrupt
         self.signal = number

@@ -38,15 +38,15 @@ def validate(
         bad_images=bad_images,  # type: ignore[arg-type]
         device=world.device,
     )
-    meter, taken = task.meter(), 0
+    meter, steps = task.meter(), 0
     with evaluating(runner.model):
         for part in loader:
             with autocast(precision, world.device):
                 outputs = task.predict(runner, part.images, part.indices)
             meter.update(outputs, part.targets)
-            taken += 1
+            steps += 1
         if world.sharded:
-            _keep_step(runner, task, preprocess, max(world.gather(taken)) - taken)
+            _keep_step(runner, task, preprocess, max(world.gather(steps)) - steps)
     states = world.gather(meter.state())
     for rank, state in enumerate(states):
         if rank != world.rank:

@@ -129,8 +129,8 @@ def on_worker_threads(compute: Callable[[Tensor], Tensor], images: Tensor) -> Te
     workers = min(threads, len(images))
     if workers < 2:
         return compute(images)
-    share = -(-len(images) // workers)
-    return torch.cat(list(_pool(workers, threads // workers).map(torch.no_grad()(compute), images.split(share))))
+    per_worker = -(-len(images) // workers)
+    return torch.cat(list(_pool(workers, threads // workers).map(torch.no_grad()(compute), images.split(per_worker))))
 
 
 @cache

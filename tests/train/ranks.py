@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.train.small import small
 from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
+from vitrail.train import parallel as parallel_engines
 from vitrail.train.config import ModelSpec, Recipe, TaskSpec
 from vitrail.train.loop import Loop, train
 from vitrail.train.parallel import joined, whole
@@ -23,6 +24,10 @@ class Enough(Exception):
 
 # A large epsilon: Adam otherwise blows rounding errors in small gradients up to whole steps.
 ADAM = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__eps": 1e-2, "optim__weight_decay": 0.1}
+
+
+# Blocks stay gathered, and the averaged weights are evaluated in between.
+KEPT = {"ema": 0.5, "eval_every": 0.02, "checkpoint_every": 100}
 
 
 def run_of(parallel: str = "auto", **changes: object) -> Recipe:
@@ -97,6 +102,9 @@ def begin(out: Path) -> None:
     for parallel in ("ddp", "fsdp", "hybrid"):
         train(run_of(parallel), out / parallel)
     train(run_of("fsdp", **ADAM), out / "fsdp-adam")
+    parallel_engines.fits_gathered, decided = (lambda *_: True), parallel_engines.fits_gathered
+    train(run_of("fsdp", **KEPT), out / "fsdp-kept")
+    parallel_engines.fits_gathered = decided
     train(distilling(out, "fsdp"), out / "distilled")
     crash_at(4)
     for parallel in ("ddp", "fsdp"):

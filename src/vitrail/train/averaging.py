@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from vitrail.train.parallel import local, sharded_like
+
 
 class Average:
     """mean ← decay·mean + (1 − decay)·weights after every step, in float32, where the weights are."""
@@ -16,30 +18,31 @@ class Average:
         self.decay, self.warmup = decay, warmup
         # Only trained parameters are averaged; fixed tables stay as they are.
         trainable = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        self._weights: list[Tensor] = list(trainable.values())
-        self._mean = {name: one.detach().clone().float() for name, one in trainable.items()}
+        self._weights: dict[str, Tensor] = dict(trainable)
+        # Of shards, this rank's: operations on DTensors cost the host much time.
+        self._mean = {name: local(one).detach().clone().float() for name, one in trainable.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Add the weights after a step, counted from 0, to the mean."""
         decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
-        torch._foreach_lerp_(list(self._mean.values()), self._weights, 1 - decay)
+        torch._foreach_lerp_(list(self._mean.values()), self._local_weights(), 1 - decay)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self._mean
+        """The mean by parameter name, to be saved or written into; sharded like the parameters."""
+        return {name: sharded_like(self._weights[name], mean) for name, mean in self._mean.items()}
 
     @contextmanager
     @torch.no_grad()
     def applied(self) -> Iterator[None]:
         """Put the averaged weights into the model while the block runs."""
-        kept = [weight.detach().clone() for weight in self._weights]
-        _copy(self._weights, list(self._mean.values()))
+        weights = self._local_weights()
+        kept = [weight.detach().clone() for weight in weights]
+        torch._foreach_copy_(weights, list(self._mean.values()))
         try:
             yield
         finally:
-            _copy(self._weights, kept)
+            torch._foreach_copy_(self._local_weights(), kept)
 
-
-def _copy(targets: list[Tensor], values: list[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):  # shards have no copy of a whole list
-        target.copy_(value)
+    def _local_weights(self) -> list[Tensor]:
+        return [local(one) for one in self._weights.values()]

@@ -116,7 +116,14 @@ def simulate(
 
 
 def simulate_sharded(
-    subject: Subject, micro_batch: int, *, precision: str, ranks: int, recompute: int = 0, keep: Keep = "nothing"
+    subject: Subject,
+    micro_batch: int,
+    *,
+    precision: str,
+    ranks: int,
+    recompute: int = 0,
+    keep: Keep = "nothing",
+    keep_gathered: bool = False,
 ) -> Footprint:
     """One of many devices under FSDP2, every block a unit. Up to eight ranks are simulated; beyond, shard sizes are computed."""
     fake = min(ranks, _FAKE_RANKS)
@@ -126,14 +133,15 @@ def simulate_sharded(
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
             model, task = _ready(subject, recompute, keep)
-            runner = Runner(model, world, low_precision=low, mesh=mesh)
+            runner = Runner(model, world, low_precision=low, mesh=mesh, keep_gathered=keep_gathered)
             memory.peak = memory.now  # the whole model, before it was sharded, does not count
             for _ in range(2):
                 _forward_and_backward(runner, task, subject.config, micro_batch, precision)
             peak = memory.peak
     shards, reference = shard_bytes(subject, ranks), shard_bytes(subject, fake)
-    # Two blocks are gathered at a time, the one in use and the next; many ranks pad small tensors up.
-    padding = 2 * (_gathered_block(subject, ranks) - _gathered_block(subject, fake)) * (2 if low is not None else 4)
+    # All blocks are gathered at a time, or two, the one in use and the next; many ranks pad small tensors up.
+    added = sum(_gathered(subject, ranks, keep_gathered)) - sum(_gathered(subject, fake, keep_gathered))
+    padding = added * (2 if low is not None else 4)
     return Footprint(shards, shards, peak + 2 * (shards - reference) + padding)
 
 
@@ -142,10 +150,11 @@ def shard_bytes(subject: Subject, ranks: int) -> int:
     return sum(4 * _padded(parameter, ranks) // ranks for parameter in subject.without_memory().parameters())
 
 
-def _gathered_block(subject: Subject, ranks: int) -> int:
-    """Values of the largest block as it is gathered, padding included."""
+def _gathered(subject: Subject, ranks: int, keep_gathered: bool) -> list[int]:
+    """Values of the blocks that are gathered at a time, padding included."""
     blocks = blocks_of(subject.without_memory())
-    return max(sum(_padded(parameter, ranks) for parameter in block.parameters()) for block in blocks)
+    sizes = [sum(_padded(parameter, ranks) for parameter in block.parameters()) for block in blocks]
+    return sizes if keep_gathered else 2 * [max(sizes)]
 
 
 def _padded(parameter: Tensor, ranks: int) -> int:

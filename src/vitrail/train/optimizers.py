@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.train.config import Decay, OptimSpec
+from vitrail.train.parallel import local, sharded_like
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.|stages\.(\d+)\.")
 
@@ -80,7 +82,8 @@ def parameter_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
 class Optimizer:
     """One of torch's optimisers under a schedule, with the weight decay's convention made explicit.
 
-    Its state exists from the start, so that a checkpoint has the same shape at every step.
+    Its state exists from the start, so that a checkpoint has the same shape at every step. Under FSDP2 torch's optimiser gets
+    this rank's shards as ordinary tensors: operations on DTensors cost the host more than the update itself.
     """
 
     def __init__(self, model: nn.Module, spec: OptimSpec) -> None:
@@ -89,19 +92,19 @@ class Optimizer:
         parameters = dict(model.named_parameters())
         self.names = [name for group in self.groups for name in group.names]
         self.parameters = [parameters[name] for name in self.names]
-        # The fused kernels are the fastest, and can be told on the device to skip a step. SGD's does not support shards.
-        sharded = any(hasattr(one, "full_tensor") for one in self.parameters)
-        self._fused = spec.name != "sgd" or not sharded
-        self._divides = self._fused and not sharded
-        self._inner = _build(spec, [self._settings(group, parameters) for group in self.groups], fused=self._fused)
+        self._shards = _Shards(self.parameters) if hasattr(self.parameters[0], "device_mesh") else None
+        self._updated: list[Tensor] = self._shards.tensors if self._shards is not None else list(self.parameters)
+        """What torch's optimiser updates."""
+        updated = dict(zip(self.names, self._updated, strict=True))
+        self._inner = _build(spec, [self._settings(group, updated) for group in self.groups])
         self._fill_state()
 
-    def _settings(self, group: Group, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
+    def _settings(self, group: Group, updated: dict[str, Tensor]) -> dict[str, Any]:
         spec = self.spec
         decay = spec.weight_decay if group.decays else 0.0
         if spec.decay == "independent-of-lr":
             decay /= spec.lr * group.scale  # torch multiplies it by this group's own learning rate again
-        return {"params": [parameters[name] for name in group.names], "scale": group.scale, "weight_decay": decay}
+        return {"params": [updated[name] for name in group.names], "scale": group.scale, "weight_decay": decay}
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -112,28 +115,31 @@ class Optimizer:
         for group in self._inner.param_groups:
             group["lr"] = self.spec.lr * group["scale"] * factor
 
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients, on every rank. The host does not wait for it."""
+        norm = torch.nn.utils.get_total_norm([local(one.grad) for one in self.parameters if one.grad is not None])
+        return norm if self._shards is None else self._shards.total_norm(norm)
+
+    @torch.no_grad()
     def step(self, skip: Tensor | None = None, norm: Tensor | None = None) -> None:
         """Move the parameters. Where `skip` (a number on their device) is 1 nothing moves; the host does not wait for it.
 
         With clipping, `norm` is that of all gradients. They are scaled down on the way through the update, not in a pass before.
         """
+        if self._shards is not None:
+            self._shards.take_gradients()
         scale = None if norm is None or self.spec.clip is None else ((norm + 1e-6) / self.spec.clip).clamp(min=1.0)
-        if self._divides:
-            self._inner.grad_scale = scale  # type: ignore[attr-defined]
-        elif scale is not None:
-            torch._foreach_div_([one.grad for one in self.parameters if one.grad is not None], scale)
-        if self._fused:
-            self._inner.found_inf = skip  # type: ignore[attr-defined]
-        elif skip is not None and bool(skip):
-            return
+        # The fused kernels read both numbers on the device.
+        self._inner.grad_scale, self._inner.found_inf = scale, skip  # type: ignore[attr-defined]
         if self.spec.name == "sgd" and self.spec.decay != "coupled":
             self._decay(skip)
         self._inner.step()
-        if self._fused:
-            self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
+        self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
-        self._inner.zero_grad(set_to_none=True)
+        for one in (*self.parameters, *self._updated):
+            one.grad = None
 
     @torch.no_grad()
     def _decay(self, skip: Tensor | None) -> None:
@@ -158,20 +164,53 @@ class Optimizer:
                 self._inner.state[parameter] = state
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by parameter name, to be saved or written into."""
-        pairs = zip(self.names, self.parameters, strict=True)
-        return {f"{name}.{key}": value for name, one in pairs for key, value in self._inner.state[one].items()}
+        """The state by parameter name, to be saved or written into; sharded like the parameters."""
+        found: dict[str, Tensor] = {}
+        for name, parameter, updated in zip(self.names, self.parameters, self._updated, strict=True):
+            for key, value in self._inner.state[updated].items():
+                found[f"{name}.{key}"] = value if key == "step" else sharded_like(parameter, value)
+        return found
 
 
-def _build(spec: OptimSpec, settings: list[dict[str, Any]], *, fused: bool) -> torch.optim.Optimizer:
+class _Shards:
+    """This rank's shards of FSDP2's parameters, as ordinary tensors that share their memory."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters: list[Any] = list(parameters)
+        self._local = [local(one) for one in parameters]
+        self.tensors = [one.detach() for one in self._local]
+        mesh, placements = self._parameters[0].device_mesh, self._parameters[0].placements
+        if any(getattr(one, "placements", None) != placements for one in parameters):
+            raise ValueError("some parameters are sharded in another way than others")
+        # With hybrid sharding, ranks along the other axis of the mesh hold copies: their gradients must not count twice.
+        self._groups = [mesh.get_group(axis) for axis, one in enumerate(placements) if one.is_shard() and mesh.size(axis) > 1]
+
+    def take_gradients(self) -> None:
+        """Give each tensor the gradient of its shard."""
+        for number, parameter in enumerate(self._parameters):
+            shard, tensor = local(parameter), self.tensors[number]
+            if shard is not self._local[number]:  # FSDP2 has moved it, as it may before the first forward pass
+                tensor.data, self._local[number] = shard, shard
+            tensor.grad = None if parameter.grad is None else local(parameter.grad)
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm over all shards, from that of this rank's."""
+        for group in self._groups:
+            norm = norm.square()
+            dist.all_reduce(norm, group=group)
+            norm = norm.sqrt()
+        return norm
+
+
+def _build(spec: OptimSpec, settings: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if spec.name == "sgd":
         for group in settings:
             group["decoupled"] = group["weight_decay"]
             if spec.decay != "coupled":
                 group["weight_decay"] = 0.0
-        return torch.optim.SGD(settings, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=fused)
+        return torch.optim.SGD(settings, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=True)
     kind = torch.optim.Adam if spec.decay == "coupled" else torch.optim.AdamW
-    return kind(settings, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=fused)
+    return kind(settings, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
 
 
 def group_lines(groups: list[Group], spec: OptimSpec) -> list[str]:

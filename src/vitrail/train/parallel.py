@@ -20,6 +20,8 @@ from vitrail.train.captured_step import on_stream
 
 Mode = Literal["single", "ddp", "fsdp", "hybrid"]
 
+GATHERED = 0.1  # of a GPU's memory: FSDP2's blocks stay gathered from forward to backward if all of them take no more than this
+
 
 @dataclass(frozen=True)
 class World:
@@ -125,14 +127,28 @@ class Forward(nn.Module):
 class Runner:
     """A model as training runs it: `runner(images)`, or with whatever else it takes; it stays as it is, with its own names."""
 
-    def __init__(self, model: nn.Module, world: World, *, low_precision: torch.dtype | None = None, mesh: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        low_precision: torch.dtype | None = None,
+        mesh: Any = None,
+        keep_gathered: bool | None = None,
+    ) -> None:
         self.model, self.world = model, world
         self.stream: torch.cuda.Stream | None = None
         """Where forward and backward run under DDP on a GPU: its hooks belong to the stream on which it was built, and a CUDA
         graph cannot be captured on the default one."""
         self._forward: nn.Module = Forward(model)
+        self._units: list[Any] = []
+        """What FSDP2 gathers as one."""
+        self._sums_gradients = True
         if world.sharded:
-            _shard(model, mesh or mesh_of(world), low_precision)
+            if keep_gathered is None:
+                memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
+                keep_gathered = fits_gathered(model, low_precision, memory)
+            self._units = _shard(model, mesh or mesh_of(world), low_precision, keep_gathered)
         elif world.mode == "ddp":
             self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
             self.renew()
@@ -150,11 +166,18 @@ class Runner:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Wrap each micro-batch: gradients are reduced over ranks only with the last one of a step."""
-        if self.world.sharded:
+        if self.world.sharded and last != self._sums_gradients:  # it walks over all modules
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            self._sums_gradients = last
         elif isinstance(self._forward, nn.parallel.DistributedDataParallel) and not last:
             return self._forward.no_sync()
         return nullcontext()
+
+    def reshard(self) -> None:
+        """Free gathered weights. After a forward pass without a backward pass FSDP2 keeps some, and would use them again even if
+        the shards have changed since."""
+        for unit in self._units:
+            unit.reshard()
 
 
 def mesh_of(world: World) -> Any:
@@ -171,20 +194,28 @@ def mesh_of(world: World) -> Any:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("copies", "shards"))
 
 
-def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None) -> None:
-    """FSDP2: every block is a unit, the rest the root."""
+def fits_gathered(model: nn.Module, low_precision: torch.dtype | None, memory: int) -> bool:
+    """Whether a model's blocks may stay gathered on devices with so many bytes: then backward needs no all-gather."""
+    values = sum(parameter.numel() for block in blocks_of(model) for parameter in block.parameters())
+    return values * (low_precision or torch.float32).itemsize <= GATHERED * memory
+
+
+def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None, keep_gathered: bool) -> list[Any]:
+    """FSDP2: every block is a unit, the rest the root. Returns the units."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     # Blocks travel and compute in low precision, gradients are summed in float32. The root stays in float32: through the
     # position table it decides the precision of the residual stream, which is so the same as without sharding.
     inner = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=inner if low_precision is not None else MixedPrecisionPolicy())
+        policy = inner if low_precision is not None else MixedPrecisionPolicy()
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered, mp_policy=policy)
         if hasattr(block, "forward_pending"):  # the fused path enters a block here, so here too its weights are gathered
             register_fsdp_forward_method(block, "forward_pending")
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     if hasattr(model, "distilled_logits"):
         register_fsdp_forward_method(model, "distilled_logits")
+    return [*blocks_of(model), model]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -198,3 +229,21 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with all its shards; for one that has none, the tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, sharing its memory; for one that is not sharded, the tensor itself."""
+    # Not to_local(), which wraps it anew where gradients are on, and costs more.
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def sharded_like(tensor: Any, shard: Tensor) -> Tensor:
+    """A shard of this rank as part of a tensor that is sharded like `tensor`; if that is not sharded, the shard itself."""
+    if not hasattr(tensor, "device_mesh"):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ViTConfig, model_config
 from vitrail.models.masked import Pretraining
 from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
 from vitrail.train.memory import Footprint, Subject, simulate, simulate_sharded
-from vitrail.train.parallel import blocks_of
+from vitrail.train.parallel import blocks_of, fits_gathered
 from vitrail.train.speed import training_flops
 
 GIB = 2**30
@@ -109,11 +111,13 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
 
 def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None) -> Need:
     per_gpu = math.ceil(recipe.batch / gpus)
+    low = None if precision == "fp32" else torch.bfloat16
+    keep_gathered = engine == "fsdp" and fits_gathered(subject.without_memory(), low, memory)
 
     def footprint(size: int, accumulates: bool = True) -> Footprint:
         settings: dict[str, Any] = {"recompute": recipe.model.recompute, "keep": recipe.model.recompute_keep}
         if engine == "fsdp":
-            return simulate_sharded(subject, size, precision=precision, ranks=gpus, **settings)
+            return simulate_sharded(subject, size, precision=precision, ranks=gpus, keep_gathered=keep_gathered, **settings)
         return simulate(subject, size, precision=precision, accumulates=accumulates or engine == "ddp", **settings)
 
     states = _states(recipe, footprint(1).weights)
@@ -131,7 +135,7 @@ def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int,
         exact.gradients,
         *states,
         exact.activations,
-        communication(subject, engine, gpus, accumulation, precision),
+        communication(subject, engine, gpus, accumulation, precision, keep_gathered=keep_gathered),
     )
 
 
@@ -156,11 +160,14 @@ def _states(recipe: Recipe, weights: int) -> tuple[int, int]:
     return moments * weights, weights if recipe.ema else 0
 
 
-def communication(subject: Subject, engine: str, gpus: int, accumulation: int, precision: str) -> int:
+def communication(
+    subject: Subject, engine: str, gpus: int, accumulation: int, precision: str, *, keep_gathered: bool = False
+) -> int:
     """Bytes each GPU sends in a step, by ring algorithms.
 
-    DDP sums float32 gradients once. FSDP2 gathers every block for the forward and again for the backward pass of each
-    micro-batch, in the precision of the matmuls, the rest once in float32, and scatters float32 gradients once.
+    DDP sums float32 gradients once. FSDP2 gathers every block for the forward and, unless it stays gathered, again for the
+    backward pass of each micro-batch, in the precision of the matmuls, the rest once in float32, and scatters float32 gradients
+    once.
     """
     trained, ring = subject.without_memory(), (gpus - 1) / gpus
     total = sum(parameter.numel() for parameter in trained.parameters())
@@ -169,5 +176,5 @@ def communication(subject: Subject, engine: str, gpus: int, accumulation: int, p
     if engine == "ddp":
         return round(2 * ring * 4 * total)
     inner = sum(parameter.numel() for block in blocks_of(trained) for parameter in block.parameters())
-    gathered = 2 * inner * (4 if precision == "fp32" else 2) + 4 * (total - inner)
+    gathered = (1 if keep_gathered else 2) * inner * (4 if precision == "fp32" else 2) + 4 * (total - inner)
     return round(ring * (max(accumulation, 1) * gathered + 4 * total))

@@ -59,6 +59,7 @@ def _explain(loop: Loop, number: int) -> str:
     finally:
         torch.compiler.set_stance("default")
         loop.step.optimizer.zero_grad()
+    _drop_gradients(loop, batch)
     listed = loop.run.path / f"nonfinite-step-{number}.txt"
     if loop.world.main:
         listed.write_text("\n".join(names) + "\n", encoding="utf-8")
@@ -104,7 +105,19 @@ def _fits(loop: Loop) -> bool:
     loop.step.optimizer.zero_grad()
     if failed:
         torch.cuda.empty_cache()
-    return not loop.world.any(failed)
+    if loop.world.any(failed):
+        return False
+    _drop_gradients(loop, batch)
+    return True
+
+
+def _drop_gradients(loop: Loop, batch: Batch) -> None:
+    """Drop the gradients of a trial. Those not yet summed over ranks FSDP2 keeps where `zero_grad` does not reach them, and adds
+    them to the next step's: so sum them now, with those of one image."""
+    if loop.world.sharded:
+        one = {name: getattr(batch, name)[:1] for name in ("images", "targets", "indices")}
+        loop.step.backward(dataclasses.replace(batch, micro_step=0, micro_steps=1, **one))
+        loop.step.optimizer.zero_grad()
 
 
 def halve_micro_batch(loop: Loop, error: Exception | None) -> None:

@@ -22,7 +22,7 @@ from vitrail.train.averaging import Average
 from vitrail.train.captured_step import DDP_WARMUP, WARMUP, CapturedStep, on_stream
 from vitrail.train.config import Recipe
 from vitrail.train.optimizers import Optimizer
-from vitrail.train.parallel import Runner, World, whole
+from vitrail.train.parallel import Runner, World
 from vitrail.train.schedules import factor
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -116,6 +116,7 @@ class Step:
     def take(self, batches: Iterable[Batch], number: int) -> int:
         """Step `number`, over this rank's micro-batches; returns how many images this rank saw."""
         self.optimizer.set_rate(self.rate(number))
+        self.runner.reshard()
         images, loss = 0, torch.zeros((), device=self.world.device)
         for batch in batches:
             seed_part(self.recipe.seed, number, batch.micro_step, self.world)
@@ -179,7 +180,7 @@ class Step:
     def _update(self, loss: Tensor, number: int) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer.torch_optimizer)
-        norm = whole(torch.nn.utils.get_total_norm([one.grad for one in self.optimizer.parameters if one.grad is not None]))
+        norm = self.optimizer.grad_norm()
         bad = fault = (~norm.isfinite()).float()
         if self.scaler is not None:
             self.scaler.update()

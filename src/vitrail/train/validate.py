@@ -47,6 +47,7 @@ def validate(
             steps += 1
         if world.sharded:
             _keep_step(runner, task, preprocess, max(world.gather(steps)) - steps)
+            runner.reshard()
     states = world.gather(meter.state())
     for rank, state in enumerate(states):
         if rank != world.rank:

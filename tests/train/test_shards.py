@@ -1,0 +1,172 @@
+"""FSDP2 on one rank, and with a fake process group: updates, norms and evaluations of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.train.small import small
+from vitrail.models import create_model
+from vitrail.models.vit import ViT
+from vitrail.train import recovery
+from vitrail.train.averaging import Average
+from vitrail.train.config import OptimSpec
+from vitrail.train.loop import Loop
+from vitrail.train.optimizers import Optimizer
+from vitrail.train.parallel import Runner, World, fits_gathered, whole
+from vitrail.train.prepare import prepare
+from vitrail.train.run import RunFolder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def tiny() -> ViT:
+    model = create_model("ViT-Ti/4", image_size=8, channels=1, width=32, depth=2, heads=1, mlp=48, outputs=4, seed=0)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def images() -> Tensor:
+    return torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def sharded(model: ViT, **settings: Any) -> Runner:
+    return Runner(model, World(CPU, mode="fsdp"), **settings)
+
+
+@pytest.mark.parametrize("keep_gathered", [False, True])
+@pytest.mark.parametrize("spec", [OptimSpec(name="sgd", lr=0.1, clip=0.5), OptimSpec(name="adamw", lr=1e-2, clip=0.5)])
+def test_shards_are_updated_as_whole_parameters_are(spec: OptimSpec, keep_gathered: bool, group: None) -> None:
+    alone, ours = tiny(), tiny()
+    runner = sharded(ours, keep_gathered=keep_gathered)
+    optimizers = Optimizer(alone, spec), Optimizer(ours, spec)
+    averages = Average(alone, 0.5), Average(ours, 0.5)
+    for number in range(4):
+        for run, optimizer, average in zip((alone, runner), optimizers, averages, strict=True):
+            run(images()).square().sum().backward()
+            optimizer.step(skip=torch.tensor(float(number == 2)), norm=optimizer.grad_norm())
+            optimizer.zero_grad()
+            average.update(number)
+    for (name, one), two in zip(alone.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one, whole(two)), name
+        assert two.grad is None
+    for first, second in ((one.tensors(), two.tensors()) for one, two in (optimizers, averages)):
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert torch.equal(value, whole(second[name])), name
+            assert value.ndim == 0 or hasattr(second[name], "device_mesh"), name
+
+
+def test_saved_state_can_be_written_into(group: None) -> None:
+    model = tiny()
+    sharded(model)
+    kept = [Optimizer(model, OptimSpec(name="adamw")), Average(model, 0.5)]
+    for one in kept:
+        for value in one.tensors().values():
+            value.detach().fill_(3.0)
+        assert all(bool((whole(value) == 3.0).all()) for value in one.tensors().values())
+
+
+def test_a_shard_that_was_moved_is_still_updated(group: None) -> None:
+    model = tiny()
+    runner, optimizer = sharded(model), Optimizer(model, OptimSpec(name="sgd", lr=1.0))
+    weight: Any = model.head.weight
+    before = weight.to_local().clone()
+    runner(images()).square().sum().backward()
+    weight._local_tensor = before.clone()
+    optimizer.step()
+    assert not torch.equal(weight.to_local(), before)
+
+
+def test_copies_do_not_count_in_the_norm(four_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies of two shards each: the norm is summed over the two ranks that hold different shards."""
+    model = tiny()
+    Runner(model, World(CPU, 0, 4, 2, "hybrid"))
+    optimizer = Optimizer(model, OptimSpec())
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    summed: list[list[int]] = []
+
+    def all_reduce(value: Tensor, group: Any) -> None:
+        summed.append(dist.get_process_group_ranks(group))
+        value.mul_(2)  # as if the other rank had the same
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    squares = sum(one.to_local().numel() for one in model.parameters())  # type: ignore[attr-defined]
+    torch.testing.assert_close(optimizer.grad_norm(), torch.tensor(2.0 * squares).sqrt())
+    assert summed == [[0, 1]]
+
+
+@pytest.mark.parametrize("keep_gathered", [False, True])
+def test_gathered_weights_are_not_used_after_the_shards_changed(keep_gathered: bool, group: None) -> None:
+    model, plain = tiny(), tiny()
+    runner = sharded(model, keep_gathered=keep_gathered)
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        runner(images())  # no backward pass follows, which would free them
+        for one in (*parameters, *plain.parameters()):
+            one.mul_(0.5)
+        runner.reshard()
+        torch.testing.assert_close(runner(images()), plain(images()))
+
+
+def test_blocks_stay_gathered_where_there_is_memory() -> None:
+    model = tiny()
+    values = sum(one.numel() for one in model.blocks.parameters())
+    assert fits_gathered(model, torch.bfloat16, 20 * values) and not fits_gathered(model, torch.bfloat16, 20 * values - 11)
+    assert not fits_gathered(model, None, 20 * values)
+
+
+def test_a_trial_leaves_no_gradient(tmp_path: Path, group: None) -> None:
+    """FSDP2 keeps gradients that were not summed over ranks, and would add them to the first step's."""
+    recipe = small(parallel="fsdp", model__dropout=0.0, model__stochastic_depth=0.0)
+    norms = []
+    for name, tries in (("without", False), ("with", True)):
+        loop = Loop(recipe, RunFolder(tmp_path / name), World(CPU, mode="fsdp"), prepare(recipe, on_meta=True), ())
+        loop.go_to(0)
+        assert not tries or recovery._fits(loop)
+        loop.go_to(0)
+        loop.step.take(loop.parts(), 0)
+        norms.append(loop.step.read().grad_norm)
+        loop.close()
+    assert norms[0] == norms[1] > 0
+
+
+def test_an_evaluation_of_the_mean_leaves_the_weights(tmp_path: Path, group: None) -> None:
+    """The gathered mean would otherwise be what the next step starts from."""
+    recipe = small(parallel="fsdp", ema=0.5, model__dropout=0.0, model__stochastic_depth=0.0, optim__lr=0.1)
+    norms = []
+    for name, evaluates in (("without", False), ("with", True)):
+        loop = Loop(recipe, RunFolder(tmp_path / name), World(CPU, mode="fsdp"), prepare(recipe, on_meta=True), ())
+        loop.go_to(0)
+        for number in range(3):
+            loop.step.take(loop.parts(), number)
+        if evaluates:
+            (tmp_path / name).mkdir()
+            loop._validate()
+        loop.step.take(loop.parts(), 3)
+        norms.append(loop.step.read().grad_norm)
+        loop.close()
+    assert norms[0] == norms[1]

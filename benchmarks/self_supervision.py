@@ -47,7 +47,7 @@ from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, Schedul
 from vitrail.train.loop import train
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, choose_device
-from vitrail.train.pretext import pretext, settled
+from vitrail.train.pretext import pretext, with_defaults
 from vitrail.train.run import RunFolder
 from vitrail.train.step import Step, chosen_precision, low_precision
 
@@ -188,7 +188,7 @@ class Steps:
         trained: ViT | Pretraining = model
         task: Any = Classify(1000)
         if spec is not None:
-            trained, task = pretext(model, settled(spec), preset("google-vit", size=options.size))
+            trained, task = pretext(model, with_defaults(spec), preset("google-vit", size=options.size))
             trained.reset(torch.Generator().manual_seed(0))
         self.flops = trained.flops() if isinstance(trained, Pretraining) else needed_flops(model.config)
         trained.to(device).train()

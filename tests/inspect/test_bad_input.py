@@ -59,7 +59,7 @@ def test_a_size_that_needs_padding_lists_the_nearest_valid_sizes() -> None:
 
 def test_layers_patches_and_outputs_that_do_not_exist() -> None:
     model = trained(tiny((3, 4)))
-    with pytest.raises(VitrailError, match="0 of 3 layers asked for"):
+    with pytest.raises(VitrailError, match="Leave it out for all 3 layers"):
         inspect.attention_distance(model, images(model), layers=[])
     with pytest.raises(VitrailError, match="no layer 7"):
         inspect.head_attention(model, images(model), (0, 0), layers=[7])

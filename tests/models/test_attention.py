@@ -147,7 +147,7 @@ def test_one_layer_at_a_time() -> None:
 def test_bad_layers_are_sentences_at_the_call() -> None:
     model = build(image_size=12)
     images = torch.randn(1, 3, 12, 12)
-    with pytest.raises(VitrailError, match="0 of 2 layers asked for"):
+    with pytest.raises(VitrailError, match="Leave it out for all 2 layers"):
         model.attention(images, layers=[])
     with pytest.raises(VitrailError, match="no layer 2: the model has 2, numbered 0 to 1"):
         model.attention(images, layers=[2])

@@ -142,7 +142,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(tmp_path, monkeypatch):
 
 def test_an_unwritable_folder_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(VitrailError, match="Choose another place with --out"):
+    with pytest.raises(VitrailError, match="Choose another folder with --out"):
         train(small(), tmp_path / "file" / "run")
 
 

@@ -30,7 +30,7 @@ def finetune(words: list[str]) -> int:
 
     Example: vitrail finetune --from runs/digits --data scans.csv --optim.lr 0.003 --model.image-size 16
     """
-    given, rest = taken_out(words, _FLAGS)
+    given, rest = extract_flags(words, _FLAGS)
     if "-h" in rest or "--help" in rest:
         parsed(any_folder("REF", "FOLDER", images=10_000), ["--help"], command="finetune", description=finetune.__doc__)
     recipe = _recipe(given)
@@ -60,8 +60,8 @@ def _recipe(given: dict[str, str]) -> Recipe:
     return any_folder(start, data, images=images, name=f"{Path(start).stem}-on-{Path(data.split(':')[-1]).name}")
 
 
-def taken_out(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """The values of some flags, as `--flag value` or `--flag=value`, and the other words."""
+def extract_flags(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of some flags, as `--flag value` or `--flag=value`, and the other words."""
     found: dict[str, str] = {}
     rest: list[str] = []
     words = list(words)

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.commands.finetune import taken_out
+from vitrail.commands.finetune import extract_flags
 from vitrail.commands.train import parsed
 from vitrail.errors import VitrailError
 from vitrail.recipes import recipe_named
@@ -22,7 +22,7 @@ _FLAGS = ("--gpus", "--memory", "--outputs")
 def plan(words: list[str]) -> int:
     """Compute what a recipe needs for each GPU: weights, optimiser state, activations, communication, the largest micro-batch.
 
-    Nothing is trained and no GPU is needed: the step is taken with shapes alone.
+    Nothing is trained and no GPU is needed: the step runs on fake tensors.
 
     --gpus N         how many GPUs (1)
     --memory GIB     memory of each (80)
@@ -34,19 +34,19 @@ def plan(words: list[str]) -> int:
 
     Example: vitrail plan vit-h14-jft --gpus 64 --memory 40 --model.recompute -1 --json
     """
-    given, rest = taken_out(words, _FLAGS)
+    given, rest = extract_flags(words, _FLAGS)
     if not rest or rest[0].startswith("-"):
         if "-h" in rest or "--help" in rest:
             parsed(recipe_named("digits"), ["--help"], command="plan", description=plan.__doc__)
         raise VitrailError("The recipe is missing: `vitrail plan RECIPE`. `vitrail train --recipes` lists them.")
     recipe, options = parsed(recipe_named(rest[0]), rest[1:], command="plan", description=plan.__doc__)
-    wanted = None if recipe.micro_batch == "auto" else int(recipe.micro_batch)
+    micro_batch = None if recipe.micro_batch == "auto" else int(recipe.micro_batch)
     made = make_plan(
         recipe,
         gpus=int(_number(given, "--gpus", 1)),
         memory=_number(given, "--memory", 80),
         outputs=int(_number(given, "--outputs", 1000)),
-        micro_batch=wanted,
+        micro_batch=micro_batch,
     )
     if options.json:
         needs = [{**dataclasses.asdict(need), "tensors": need.tensors, "total": need.total} for need in made.needs]

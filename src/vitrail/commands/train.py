@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.commands.training_display import deviations, display_for, farewell, group_table
+from vitrail.commands.training_display import deviations, display_for, group_table, print_result
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext
 from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotSpec
@@ -80,11 +80,11 @@ train.parses_arguments = True  # type: ignore[attr-defined]  # its options are t
 
 
 def parsed(recipe: Recipe, words: list[str], *, command: str, description: str | None) -> tuple[Recipe, Options]:
-    """The recipe with the changes the words ask for; an unknown word ends the program with a hint."""
+    """Return the recipe with the given options changed; an unknown one ends the program with a hint."""
     words = [SHARED.get(flag, flag) + equals + value for flag, equals, value in (word.partition("=") for word in words)]
     for length, other in (("steps", "epochs"), ("epochs", "steps")):
         if any(word.split("=")[0] == f"--{length}" for word in words):
-            recipe = recipe.replace(**{other: None})  # the one that is asked for takes the recipe's place
+            recipe = recipe.replace(**{other: None})  # the given one replaces that of the recipe
 
     def collect(
         recipe: Annotated[Recipe, tyro.conf.arg(name="")] = recipe,
@@ -119,7 +119,7 @@ def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
     if options.json:
         print(json.dumps(as_json(result)))  # noqa: T201
     else:
-        farewell(result, console)
+        print_result(result, console)
     return 130 if result.ended_by == signal.SIGINT else 0
 
 

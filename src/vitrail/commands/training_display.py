@@ -132,7 +132,7 @@ def validation_text(record: dict[str, Any]) -> str:
 
 
 def remaining(record: Record, info: RunInfo) -> str:
-    """How long the steps that are left will take at this speed."""
+    """Return how long the steps that are left will take at this speed."""
     rate = record["speed"]["images_per_second"]
     batch = info.config["batch"]
     seconds = (info.steps - record["step"]) * batch / rate if rate else 0
@@ -169,8 +169,8 @@ def group_table(groups: list[ParameterGroup], recipe: Recipe, console: Console) 
     console.print(table)
 
 
-def farewell(result: Result, console: Console) -> None:
-    """How the run ended, and what to do with it."""
+def print_result(result: Result, console: Console) -> None:
+    """Print how the run ended, and what to do next."""
     if result.ended_by is not None:
         return
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"

@@ -38,7 +38,7 @@ def create_model(
     seed: int | None = None,
     **changes: Any,
 ) -> Model:
-    """A freshly initialised model by the paper's name: `ViT-B/16` (or `B/16`), `R50+ViT-B/16`, `BiT-R50x1`.
+    """Return a freshly initialised model by the paper's name: `ViT-B/16` (or `B/16`), `R50+ViT-B/16`, `BiT-R50x1`.
 
     `outputs=0` leaves the head out; `image_size` is a number or (height, width). Any field of `ViTConfig`, `BiTConfig` or
     `ResNetConfig` may be given by keyword. A few bring others with them unless those are given too: pooling "mean" or "map"
@@ -55,7 +55,7 @@ def build_model(
     dtype: torch.dtype | None = None,
     seed: int | None = None,
 ) -> Model:
-    """The model a configuration describes, initialised."""
+    """Return the model a configuration describes, initialised."""
     device = torch.device(device) if device is not None else torch.get_default_device()
     model = empty_model(config)
     if dtype is not None:
@@ -67,7 +67,7 @@ def build_model(
 
 
 def empty_model(config: ModelConfig) -> Model:
-    """The model on the meta device: shapes without memory, ready to be given weights."""
+    """Return the model on the meta device: shapes without memory, ready to be given weights."""
     with torch.device("meta"):
         if isinstance(config, ViTConfig):
             return ViT(config)

@@ -39,13 +39,13 @@ class Attention(nn.Module):
         return self._merge(Attention._fused(self, q[:, :, :num_queries], k, v, bias))
 
     def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output, and the attention [batch, head, query, key] that produced it. Without dropout."""
+        """Return the output, and the attention [batch, head, query, key] that produced it. Without dropout."""
         q, k, v = self._split(x)
         weights = _softmax_scores(q, k, bias)
         return self._merge(weights.to(v.dtype) @ v), weights
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, head, token, channel], as views into one matmul's output: nothing is copied."""
+        """Return queries, keys and values [batch, head, token, channel], as views into one matmul's output: nothing is copied."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         return q, k, v
@@ -124,7 +124,7 @@ class AxialAttention(Attention):
         return x.repeat_interleave(self.grid[self.axis], dim=0)
 
     def _line_bias(self, bias: Tensor) -> Tensor:
-        """The part of a full bias [head, token, token] that the patches of a line use: [line, head, patch, prefix + patch]."""
+        """Select from a full bias [head, token, token] what the patches of a line use: [line, head, patch, prefix + patch]."""
         count, (rows, columns) = self.prefix, self.grid
         bias = bias[:, count:]
         own = bias[..., count:].reshape(self.heads, rows, columns, rows, columns)
@@ -156,7 +156,7 @@ class AttentionPool(nn.Module):
         return x[:, 0]
 
     def weights(self, tokens: Tensor) -> Tensor:
-        """The probe's attention [batch, head, 1, token]."""
+        """Return the probe's attention [batch, head, 1, token]."""
         q, k, _ = self._split(tokens)
         return _softmax_scores(q, k, None)
 
@@ -167,7 +167,7 @@ class AttentionPool(nn.Module):
 
 
 def attention_for(config: ViTConfig, block: int) -> Attention:
-    """The attention of one block: axial attention alternates between rows and columns."""
+    """Return the attention of one block: axial attention alternates between rows and columns."""
     return AxialAttention(config, axis=block % 2) if config.attention == "axial" else Attention(config)
 
 

@@ -27,7 +27,7 @@ MapsWithGradients = Iterator[tuple[int, Tensor, Tensor | None]]
 def attention(model: ViT, images: Tensor, layers: Iterable[int] | None = None, *, pooling: bool = False) -> Maps:
     """Yield each layer's number and its attention, one layer at a time, without gradients.
 
-    Layers that were not asked for run as in `forward`, and nothing runs past the last one asked for. With `pooling` one more
+    Layers that are not in `layers` run as in `forward`, and nothing runs past the last one in it. With `pooling` one more
     comes at the end, numbered as if it were the next layer: how the pooled output weighs the last tokens, [batch, head, 1, key].
     """
     check_images(images, name=model.config.name, channels=model.config.channels, size=model.config.image_size)
@@ -91,12 +91,12 @@ def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWit
 
 
 def _normed(model: ViT, x: Tensor) -> Tensor:
-    """The last block's tokens as pooling sees them."""
+    """Return the last block's tokens as pooling sees them."""
     return model.norm(x) if model.config.final_norm == "before-pool" else x
 
 
 def _pooling_weights(model: ViT, x: Tensor) -> Tensor:
-    """How the pooled output weighs the last block's tokens [batch, token, width]: [batch, head, 1, token]."""
+    """Return how the pooled output weighs the last block's tokens [batch, token, width]: [batch, head, 1, token]."""
     if model.pool is not None:
         return model.pool.weights(_normed(model, x))
     weights = torch.zeros(x.shape[0], 1, 1, x.shape[1], device=x.device)

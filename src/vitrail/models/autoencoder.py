@@ -71,7 +71,7 @@ class MaskedAutoencoder(Pretraining):
         return self._normed(self.encoder.encode(visible))
 
     def decode(self, encoded: Tensor, masked: Tensor, seen: Tensor) -> Tensor:
-        """The decoder's output, normed, for the masked patches [image, index, width]."""
+        """Return the decoder's output, normed, for the masked patches [image, index, width]."""
         prefix = self.config.prefix
         narrow: Tensor = self.narrow(encoded)
         x = torch.cat(
@@ -113,7 +113,7 @@ def check_droppable(config: ViTConfig) -> None:
 
 
 def decoder_config(config: ViTConfig, width: int, depth: int) -> ViTConfig:
-    """The decoder's blocks: the encoder's numerics in another size, without its regularisation."""
+    """Return the configuration of the decoder: the encoder's numerics in another size, without its regularisation."""
     if width < _HEAD or width % _HEAD or depth < 1:
         raise VitrailError(
             f"The decoder is {depth} blocks of width {width}; it has at least one, and its width is a multiple of {_HEAD}."

@@ -49,11 +49,11 @@ class BiT(nn.Module):
         self.recompute = Recompute()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, outputs] in float32; without a head, what it would see."""
+        """Compute logits [batch, outputs] in float32; without a head, its input."""
         return self.head(self._map(images).mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
-        """The final map as patches and tokens; there are no prefix tokens. `layers` also keeps maps after those stages."""
+        """Return the final map as patches and tokens; there are no prefix tokens. `layers` also keeps maps after those stages."""
         asked = list(layers)
         kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(asked, len(self.stages)) if asked else (), images)
         patches = self._map(images, kept).permute(0, 2, 3, 1)

@@ -89,7 +89,7 @@ class ModelConfig(_Fields):
         self._whole(1, "image_size", "channels")
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed; fields of the ResNet part may be given directly."""
+        """Return a copy with some fields changed; fields of the ResNet part may be given directly."""
         resnet = getattr(self, "resnet", None)
         inner = {key: changes.pop(key) for key in list(changes) if key in _names(ResNetConfig) and key not in _names(type(self))}
         _refuse_unknown(changes, type(self), extra=_names(ResNetConfig) if resnet else ())
@@ -105,7 +105,7 @@ class ModelConfig(_Fields):
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelConfig:
-        """The inverse of `to_dict`. Unknown or missing fields are errors."""
+        """Invert `to_dict`. Unknown or missing fields are errors."""
         fields = dict(values)
         family = fields.pop("family", None)
         kind = next((kind for kind, name in FAMILIES.items() if name == family), None)

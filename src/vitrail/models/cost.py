@@ -6,7 +6,7 @@ from vitrail.models.config import BiTConfig, ModelConfig, ResNetConfig, ViTConfi
 
 
 def parameters(config: ModelConfig) -> int:
-    """The number of learned values."""
+    """Return the number of learned values."""
     if isinstance(config, BiTConfig):
         channels = config.resnet.out_channels
         convolutions = sum(i * o * k * k for i, o, k, _ in _convolutions(config.resnet, config.channels))
@@ -88,7 +88,7 @@ def _position_parameters(config: ViTConfig) -> int:
 
 
 def _convolutions(resnet: ResNetConfig, channels: int) -> list[tuple[int, int, int, int]]:
-    """Every convolution as (channels in, filters, kernel, stride of its output against the image)."""
+    """Return every convolution as (channels in, filters, kernel, stride of its output against the image)."""
     width = 64 * resnet.multiplier
     found, channels, stride = [(channels, width, 7, 2)], width, 4
     for stage, count in enumerate(resnet.layers):

@@ -22,7 +22,7 @@ class Features:
     patches: Tensor  # [B, h, w, D]
     pooled: Tensor  # [B, D], after the final norm
     pre_logits: Tensor  # [B, D or the pre-logits width]: what the head sees
-    layers: Mapping[int, Tensor] = field(default_factory=dict)  # tokens after the blocks that were asked for, not normalised
+    layers: Mapping[int, Tensor] = field(default_factory=dict)  # tokens after the blocks in `layers`, not normalised
 
     @property
     def grid(self) -> Pair:
@@ -42,20 +42,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def chosen_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
-    """The layers asked for in ascending order, negative ones counted from the end; None is all of them."""
+    """Return the given layers in ascending order, negative ones counted from the end; None is all of them."""
     if layers is None:
         return tuple(range(depth))
-    asked = list(layers)
-    if not asked:
-        raise VitrailError(f"0 of {depth} layers asked for: leave `layers` out for all of them, or name some, 0 to {depth - 1}.")
-    for layer in asked:
+    numbers = list(layers)
+    if not numbers:
+        raise VitrailError(f"`layers` is empty. Leave it out for all {depth} layers, or pass some of 0 to {depth - 1}.")
+    for layer in numbers:
         if not -depth <= layer < depth:
             raise VitrailError(f"There is no layer {layer}: the model has {depth}, numbered 0 to {depth - 1}.")
-    return tuple(sorted({layer % depth for layer in asked}))
+    return tuple(sorted({layer % depth for layer in numbers}))
 
 
 def in_precision_of(images: Tensor, weight: Tensor) -> Tensor:
-    """Images in the precision of the first weight they meet; under autocast, which casts by itself, as they are."""
+    """Return images in the precision of the first weight they meet; under autocast, which casts by itself, as they are."""
     return images if torch.is_autocast_enabled(images.device.type) else images.to(weight.dtype)
 
 

@@ -18,13 +18,13 @@ from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding
 from vitrail.models.resnet import PostActivationUnit, StandardisedConv
 from vitrail.models.vit import ViT
 
-# A normal distribution cut at two deviations has this deviation itself; dividing by it restores the one asked for.
-_CUT_NORMAL_STD = 0.87962566103423978
+# The standard deviation of a standard normal truncated at ±2: dividing by it restores 1.
+_TRUNCATED_NORMAL_STD = 0.87962566103423978
 
 
 @torch.no_grad()
 def initialise(model: ViT | BiT, seed: int | None = None) -> None:
-    """Fill every parameter: from torch's global state, or with `seed` from a stream of its own."""
+    """Fill every parameter: from torch's global generator, or with `seed` from one of its own."""
     device = next(model.parameters()).device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     initialise_parts(model, generator, model.config.init if isinstance(model, ViT) else "paper")
@@ -125,6 +125,6 @@ def small_normal_(weight: Tensor, generator: torch.Generator | None = None) -> T
 
 
 def lecun_normal_(weight: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Normal with variance 1/fan-in, cut at two deviations."""
-    std = math.sqrt(1.0 / weight[0].numel()) / _CUT_NORMAL_STD
+    """Normal with variance 1/fan-in, truncated at two deviations."""
+    std = math.sqrt(1.0 / weight[0].numel()) / _TRUNCATED_NORMAL_STD
     return nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=generator)

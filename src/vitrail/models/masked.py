@@ -53,7 +53,7 @@ class Pretraining(nn.Module, ABC):
         return list(self.encoder.blocks)
 
     def parts(self) -> dict[str, Tensor]:
-        """Every tensor that is not the encoder's, by name."""
+        """Return every tensor that is not the encoder's, by name."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("encoder.")}
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Pretraining(nn.Module, ABC):
 
     @abstractmethod
     def flops(self) -> int:
-        """FLOPs of one image's forward pass, counted as `models.flops` does."""
+        """Return the FLOPs of one image's forward pass, counted as `models.flops` does."""
 
     def _normed(self, tokens: Tensor) -> Tensor:
         """Encoded tokens after the final norm, also where the model has it after pooling."""
@@ -145,7 +145,7 @@ def at(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def prefix_indices(order: Tensor, prefix: int) -> Tensor:
-    """The indices of the prefix tokens, for each image of `order`."""
+    """Return the indices of the prefix tokens, for each image of `order`."""
     return torch.arange(prefix, device=order.device).expand(len(order), -1)
 
 
@@ -178,13 +178,13 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def unread_flops(config: ViTConfig, tokens: int, read: int) -> int:
-    """FLOPs that the last block saves when only `read` of its tokens are computed."""
+    """Return the FLOPs that the last block saves when only `read` of its tokens are computed."""
     own = 2 * config.width * (2 * config.width + 2 * config.mlp)  # query, output projection, MLP
     return (tokens - read) * (own + 4 * config.width * tokens)
 
 
 def num_masked_of(rate: float, config: ViTConfig) -> int:
-    """The number of patches per image that a mask rate means."""
+    """Return the number of patches per image that a mask rate means."""
     patches = config.grid[0] * config.grid[1]
     count = round(rate * patches)
     if not 0 < rate <= 1 or count < 1:
@@ -196,6 +196,6 @@ def num_masked_of(rate: float, config: ViTConfig) -> int:
 
 
 def corruption_counts(count: int, masked: float = MASKED, replaced: float = REPLACED) -> tuple[int, int]:
-    """How many of the corrupted patches are masked, and how many replaced; the rest are left as they are."""
+    """Return how many of the corrupted patches are masked, and how many replaced; the rest are left as they are."""
     first = round(masked * count)
     return first, min(round(replaced * count), count - first)

@@ -69,7 +69,7 @@ class Positions(nn.Module):
         return None
 
     def of_patches(self, layer: int = 0) -> Tensor | None:
-        """The vector each patch gets, [row, column, width]; None for kinds that add none."""
+        """Return the vector each patch gets, [row, column, width]; None for kinds that add none."""
         table = self._table(layer)
         return None if table is None else table[self.covered :].reshape(*self.grid, -1)
 
@@ -81,7 +81,7 @@ class Positions(nn.Module):
         self.grid = grid
 
     def _table(self, layer: int) -> Tensor | None:
-        """What is added, [covered prefix + patches, width]."""
+        """Return what is added, [covered prefix + patches, width]."""
         return None
 
     def _add(self, x: Tensor, layer: int) -> Tensor:

@@ -43,7 +43,7 @@ def _same(size: int, kernel: int, stride: int) -> tuple[int, int]:
 
 
 def max_pool(x: Tensor, config: ResNetConfig) -> Tensor:
-    """The stem's 3×3 max-pool of stride 2. What lies outside the map matters where no ReLU came before it."""
+    """Apply the stem's 3×3 max-pool of stride 2. What is outside the map matters where no ReLU came before it."""
     fill = 0.0 if config.pool_fill == "zero" else float("-inf")
     return F.max_pool2d(pad_map(x, config, kernel=3, stride=2, fill=fill), kernel_size=3, stride=2)
 

@@ -34,7 +34,7 @@ def resize(model: ViT, size: int | Pair, rule: PositionRule | None = None) -> Vi
 
 
 def new_head(config: ViTConfig) -> nn.Module:
-    """The last layer, or nothing where a model has no outputs."""
+    """Return the last layer, or nothing where a model has no outputs."""
     return Float32Linear(config.pre_logits or config.width, config.outputs) if config.outputs else nn.Identity()
 
 

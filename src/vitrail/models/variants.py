@@ -42,7 +42,7 @@ _BIT = re.compile(rf"BiT-R({'|'.join(map(str, STAGES))})x([1-9]\d*)")
 
 
 def model_config(name: str, *, outputs: int = 1000, image_size: int | Pair = 224, **changes: Any) -> ModelConfig:
-    """The configuration a name stands for, with any field changed. See `create_model`."""
+    """Return the configuration a name stands for, with any field changed. See `create_model`."""
     plain = _named(canonical_name(name))
     if isinstance(plain, ViTConfig):
         changes = {**_consequences(changes), **changes}
@@ -53,7 +53,7 @@ def model_config(name: str, *, outputs: int = 1000, image_size: int | Pair = 224
 
 
 def canonical_name(name: str) -> str:
-    """The name as the paper writes it: `b/16`, `ViT-B_16` and `vit-b/16` are all `ViT-B/16`; `R50x1` is `BiT-R50x1`."""
+    """Return the name as the paper writes it: `b/16`, `ViT-B_16` and `vit-b/16` are all `ViT-B/16`; `R50x1` is `BiT-R50x1`."""
     tried = [f"{start}{name.replace('_', '/')}" for start in ("", "ViT-", "BiT-")]
     for word in tried:
         if word in HYBRIDS or _VIT.fullmatch(word) or _BIT.fullmatch(word):
@@ -68,7 +68,7 @@ def canonical_name(name: str) -> str:
 
 
 def _spellings(word: str) -> list[str]:
-    """Every name that has the numbers of `word`, so that any patch and any width factor is found whatever the case."""
+    """Return every name that has the numbers of `word`, so that any patch and any width factor is found whatever the case."""
     number = re.search(r"(\d+)$", word)
     last = number.group(1) if number else ""
     return [*HYBRIDS, *(f"ViT-{size}/{last}" for size in SIZES), *(f"BiT-R{depth}x{last}" for depth in STAGES)]
@@ -104,7 +104,7 @@ def _vit(name: str, size: str, patch: int, resnet: ResNetConfig | None) -> ViTCo
 
 
 def _consequences(changes: dict[str, Any]) -> dict[str, Any]:
-    """What a change brings with it unless the caller says otherwise: mean pooling goes without a class token, and so on."""
+    """Return what a change brings with it unless the caller says otherwise: mean pooling goes without a class token, and so on."""
     follows: dict[str, Any] = {}
     if changes.get("pooling") in ("mean", "map"):
         follows["class_token"] = False

@@ -44,7 +44,7 @@ class Block(nn.Module):
         return run_block(self, pending, options)
 
     def with_attention(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The block's output, and its attention [batch, head, query, key]."""
+        """Return the block's output, and its attention [batch, head, query, key]."""
         attended, weights = self.attention.with_weights(self.norm1(x), bias)
         return self._add_branches(x, attended), weights
 
@@ -77,18 +77,18 @@ class ViT(nn.Module):
         self.kernels: dispatch.Kernels = "auto"
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, outputs] in float32; a distilled model averages its two heads; without a head, what it would see."""
+        """Compute logits [batch, outputs] in float32; a distilled model averages its two heads; without a head, its input."""
         return self.logits(self._encode_images(images, num_queries=self._num_read))
 
     def distilled_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of the class token and of the distillation token, each from its own head."""
+        """Return the logits of the class token and of the distillation token, each from its own head."""
         if self.distill_head is None:
             raise VitrailError(f"{self.config.name} has no distillation token; build it with distill_token=True.")
         tokens = self._encode_images(images, num_queries=self._num_read)
         return self.head(self._pool(tokens)), self.distill_head(self._pool(tokens, token=1))
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
-        """Everything by name from one pass; `layers` also keeps the tokens after those blocks."""
+        """Compute everything by name in one pass; `layers` also keeps the tokens after those blocks."""
         asked = list(layers)
         kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(asked, len(self.blocks)) if asked else (), images)
         tokens, prefix = self._encode_images(images, kept), self.config.prefix
@@ -97,7 +97,7 @@ class ViT(nn.Module):
         return Features(tokens, tokens[:, :prefix], patches, pooled, self._represent(pooled), kept)
 
     def embed_patches(self, images: Tensor) -> Tensor:
-        """The patch embeddings xE [batch, patch, width], before positions."""
+        """Compute the patch embeddings xE [batch, patch, width], before positions."""
         check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
         images = dispatch.patchify(self, images)
         return self.patches(images if self.resnet is None else self.resnet(images))  # type: ignore[no-any-return]
@@ -113,7 +113,7 @@ class ViT(nn.Module):
         return self.dropout(x)  # type: ignore[no-any-return]
 
     def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None, num_queries: int | None = None) -> Tensor:
-        """All blocks, then the final norm where it comes before pooling; `kept` is filled with the layers it names.
+        """Run all blocks, then the final norm where it comes before pooling; `kept` is filled with the layers it names.
 
         With `num_queries` the last block computes only so many of the first tokens.
         """
@@ -125,12 +125,12 @@ class ViT(nn.Module):
         return stream.normed(self.norm) if self.config.final_norm == "before-pool" else stream.tokens
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """What the head, or both heads, make of encoded tokens (equation 4)."""
+        """Apply the head, or both heads, to encoded tokens (equation 4)."""
         logits: Tensor = self.head(self._represent(self._pool(tokens)))
         return logits if self.distill_head is None else (logits + self.distill_head(self._pool(tokens, token=1))) / 2
 
     def attention(self, images: Tensor, layers: Iterable[int] | None = None, *, pooling: bool = False) -> attention_maps.Maps:
-        """Each layer's number and its softmax(qkᵀ/√d) [batch, head, query, key]: see `attention_maps.attention`."""
+        """Yield each layer's number and its softmax(qkᵀ/√d) [batch, head, query, key]: see `attention_maps.attention`."""
         return attention_maps.attention(self, images, layers, pooling=pooling)
 
     def attention_gradients(self, images: Tensor, outputs: Tensor) -> attention_maps.MapsWithGradients:

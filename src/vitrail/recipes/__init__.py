@@ -26,14 +26,14 @@ RECIPES = _collected()
 
 
 def recipe_named(name: str) -> Recipe:
-    """The recipe of that name, as it was written down."""
+    """Return the recipe of that name, as it was written down."""
     if name not in RECIPES:
         raise VitrailError(f"There is no recipe {name!r}.{did_you_mean(name, RECIPES)} `vitrail train --recipes` lists them.")
     return RECIPES[name]()
 
 
 def summary(name: str) -> str:
-    """What a recipe is: the first line of its file."""
+    """Return what a recipe is: the first line of its file."""
     function = RECIPES[name]
     inner = getattr(function, "func", function)
     return (importlib.import_module(inner.__module__).__doc__ or "").strip().splitlines()[0].rstrip(":.")

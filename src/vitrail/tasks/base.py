@@ -69,13 +69,13 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of every image [n], in float32."""
+        """Return the loss of every image [n], in float32."""
 
     @abstractmethod
     def meter(self) -> Meter: ...
 
     def objective(self, run: Callable[..., Any], images: Tensor, targets: Tensor) -> Tensor:
-        """The loss of every image, from the images. `run(images)` is the model, whatever it is wrapped in."""
+        """Return the loss of every image, from the images. `run(images)` is the model, whatever it is wrapped in."""
         return self.loss(run(images), targets)
 
     def predict(self, run: Callable[..., Any], images: Tensor, indices: Tensor) -> Any:
@@ -91,7 +91,7 @@ class Task(ABC):
         return self
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint must know to read the outputs."""
+        """Return what a checkpoint must know to read the outputs."""
         return {"kind": self.kind}
 
     def helpers(self) -> list[nn.Module]:

@@ -63,7 +63,7 @@ class Distil(Task):
         return (1 - self.weight) * self.labels.loss(by_class, targets) + self.weight * distilled
 
     def distillation_loss(self, outputs: Tensor, teacher_logits: Tensor) -> Tensor:
-        """How far the student is from the teacher, image by image."""
+        """Return how far the student is from the teacher, image by image."""
         logits = outputs.float()
         if self.mode == "hard":
             return F.cross_entropy(logits, teacher_logits.argmax(1), reduction="none")
@@ -72,7 +72,7 @@ class Distil(Task):
         return gap.sum(1) * warm**2  # so that the gradient's scale does not depend on the temperature
 
     def as_teacher_sees(self, images: Tensor) -> Tensor:
-        """The student's input, undone and done again as the teacher's."""
+        """Return the student's input, undone and done again as the teacher's."""
         theirs, ours = self.teacher_preprocess, self.preprocess
         if theirs.size != ours.size:
             images = F.interpolate(images, theirs.size, mode="bilinear", antialias=True, align_corners=False)
@@ -102,7 +102,7 @@ class Distil(Task):
 
 
 def check_classes(classes: tuple[str, ...], teacher_classes: tuple[str, ...]) -> None:
-    """The two must mean the same by every output, in the same order."""
+    """Refuse a teacher whose outputs are not the same classes in the same order."""
     if classes == teacher_classes:
         return
     if set(classes) == set(teacher_classes):

@@ -94,7 +94,7 @@ class Masked(Task):
         return self.loss(predicted, patch_targets)
 
     def draw(self, images: Tensor) -> Tensor:
-        """Noise for a batch, by the generator of its device."""
+        """Return noise for a batch, by the generator of its device."""
         return torch.rand(len(images), *self._fixed.shape[1:], device=images.device)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -158,13 +158,13 @@ class MaskedMeter(Sums):
 
 
 def baseline_of(target: PatchTarget, images: int, bins: Any, tally: dict[str, Any]) -> Baseline:
-    """The baseline that follows from a histogram of colours and the sums of targets."""
+    """Return the baseline that follows from a histogram of colours and the sums of targets."""
     occurring = int((bins.sum(axis=0) > 0).sum())
     return Baseline(images, occurring, target.classes, entropy(bins) / math.log(2), target.constant_loss(tally))
 
 
 def compute_baseline(target: PatchTarget, batches: Iterable[Tensor]) -> Baseline:
-    """The baseline of all patches of these images, as training sees them."""
+    """Return the baseline of all patches of these images, as training sees them."""
     images, sums = 0, dict[str, Any]()
     for batch in batches:
         images += len(batch)

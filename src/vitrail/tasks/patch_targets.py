@@ -53,7 +53,7 @@ class PatchTarget(ABC):
         return torch.addcmul(self._shift, images.float(), self._scale).round_().clamp_(0, self.max_value)
 
     def bins(self, images: Tensor) -> Tensor:
-        """The colour of every patch as a class [image, patch, cell]: 3 bits for each of (at most three) channels."""
+        """Return the colour of every patch as a class [image, patch, cell]: 3 bits for each of (at most three) channels."""
         rows, columns = self.grid
         repeats = [self.cells // math.gcd(side, self.cells) for side in self.stride]  # 14 pixels in 4 cells: halve the pixels
         pixels = self.pixels(images)[:, : len(self._digit_values)].int()
@@ -72,11 +72,11 @@ class PatchTarget(ABC):
 
     @abstractmethod
     def of(self, images: Tensor) -> Tensor:
-        """The targets of all patches [image, patch, …]."""
+        """Return the targets of all patches [image, patch, …]."""
 
     @abstractmethod
     def loss(self, predicted: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over the patches of every image [image], in float32."""
+        """Return the mean loss over the patches of every image [image], in float32."""
 
     @abstractmethod
     def tally(self, targets: Tensor) -> dict[str, Array | float]:
@@ -84,14 +84,14 @@ class PatchTarget(ABC):
 
     @abstractmethod
     def constant_loss(self, sums: dict[str, Any]) -> float:
-        """The loss of the best constant prediction."""
+        """Return the loss of the best constant prediction."""
 
     @abstractmethod
     def to_pixels(self, predicted: Tensor, patches: Tensor) -> Tensor:
         """Predictions as pixels from 0 to 1, like the true `patches` [image, patch, channel · row · column]."""
 
     def histogram(self, bins: Tensor) -> Array:
-        """How often each class occurs [cell, class]."""
+        """Return how often each class occurs [cell, class]."""
         cells = torch.arange(bins.shape[-1], device=bins.device)
         counted = torch.bincount((bins + cells * self.classes).flatten(), minlength=bins.shape[-1] * self.classes)
         return np.asarray(counted.cpu().numpy()).reshape(bins.shape[-1], self.classes)
@@ -181,6 +181,6 @@ def _moments(patches: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def entropy(histogram: Array) -> float:
-    """Of counts [cell, class], in nats, the mean over cells: also the loss of the best constant prediction."""
+    """Return the entropy of counts [cell, class] in nats, the mean over cells: also the loss of the best constant prediction."""
     rates = histogram / histogram.sum(axis=1, keepdims=True)
     return float(-(rates * np.log(np.where(rates > 0, rates, 1))).sum(axis=1).mean())

@@ -36,7 +36,7 @@ class Regress(Task):
         return (outputs.float() - (targets.float() - self.mean) / self.std).square().mean(1)
 
     def values(self, outputs: Tensor) -> Tensor:
-        """What the model predicts, in the targets' own units."""
+        """Return what the model predicts, in the targets' own units."""
         return outputs.float() * self.std + self.mean
 
     def to(self, device: Any) -> Task:

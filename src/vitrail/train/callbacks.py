@@ -35,12 +35,12 @@ class Callback:
     def started(self, info: RunInfo) -> None: ...
 
     def trained(self, record: Record) -> None:
-        """Some steps were taken since the last record."""
+        """Called with the averages over the steps since the last record."""
 
     def validated(self, record: Record) -> None: ...
 
     def closed(self) -> None:
-        """The run has ended, successfully or not."""
+        """Called when the run has ended, successfully or not."""
 
 
 class MetricsFile(Callback):
@@ -101,6 +101,6 @@ class WeightsAndBiases(Callback):
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record, those of its speed included."""
+    """Return the numbers of a record, those of its speed included."""
     flat = {**record, **record.get("speed", {})}
     return {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}

@@ -218,7 +218,7 @@ class CapturedStep:
         return _Captured(shape, state, graph, fixed, results, gradients)
 
     def _state_of_parameters(self) -> Hashable:
-        """What decides which gradients are computed, and where the parameters lie; cheap enough for every call."""
+        """Return what decides which gradients are computed, and where the parameters lie; cheap enough for every call."""
         kind = self._device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), torch.is_grad_enabled()
         return autocast, tuple((one.requires_grad, one.data_ptr()) for one in self._parameters)
@@ -265,7 +265,7 @@ def _detached(results: Any) -> Any:
 
 
 def _first_cause(error: BaseException) -> str:
-    """What went wrong first: ending a broken capture raises an error of its own."""
+    """Return what went wrong first: ending a broken capture raises an error of its own."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

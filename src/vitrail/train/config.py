@@ -216,7 +216,7 @@ class Recipe:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
-        """The inverse of `to_dict`; an unknown key is refused."""
+        """Invert `to_dict`; an unknown key is refused."""
         return from_plain(Recipe, values)
 
 
@@ -331,7 +331,7 @@ def _check_distillation(task: TaskSpec) -> None:
     if (task.distil == "none") != (task.teacher is None):
         raise VitrailError("Distillation needs both: task.teacher, a checkpoint, and task.distil, hard or soft.")
     if not 0 <= task.distil_weight <= 1 or task.temperature <= 0:
-        raise VitrailError("task.distil_weight lies between 0 and 1, task.temperature above 0.")
+        raise VitrailError("task.distil_weight must be between 0 and 1, task.temperature above 0.")
 
 
 def _check_masked(recipe: Recipe) -> None:

@@ -21,9 +21,9 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
+def deterministic(enabled: bool) -> Iterator[None]:
     """Refuse operations that may round differently from run to run, attention kernels among them, while the block runs."""
-    if not wanted:
+    if not enabled:
         yield
         return
     kernels = torch.backends.cuda

@@ -15,14 +15,14 @@ from vitrail.train.parallel import World
 def use_fp8(model: nn.Module, recipe: Recipe, world: World) -> None:
     """Train the encoder's blocks with fp8 matmuls. Evaluation stays in bf16."""
     encoder = next((one for one in model.modules() if isinstance(one, ViT)), None)
-    reason = _against(encoder, recipe, world)
+    reason = _why_not(encoder, recipe, world)
     if reason:
         raise VitrailError(f"--precision fp8 cannot be used: {reason} Use --precision auto.")
     assert encoder is not None
     encoder.kernels = "fp8"
 
 
-def _against(encoder: ViT | None, recipe: Recipe, world: World) -> str:
+def _why_not(encoder: ViT | None, recipe: Recipe, world: World) -> str:
     if encoder is None:
         return "it is for the linear layers of Vision Transformers; this is a ResNet."
     if world.sharded:

@@ -244,7 +244,7 @@ class Loop:
                 self._next_step()
                 if self.done - window.first == 1 and window.fresh:
                     window.restart()  # the first step compiled, tuned and allocated
-                if self._looks() and handle_nonfinite(self):
+                if self._checks_nonfinite() and handle_nonfinite(self):
                     window.restart()
                     continue
                 self._log_and_save(window)
@@ -293,8 +293,8 @@ class Loop:
             with self.clock.paused():
                 self._save()
 
-    def _looks(self) -> bool:
-        """Whether to check for non-finite gradients: on a CPU always, on a GPU when it is synchronised anyway."""
+    def _checks_nonfinite(self) -> bool:
+        """Return whether to check for non-finite gradients: on a CPU always, on a GPU when it is synchronised anyway."""
         return self.world.device.type == "cpu" or self.done % self.recipe.log_every == 0 or self._saves()
 
     def _saves(self) -> bool:
@@ -345,7 +345,7 @@ class Loop:
     # Ending
 
     def _must_stop(self, stop: Stop) -> bool:
-        """Whether any rank got a signal to stop. On GPUs ranks exchange that only where they are synchronised anyway."""
+        """Return whether any rank got a signal to stop. On GPUs ranks exchange that only where they are synchronised anyway."""
         if self.world.ranks == 1:
             return stop.requested
         if self.world.device.type != "cpu" and self.done % self.recipe.log_every:
@@ -398,7 +398,7 @@ class Loop:
 
 
 def total_steps(recipe: Recipe, per_epoch: int) -> int:
-    """Optimiser steps of the whole run."""
+    """Return the optimiser steps of the whole run."""
     if recipe.steps is not None:
         return recipe.steps
     if recipe.epochs is None:

@@ -25,7 +25,7 @@ from vitrail.models.recompute import Keep
 from vitrail.tasks import Classify, Task
 from vitrail.train.config import SELF_SUPERVISED, TaskSpec
 from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
-from vitrail.train.pretext import pretext, settled
+from vitrail.train.pretext import pretext, with_defaults
 
 _FAKE_RANKS = 8  # ranks
 _GRAIN = 512  # bytes: the allocator's smallest piece
@@ -82,7 +82,7 @@ class Subject:
     task: TaskSpec = field(default_factory=TaskSpec)
 
     def build(self) -> tuple[Model, Model | Pretraining, Task]:
-        """The model, everything that learns, and the task, on torch's default device."""
+        """Return the model, the module that is trained, and the task, on torch's default device."""
         assert isinstance(self.config, ViTConfig | BiTConfig)
         if self.task.kind not in SELF_SUPERVISED:
             model = ViT(self.config) if isinstance(self.config, ViTConfig) else BiT(self.config)
@@ -90,7 +90,7 @@ class Subject:
         assert isinstance(self.config, ViTConfig)
         encoder = ViT(self.config)
         seen = preset("google-vit", size=self.config.image_size, channels=self.config.channels)
-        return encoder, *pretext(encoder, settled(self.task), seen)
+        return encoder, *pretext(encoder, with_defaults(self.task), seen)
 
     def without_memory(self) -> Model | Pretraining:
         with torch.device("meta"):
@@ -106,7 +106,7 @@ def simulate(
     keep: Keep = "nothing",
     accumulates: bool = False,
 ) -> Footprint:
-    """One device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
+    """Simulate one device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
     with _fake(), Allocations() as memory:
         model, task = _ready(subject, recompute, keep, fp8=precision == "fp8")
         weights = sum(-(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters())
@@ -125,7 +125,7 @@ def simulate_sharded(
     keep: Keep = "nothing",
     keep_gathered: bool = False,
 ) -> Footprint:
-    """One of many devices under FSDP2, every block a unit. Up to eight ranks are simulated; beyond, shard sizes are computed."""
+    """Simulate one of many devices under FSDP2, every block a unit. Up to 8 ranks are simulated; beyond, sizes are computed."""
     fake = min(ranks, _FAKE_RANKS)
     world = World(torch.device("cpu"), 0, fake, fake, "fsdp")
     low = torch.bfloat16 if precision in ("bf16", "fp8") else None
@@ -146,12 +146,12 @@ def simulate_sharded(
 
 
 def shard_bytes(subject: Subject, ranks: int) -> int:
-    """Bytes of one rank's shard of float32 weights; each tensor is split along its first axis, rounded up."""
+    """Return the bytes of one rank's shard of float32 weights; each tensor is split along its first axis, rounded up."""
     return sum(4 * _padded(parameter, ranks) // ranks for parameter in subject.without_memory().parameters())
 
 
 def _gathered(subject: Subject, ranks: int, keep_gathered: bool) -> list[int]:
-    """Values of the blocks that are gathered at a time, padding included."""
+    """Return the number of values of the blocks that are gathered at a time, padding included."""
     blocks = blocks_of(subject.without_memory())
     sizes = [sum(_padded(parameter, ranks) for parameter in block.parameters()) for block in blocks]
     return sizes if keep_gathered else 2 * [max(sizes)]

@@ -39,7 +39,7 @@ class Need:
     average: int
     activations: int
     communication: int
-    """Bytes each GPU sends in an optimiser step."""
+    """Return the bytes each GPU sends in an optimiser step."""
 
     @property
     def tensors(self) -> int:
@@ -97,7 +97,7 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
 
 
 def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
-    """The model a recipe will build, without its data or its weights."""
+    """Return the model a recipe will build, without its data or its weights."""
     if spec.start is not None:
         from vitrail.checkpoints import load
 
@@ -163,7 +163,7 @@ def _states(recipe: Recipe, weights: int) -> tuple[int, int]:
 def communication(
     subject: Subject, engine: str, gpus: int, accumulation: int, precision: str, *, keep_gathered: bool = False
 ) -> int:
-    """Bytes each GPU sends in a step, by ring algorithms.
+    """Return the bytes each GPU sends in a step, by ring algorithms.
 
     DDP sums float32 gradients once. FSDP2 gathers every block for the forward and, unless it stays gathered, again for the
     backward pass of each micro-batch, in the precision of the matmuls, the rest once in float32, and scatters float32 gradients

@@ -151,7 +151,7 @@ def make_model(
 
 
 def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:
-    """A checkpoint made ready for these targets: a new zero-initialised head unless its classes are the same (§3.2)."""
+    """Return a checkpoint made ready for these targets: a new zero-initialised head unless its classes are the same (§3.2)."""
     from vitrail.checkpoints import load
 
     spec = recipe.model

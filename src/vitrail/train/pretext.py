@@ -26,7 +26,7 @@ from vitrail.train.parallel import whole
 
 FOLDER = "reconstruction"
 _WEIGHTS, _CONFIG = "parts.safetensors", "config.json"
-_LOOK_AT = 100_000  # patches, whose entropy is then known to a percent of a bit
+_SAMPLED_PATCHES = 100_000  # patches, whose entropy is then known to a percent of a bit
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "masked-patch": {"mask_rate": 0.5, "patch_target": "mean-colour"},
     "masked-autoencoder": {"mask_rate": 0.75, "decoder_width": 512, "decoder_depth": 4},
@@ -36,8 +36,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 def make_pretext(
     recipe: Recipe, model: Model, preprocess: Preprocess, train: Split, notes: list[str]
 ) -> tuple[Pretraining, Masked]:
-    """The model with its parts, and its task; refused where there is nothing to hide or nothing to learn."""
-    spec = settled(recipe.task)
+    """Return the model with its parts, and its task; refused where there is nothing to hide or nothing to learn."""
+    spec = with_defaults(recipe.task)
     if not isinstance(model, ViT):
         raise VitrailError(
             f"{model.config.name} is a ResNet: it has no patch embeddings that could be hidden. {spec.kind} needs a Vision "
@@ -46,10 +46,10 @@ def make_pretext(
     wrapper, task = pretext(model, spec, preprocess)
     if not next(model.parameters()).is_meta:
         wrapper.reset(torch.Generator().manual_seed(recipe.seed))
-    found = compute_baseline(task.target, _looked_at(recipe, train, preprocess, wrapper.patches))
+    found = compute_baseline(task.target, _sample_images(recipe, train, preprocess, wrapper.patches))
     found.check(preprocess.describe())
     task.baseline = found
-    notes.append(_said(wrapper, spec))
+    notes.append(_describe(wrapper, spec))
     notes.append(found.describe(task.unit))
     if model.config.resnet is not None:
         notes.append(
@@ -64,14 +64,14 @@ def make_pretext(
     return wrapper, task
 
 
-def settled(spec: TaskSpec) -> TaskSpec:
-    """The settings with what was left to us filled in."""
+def with_defaults(spec: TaskSpec) -> TaskSpec:
+    """Return the settings with defaults for those that are None."""
     missing = {name: value for name, value in _DEFAULTS[spec.kind].items() if getattr(spec, name) is None}
     return dataclasses.replace(spec, **missing)
 
 
 def pretext(model: ViT, spec: TaskSpec, preprocess: Preprocess) -> tuple[Pretraining, Masked]:
-    """The parts and the task of a settled specification, not yet initialised."""
+    """Return the parts and the task of a specification with defaults, not yet initialised."""
     config = model.config
     if config.pooling == "map":
         raise VitrailError(
@@ -101,8 +101,8 @@ def target_of(spec: TaskSpec, config: ViTConfig, preprocess: Preprocess) -> Patc
     return Colours(preprocess, config.stride, cells=4 if spec.patch_target == "downsized" else 1)
 
 
-def _looked_at(recipe: Recipe, train: Split, preprocess: Preprocess, patches: int) -> Iterator[Tensor]:
-    """The first training images, cropped and changed as in training: enough to know their colours."""
+def _sample_images(recipe: Recipe, train: Split, preprocess: Preprocess, patches: int) -> Iterator[Tensor]:
+    """Yield the first training images, cropped and changed as in training: enough to know their colours."""
     loader = TrainLoader(
         train,
         preprocess=preprocess,
@@ -114,16 +114,16 @@ def _looked_at(recipe: Recipe, train: Split, preprocess: Preprocess, patches: in
         workers=0,
         bad_images=recipe.data.bad_images,
     )
-    wanted, seen = min(len(train), max(512, min(_LOOK_AT // patches, 2048))), 0
+    needed, seen = min(len(train), max(512, min(_SAMPLED_PATCHES // patches, 2048))), 0
     for batch in loader:
         yield batch.images
         seen += len(batch)
-        if seen >= wanted:
+        if seen >= needed:
             break
     loader.close()
 
 
-def _said(wrapper: Pretraining, spec: TaskSpec) -> str:
+def _describe(wrapper: Pretraining, spec: TaskSpec) -> str:
     start = f"{spec.kind}: {wrapper.num_masked} of {wrapper.patches} patches masked"
     if isinstance(wrapper, MaskedPatches):
         kept = wrapper.num_masked - wrapper.masked - wrapper.replaced
@@ -152,7 +152,7 @@ def save_parts(run: Path, wrapper: Pretraining, task: Masked, *, write: bool) ->
 
 
 def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretraining, Masked]:
-    """The parts of a finished run, around its model."""
+    """Return the parts of a finished run, around its model."""
     from safetensors.torch import load_file
 
     described: Mapping[str, Any] = _read(run)

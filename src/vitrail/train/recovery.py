@@ -128,7 +128,7 @@ def halve_micro_batch(loop: Loop, error: Exception | None) -> None:
         cure = f"--micro-batch {size // 2} or auto" if size > 1 else "a smaller model or image, or --model.recompute -1"
         raise VitrailError(f"{where} Try {cure}; the batch of {recipe.batch} stays as it is.") from error
     if error is not None and loop.world.ranks > 1:
-        raise VitrailError(f"{where} Other ranks cannot be told now; use --micro-batch {size // 2}.") from error
+        raise VitrailError(f"{where} The other ranks cannot follow now; use --micro-batch {size // 2}.") from error
     loop.set_micro_batch(size // 2)
     parts = math.ceil(recipe.batch / loop.world.ranks / loop.micro_batch)
     loop.say(f"{where} Now {loop.micro_batch} × {parts}; the batch stays {recipe.batch}.")

@@ -49,7 +49,7 @@ class RunFolder:
             self._lock = (self.path / ".lock").open("a+")
         except OSError as error:
             raise VitrailError(
-                f"Cannot write into {self.path}: {error.strerror}. Choose another place with --out, or change its permissions."
+                f"Cannot write into {self.path}: {error.strerror}. Choose another folder with --out, or change its permissions."
             ) from error
         try:
             import fcntl
@@ -107,7 +107,7 @@ class RunFolder:
         write_text(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a last one cut off by a crash is left out."""
+        """Return the lines of metrics.jsonl; a last one cut off by a crash is left out."""
         file = self.path / "metrics.jsonl"
         found = []
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -129,6 +129,6 @@ class RunFolder:
             temporary.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
 
     def end(self) -> dict[str, Any] | None:
-        """The final record of a finished run."""
+        """Return the final record of a finished run."""
         records = self.records()
         return records[-1] if records and records[-1]["kind"] == "end" and self.model.exists() else None

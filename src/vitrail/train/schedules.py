@@ -18,7 +18,7 @@ def check_schedule(spec: ScheduleSpec, total: int) -> None:
 
 
 def factor(spec: ScheduleSpec, step: int, total: int, peak: float) -> float:
-    """The schedule s(t) at a step, counted from 0: the learning rate is s·peak.
+    """Return the schedule s(t) at a step, counted from 0: the learning rate is s·peak.
 
     The warm-up multiplies the decay, and its first step has a learning rate of 0, as in the reference.
     """

@@ -24,7 +24,7 @@ Initialise = Callable[[Any], None]
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device, taken before that model is sharded.
+    """Return a copy of a model on the meta device, taken before that model is sharded.
 
     It is on the CPU, because some of torch's initialisers do nothing on meta tensors, but nothing is ever written into it: so it
     takes addresses and no memory.

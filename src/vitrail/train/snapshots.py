@@ -85,7 +85,7 @@ class Snapshots:
                 shutil.rmtree(self.path(old), ignore_errors=True)
 
     def _write_together(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """All ranks write into one folder, which the main rank seals and names."""
+        """Write all ranks' parts into one folder, which the main rank seals and names."""
         if not self.world.main:
             place = [None]
             dist.broadcast_object_list(place, src=0, group=self._group)
@@ -135,7 +135,7 @@ def damage(path: Path) -> str:
 
 
 def _quiet() -> None:
-    """One process without a process group is what we mean, not an oversight."""
+    """Silence the warning that there is no process group: one process needs none."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -170,9 +170,9 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(value.shape) for name, value in tensors.items()}
 
 
-def _mismatch(path: Path, saved: dict[str, list[int]], wanted: dict[str, list[int]]) -> str:
-    lines = [f"- {name} {saved[name]}" for name in saved if wanted.get(name) != saved[name]]
-    lines += [f"+ {name} {wanted[name]}" for name in wanted if saved.get(name) != wanted[name]]
+def _mismatch(path: Path, saved: dict[str, list[int]], expected: dict[str, list[int]]) -> str:
+    lines = [f"- {name} {saved[name]}" for name in saved if expected.get(name) != saved[name]]
+    lines += [f"+ {name} {expected[name]}" for name in expected if saved.get(name) != expected[name]]
     shown = "\n".join(lines[:8]) + (f"\n… {len(lines) - 8} more" if len(lines) > 8 else "")
     return (
         f"{path} belongs to another model or optimiser (− saved, + this run):\n{shown}\n"

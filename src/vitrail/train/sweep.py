@@ -13,7 +13,7 @@ from vitrail.train.loop import train
 
 
 def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> Recipe:
-    """The recipe with the best of its `lr_grid`. Each try is a run of its own below `out`; finished ones are not repeated.
+    """Return the recipe with the best of its `lr_grid`. Each try is a run of its own below `out`; finished ones are not repeated.
 
     The validation split is not looked at: a part of the training split takes its place.
     """

@@ -2,7 +2,7 @@
 
 cuDNN and FlashAttention split the sequence into blocks, sum the queries' gradients with atomics in float32 and convert them
 afterwards. With up to 256 tokens one program can hold all queries of a head and loop over its keys; it writes the three gradients
-side by side, where the matmul before wants them, together with the sums for that matmul's bias.
+side by side, as the weight gradient of the matmul before reads them, together with the sums for that matmul's bias.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _key_tile(
     q, do, delta, log2_lse, dq, k_in, v_in, dk_out, dv_out, kv_offset, start, scale,
     keys: tl.constexpr, row: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of `SIZE` keys and values from `start`; return the queries' gradient with their share added."""
+    """Write the gradients of `SIZE` keys and values from `start`; return the queries' gradient with their part added."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     key = start + tl.arange(0, SIZE)
     key_mask = key < (start + SIZE if FULL else keys)

@@ -1,6 +1,6 @@
 """Attention's forward pass over few tokens: a program takes some of a head's queries and all of its keys at once.
 
-So softmax needs no running maximum. The keys are split into up to three pieces, powers of two as Triton wants them: 197 into
+So softmax needs no running maximum. The keys are split into up to three pieces, powers of two as Triton needs: 197 into
 128 + 64 + 16 instead of 256. With few heads in all, as for a single image, every tile of queries is a program of its own; with
 many, one program takes all tiles of a head and reads the keys once.
 """
@@ -36,7 +36,7 @@ def _scores(q, k, start: tl.constexpr, keys: tl.constexpr, SIZE: tl.constexpr, T
 
 @triton.jit
 def _accumulate(scores, v, top, log2_scale, total, value, TRANSPOSED: tl.constexpr):
-    """Add some keys' share of softmax's denominator and of the weighted values."""
+    """Add some keys' terms to softmax's denominator and to the weighted values."""
     AXIS: tl.constexpr = 0 if TRANSPOSED else 1
     p = tl.exp2(scores * log2_scale - tl.expand_dims(top, AXIS))
     weights = p.to(v.dtype)

@@ -38,7 +38,7 @@ def patchify(model: ViT, images: Tensor) -> Tensor:
 
 
 def _fuses_patchify(model: ViT, images: Tensor) -> bool:
-    """The kernel has no gradient, so images that need one stay as they are; and so do those that a hybrid's ResNet takes."""
+    """Tell whether a kernel makes the patches. It has no gradient, and a hybrid's ResNet takes images."""
     if model.kernels == "plain" or model.resnet is not None or not whitelist.is_plain(model.patches, PatchEmbedding):
         return False
     weight = model.patches.weight
@@ -107,7 +107,7 @@ class ResidualStream:
         return self._pending.x
 
     def normed(self, norm: nn.Module) -> Tensor:
-        """The tokens after the last block and a norm."""
+        """Return the tokens after the last block and a norm."""
         if self._pending.branch is not None and whitelist.is_plain_norm(norm, self._pending.x.shape[-1]):
             return encoder.settle_and_norm(self._pending, norm)  # type: ignore[arg-type]
         return norm(self.tokens)  # type: ignore[no-any-return]

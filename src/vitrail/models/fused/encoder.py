@@ -48,7 +48,7 @@ class BlockOptions(NamedTuple):
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype | None:
-    """The low precision in which matmuls run here: autocast's, or the tokens' own; None for float32."""
+    """Return the low precision in which matmuls run here: autocast's, or the tokens' own; None for float32."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
@@ -78,7 +78,7 @@ def _rate(dropout: nn.Dropout) -> float:
 
 
 def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> PendingResidual:
-    """One block whose modules are plain (`whitelist.is_plain_block`)."""
+    """Run a block whose modules are plain (`whitelist.is_plain_block`)."""
     from vitrail.models.fused.branches import residual_norm
     from vitrail.models.fused.folded_norm import can_use_folded, folded_block
     from vitrail.models.fused.whitelist import is_sharded
@@ -103,7 +103,7 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
 
 
 def settle(pending: PendingResidual) -> Tensor:
-    """The tokens, with the pending branch added."""
+    """Return the tokens, with the pending branch added."""
     from vitrail.models.fused.branches import residual_norm
 
     dtype = matmul_dtype(pending.x)
@@ -113,7 +113,7 @@ def settle(pending: PendingResidual) -> Tensor:
 
 
 def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
-    """The tokens, with the pending branch added, after a layer norm in their own precision."""
+    """Return the tokens, with the pending branch added, after a layer norm in their own precision."""
     from vitrail.models.fused.branches import residual_norm
 
     dtype = pending.x.dtype

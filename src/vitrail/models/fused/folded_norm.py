@@ -38,7 +38,7 @@ class FoldedNorm(nn.LayerNorm):
         super().__init__(norm.normalized_shape, eps=norm.eps, elementwise_affine=False)
 
     def row_sums(self, weight: Tensor) -> Tensor:
-        """The sums of the rows of the next layer's weight, in float32. Computed again whenever the weight has changed."""
+        """Return the sums of the rows of the next layer's weight, in float32. Computed again whenever the weight has changed."""
         if type(weight) is not nn.Parameter and is_fake(weight):
             return weight.new_empty(len(weight), dtype=torch.float32)
         if weight.is_inference():  # has no version counter, so that a change could not be seen
@@ -102,7 +102,7 @@ def _folded(norm: nn.LayerNorm, linear: nn.Linear) -> nn.Linear:
 
 
 def _with_part(module: Any, name: str, part: nn.Module) -> Any:
-    """A module like the given one with another part; the given one may be shared."""
+    """Return a module like the given one with another part; the given one may be shared."""
     made = copy.copy(module)
     made._modules = {**module._modules, name: part}
     return made

@@ -30,7 +30,7 @@ _WORKER_REGISTERS = gl.constexpr([160, 160, 24])
 
 @gluon.jit
 def _producer(q_tiles, kv_tiles, q_smem, k_smem, v_smem, full, empty, num_items, heads: gl.constexpr, TILES: gl.constexpr):
-    """The producer warp: loads every (image, head) of this program, each as soon as its stage is empty."""
+    """Run the producer warp: load every (image, head) of this program, each as soon as its stage is empty."""
     STAGES: gl.constexpr = k_smem.shape[0]
     WIDTH: gl.constexpr = k_smem.shape[3]
     BYTES: gl.constexpr = (TILES * q_smem.shape[2] + 2 * k_smem.shape[2]) * WIDTH * k_smem.dtype.primitive_bitwidth // 8
@@ -51,7 +51,7 @@ def _producer(q_tiles, kv_tiles, q_smem, k_smem, v_smem, full, empty, num_items,
 
 @gluon.jit
 def _scores(q, k, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Queries times COUNT keys from the FIRST, in flight."""
+    """Start the matmul of queries with COUNT keys from the FIRST."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     QUERIES: gl.constexpr = q.shape[0]
     zero = gl.zeros([QUERIES, COUNT], gl.float32, LAYOUT)
@@ -85,7 +85,7 @@ def _consumer(
     args, CONSUMER: gl.constexpr, keys: gl.constexpr, heads: gl.constexpr, TILES: gl.constexpr,
     KEYS1: gl.constexpr, KEYS2: gl.constexpr, KEYS3: gl.constexpr,
 ):  # fmt: skip
-    """One of the consumer warpgroups: every third tile of this program, with all keys in two or three pieces."""
+    """Run one of the consumer warpgroups: every third tile of this program, with all keys in two or three pieces."""
     q_smem, k_smem, v_smem, full, empty, out_smem, out, lse, log2_scale, num_items = args
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[2]

@@ -39,7 +39,7 @@ _STAGES = 4
 
 @gluon.jit
 def _epilogue(acc, smem, column_sums, n):
-    """Half a tile times the derivative that lies in `smem`, written back there, and the sums of its columns."""
+    """Multiply half a tile by the derivative in `smem`, write the result there, and store the sums of its columns."""
     value = acc * smem.load(acc.type.layout).to(gl.float32)
     smem.store(value.to(smem.dtype))
     gl.store(column_sums + n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), gl.sum(value, axis=0))
@@ -47,7 +47,7 @@ def _epilogue(acc, smem, column_sums, n):
 
 @gluon.jit
 def _consumer(args, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
-    """One of the two consumer warpgroups: every other tile of this program."""
+    """Run one of the two consumer warpgroups: every other tile of this program."""
     a_smem, b_smem, full, empty, turns, grad_smem, grad_full, gelu_grad, out, column_sums, M, N, K = args
     BLOCK_M: gl.constexpr = a_smem.shape[1]
     BLOCK_N: gl.constexpr = b_smem.shape[2]

@@ -64,7 +64,7 @@ def _gelu(x, TANH: gl.constexpr):
 
 @gluon.jit
 def normalise(acc, mean, rstd, row_sum):
-    """What x Wᵀ becomes when the rows of x are normalised: W's rows sum to `row_sum`."""
+    """Return what x Wᵀ becomes when the rows of x are normalised: W's rows sum to `row_sum`."""
     return (acc - mean[:, None] * row_sum[None, :]) * rstd[:, None]
 
 
@@ -96,7 +96,7 @@ def _epilogue(acc, mean, rstd, row_sums, bias, gelu_grad, out, smem, grad_smem, 
 
 @gluon.jit
 def _consumer(args, CONSUMER: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constexpr):
-    """One of the two consumer warpgroups: every other tile of this program."""
+    """Run one of the two consumer warpgroups: every other tile of this program."""
     a_smem, b_smem, full, empty, turns, out_smem, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K = args
     BLOCK_M: gl.constexpr = a_smem.shape[1]
     BLOCK_N: gl.constexpr = b_smem.shape[1]

@@ -60,7 +60,7 @@ def alloc_mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
 
 @gluon.jit
 def producer(a, b, a_smem, b_smem, full, empty, M, N, K, TRANSPOSED: gl.constexpr, PROGRAMS: gl.constexpr):
-    """The producer warp: loads every stage of every tile of this program, each as soon as its buffer is empty."""
+    """Run the producer warp: load every stage of every tile of this program, each as soon as its buffer is empty."""
     STAGES: gl.constexpr = a_smem.shape[0]
     BLOCK_M: gl.constexpr = a_smem.shape[1]
     BLOCK_K: gl.constexpr = a_smem.shape[2]
@@ -115,7 +115,7 @@ def mma_tile(a_smem, b_smem, full, empty, my_turn, other_turn, turn_phase, stage
 
 @gluon.jit
 def split_n(acc):
-    """The left and right half of an accumulator: an epilogue over a half at a time needs fewer registers."""
+    """Return the left and right half of an accumulator: an epilogue over a half at a time needs fewer registers."""
     return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
@@ -126,7 +126,7 @@ def tma_descriptor(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
 
 @functools.cache
 def _smem_layout(height: int, width: int) -> gl.NVMMASharedLayout:
-    """The same for every 16-bit type. Cached: building it takes the CPU as long as a small matmul takes the GPU."""
+    """Return the layout of every 16-bit type. Cached: building it takes the CPU as long as a small matmul takes the GPU."""
     return gl.NVMMASharedLayout.get_default_for([height, width], gl.float16)
 
 

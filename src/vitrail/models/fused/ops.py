@@ -1,7 +1,7 @@
 """Register kernels as `torch.ops.vitrail.…`: functional operators with a fake rule and a device guard.
 
-An operator returns new tensors, and neither changes nor aliases what it is given; one that has nothing to return in some place
-returns an empty tensor there. Its fake rule allocates the outputs and launches nothing; torch.compile and memory plans call it.
+An operator returns new tensors, and neither changes nor aliases its inputs; an output that is not computed is an empty tensor. Its
+fake rule allocates the outputs and launches nothing; torch.compile and memory plans call it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def _patchify_kernel(
     images, patches,
     channels, width, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PADDED_HEIGHT: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One channel of one row of patches."""
+    """Copy one channel of one row of patches."""
     image, channel, row, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     line, column = tl.arange(0, PADDED_HEIGHT)[:, None], tl.arange(0, PADDED)[None, :]
     mask = (line < HEIGHT) & (column < width)

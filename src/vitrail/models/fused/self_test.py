@@ -37,7 +37,7 @@ class TransientError(Exception):
 def remember(default: Callable[[str], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Cache a check's answers by its arguments.
 
-    After a `TransientError` the answer is `default(reason)`, and the check is made again when it is asked for after some seconds.
+    After a `TransientError` the answer is `default(reason)`, and the next call after some seconds checks again.
     """
 
     def decorate(check: Callable[P, R]) -> Callable[P, R]:
@@ -45,7 +45,7 @@ def remember(default: Callable[[str], R]) -> Callable[[Callable[P, R]], Callable
         retry_at: dict[Any, tuple[float, str]] = {}
 
         @functools.wraps(check)
-        def ask(*args: P.args, **kwargs: P.kwargs) -> R:
+        def cached(*args: P.args, **kwargs: P.kwargs) -> R:
             key = (args, tuple(kwargs.items())) if kwargs else args
             if key in answers:
                 return answers[key]
@@ -64,8 +64,8 @@ def remember(default: Callable[[str], R]) -> Callable[[Callable[P, R]], Callable
             answers.clear()
             retry_at.clear()
 
-        ask.cache_clear = cache_clear  # type: ignore[attr-defined]
-        return ask
+        cached.cache_clear = cache_clear  # type: ignore[attr-defined]
+        return cached
 
     return decorate
 
@@ -123,7 +123,7 @@ def fault(device: torch.device, tolerance: float, difference: Callable[[], float
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise TransientError("a CUDA graph is being captured")
 
-    def ask() -> float:
+    def run() -> float:
         cuda = device.type == "cuda"
         with torch.cuda.device(device) if cuda else contextlib.nullcontext(), torch.random.fork_rng([device] if cuda else []):
             torch.manual_seed(0)
@@ -131,7 +131,7 @@ def fault(device: torch.device, tolerance: float, difference: Callable[[], float
 
     try:
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(ask).result()
+            found = pool.submit(run).result()
     except Exception as error:  # whatever it is, there is another path
         text = str(error).strip()
         reason = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

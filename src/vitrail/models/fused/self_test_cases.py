@@ -97,7 +97,7 @@ def _masks(seeds: Tensor | None, block: int, keep: Tensor | None, tokens: int, w
 def _plain_block(
     x: Tensor, w: _Weights, heads: int, num_queries: int, tanh: bool, masks: Sequence[Tensor | float], dtype: torch.dtype
 ) -> Tensor:
-    """A block as torch computes it under autocast to `dtype`."""
+    """Compute a block as torch does under autocast to `dtype`."""
 
     def linear(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.linear(y.to(dtype), weight.to(dtype), bias.to(dtype))

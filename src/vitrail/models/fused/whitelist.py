@@ -86,7 +86,7 @@ class BlockShape(NamedTuple):
 
 
 def device_and_shape(block: nn.Module) -> tuple[torch.device, BlockShape]:
-    """Where a plain block is, and its sizes."""
+    """Return where a plain block is, and its sizes."""
     parts = block.__dict__["_modules"]
     attention, mlp = parts["attention"].__dict__, parts["mlp"].__dict__
     qkv, up = attention["_modules"]["qkv"].__dict__, mlp["_modules"]["up"].__dict__
@@ -138,7 +138,7 @@ def _is_linear(module: Any, rows: int, columns: int) -> bool:
 
 
 def _norm_width(norm: Any) -> int:
-    """The width of a layer norm over the last axis, with weight and bias or folded into the next layer; 0 for anything else."""
+    """Return the width of a layer norm over the last axis, with weight and bias or folded; 0 for anything else."""
     if not is_plain(norm, nn.LayerNorm):
         return norm.normalized_shape[0] if is_plain(norm, FoldedNorm) else 0
     parameters = norm.__dict__["_parameters"]
@@ -178,7 +178,7 @@ def is_sharded(block: nn.Module) -> bool:
 
 
 def _fsdp_hooks(module: nn.Module) -> set[int]:
-    """The numbers of the two hooks by which FSDP2 gathers and frees a module's parameters.
+    """Return the numbers of the two hooks by which FSDP2 gathers and frees a module's parameters.
 
     It does the same around `Block.forward_pending`, so they do not count as hooks of a user.
     """

@@ -120,7 +120,7 @@ class CapturedForward:
         self._failed: set[torch.Size] = set()
 
     def replay(self, images: Tensor) -> Tensor | None:
-        """Logits from a captured graph; None where there is none for these images, or it is outdated."""
+        """Return logits from a captured graph; None where there is none for these images, or it is outdated."""
         if images.shape not in self._captures or not images.is_floating_point() or not self._can_capture(images):
             return None
         with self._lock, torch.no_grad():
@@ -134,7 +134,7 @@ class CapturedForward:
         return None
 
     def __call__(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Logits of images of any device and floating-point type, by a model of the given ones."""
+        """Compute logits of images of any device and floating-point type, by a model of the given ones."""
         if self._graph.can_capture(device) and self._can_capture(images):
             with self._lock:
                 self._capture(images, device, dtype)

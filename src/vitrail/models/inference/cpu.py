@@ -101,7 +101,7 @@ def cpu_copy(model: ViT | BiT, precision: BlockPrecision) -> InferenceModel:
 
 
 def _replacements(model: ViT | BiT, precision: BlockPrecision) -> dict[nn.Module, nn.Module]:
-    """The modules of a model that have a faster form, each with that form."""
+    """Return the modules of a model that have a faster form, each with that form."""
     found: dict[nn.Module, nn.Module] = {}
     for parent in model.modules():
         if type(parent) in (PreActivationUnit, PostActivationUnit, HybridStem, BiT):

@@ -89,7 +89,7 @@ class InferenceModel(nn.Module):
         return self._each(self.model.attention(self._moved(images), layers, pooling=pooling))
 
     def _each(self, found: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Each item, computed in this copy's precision and not in the caller's."""
+        """Yield each item, computed in this copy's precision and not in the caller's."""
         while True:
             with self._computing():
                 item = next(found, None)

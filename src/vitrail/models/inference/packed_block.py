@@ -57,7 +57,7 @@ class PackedBlock(nn.Module):
         self.down = make_linear(*_scaled(mlp.down, block.scale2), precision.matmul)
 
     def _after_norm(self, linear: nn.Linear, norm: nn.LayerNorm) -> Tensor:
-        """The weight of a layer that follows a norm; for int8, with the channels of the two balanced."""
+        """Return the weight of a layer that follows a norm; for int8, with the channels of the two balanced."""
         weight = linear.weight.detach().float()
         return _balanced(weight, norm) if self.precision.matmul == "int8" else weight
 
@@ -82,7 +82,7 @@ class PackedBlock(nn.Module):
         return found, weights
 
     def _split(self, x: Tensor, num_queries: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the first tokens, keys and values of all: [image, head, token, channel]."""
+        """Return queries of the first tokens, keys and values of all: [image, head, token, channel]."""
         qkv = self.qkv(_norm(x, self.norm1)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.contiguous().unbind(0)  # the matmuls below lose more to strides than the copy costs
         return q[:, :, :num_queries], k, v
@@ -145,7 +145,7 @@ def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
 
 
 def _scaled(linear: nn.Linear, scale: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """A layer's weight and bias with the layer scale that follows it multiplied in."""
+    """Return a layer's weight and bias with the layer scale that follows it multiplied in."""
     weight, bias = linear.weight.detach().float(), linear.bias
     if not isinstance(scale, LayerScale):
         return weight, bias

@@ -16,7 +16,7 @@ Quantised = tuple[Tensor, float, int]  # q (uint8), scale and zero point: q stan
 
 
 class InferenceLinear(nn.Module):
-    """x Wᵀ + b, then GELU if asked for, of float32 tokens [image, token, channel].
+    """x Wᵀ + b, then an optional GELU, of float32 tokens [image, token, channel].
 
     A layer may overwrite its input, which nothing else in an encoder block reads. `dtype` is the output's.
     """

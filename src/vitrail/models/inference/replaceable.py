@@ -1,6 +1,6 @@
 """What a copy for inference may replace, and whether a model runs any code but torch's and ours.
 
-Stricter than the whitelist that training asks at every call: this is asked when a copy is made, so it may take its time.
+Stricter than the whitelist, which is checked at every call: these checks run when a copy is made, and may take longer.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ def is_replaceable(module: nn.Module | None, kind: type[nn.Module]) -> bool:
 
 
 def replaceable_blocks(model: nn.Module) -> list[Block]:
-    """The plain blocks, which a packed block or folded norms can stand for. None in a subclass of ViT: it may look into them."""
-    if not _calls_blocks_as_ever(model):
+    """Return the plain blocks, which can be packed or have their norms folded. None of a subclass of ViT, which may use them."""
+    if not _is_plain_vit(model):
         return []
     return [block for block in model.blocks if _is_plain(block) and not any(map(_has_patched_methods, block.modules()))]  # type: ignore[union-attr]
 
 
 def blocks_of_known_parts(model: nn.Module) -> list[Block]:
-    """Blocks that are not plain but made of our parts alone (axial attention, norms without a bias): their linear layers can be
-    replaced one by one."""
-    if not _calls_blocks_as_ever(model):
+    """Return blocks that are not plain but made of our parts alone (axial attention, norms without a bias).
+
+    Their linear layers can be replaced one by one.
+    """
+    if not _is_plain_vit(model):
         return []
     return [block for block in model.blocks if _is_of_known_parts(block) and not _is_plain(block)]  # type: ignore[union-attr]
 
@@ -71,7 +73,7 @@ def _methods(kind: Any) -> frozenset[str]:
     return frozenset(name for name in dir(kind) if callable(getattr(kind, name))) | {"_compiled_call_impl"}
 
 
-def _calls_blocks_as_ever(model: nn.Module) -> bool:
+def _is_plain_vit(model: nn.Module) -> bool:
     return is_ordinary_call() and type(model) is ViT and not _has_patched_methods(model) and is_plain(model.blocks, nn.ModuleList)
 
 

@@ -414,9 +414,9 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [None, "nothing", "matmuls"])
+@pytest.mark.parametrize(("recompute", "kept"), [(None, False), (None, True), ("nothing", False), ("matmuls", False)])
 def test_sharded_blocks_are_fused_and_compute_the_same(
-    recompute: Any, images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None
+    recompute: Any, kept: bool, images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None
 ) -> None:
     from vitrail.train.parallel import Runner, World
 
@@ -430,7 +430,7 @@ def test_sharded_blocks_are_fused_and_compute_the_same(
     if recompute:
         sharded.checkpoint_activations(2, recompute)
     low = torch.bfloat16 if DEVICE == "cuda" else None
-    run = Runner(sharded, World(torch.device(DEVICE), mode="fsdp"), low_precision=low)
+    run = Runner(sharded, World(torch.device(DEVICE), mode="fsdp"), low_precision=low, keep_gathered=kept)
     for _ in range(2):  # twice: the second pass finds parameters that were freed after the first
         blocks_fused.clear()
         sharded.zero_grad()

@@ -87,15 +87,16 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     assert dtype is not None
     if options.num_queries is None and dtype == pending.x.dtype and can_use_folded(block, pending.x):
         return folded_block(block, pending)
-    sharded = is_sharded(block)  # then the parameters are freed once the block is done
+    sharded = is_sharded(block)
+    refold = sharded and "stays_gathered" not in block.__dict__  # FSDP2 frees the parameters once the block is done
     keep = options.keep or (None, None)
     x, y = residual_norm(*pending, block.norm1.eps, dtype)
-    branch = _attention(block.attention, block.norm1, y, options, sharded)
+    branch = _attention(block.attention, block.norm1, y, options, refold)
     if options.num_queries is not None:
         x = x[:, : options.num_queries]
     attention_bias, rate = block.attention.out.bias, block.dropout.p
     x, y = residual_norm(x, branch, attention_bias, keep[0], options.seeds[0], rate, block.norm2.eps, dtype)
-    branch = _mlp(block.mlp, block.norm2, y, options, sharded)
+    branch = _mlp(block.mlp, block.norm2, y, options, refold)
     bias: Tensor | None = block.mlp.down.bias
     if sharded and bias is not None:
         bias = bias.clone()
@@ -121,7 +122,7 @@ def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
     return torch.addcmul(norm.bias.to(dtype), y, norm.weight.to(dtype))
 
 
-def _attention(attention: Attention, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, sharded: bool) -> Tensor:
+def _attention(attention: Attention, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, refold: bool) -> Tensor:
     from vitrail.models.fused.branches import attention_branch, linear
     from vitrail.models.fused.selection import suits_own_attention
 
@@ -131,21 +132,21 @@ def _attention(attention: Attention, norm: nn.LayerNorm, y: Tensor, options: Blo
     if suits_own_attention(y, heads, num_queries, needs_grad):
         return attention_branch(
             *entering, out.weight, heads, num_queries,
-            fp8=options.fp8, recompute_cheap=options.recompute_cheap, needs_grad=needs_grad, refold=sharded,
+            fp8=options.fp8, recompute_cheap=options.recompute_cheap, needs_grad=needs_grad, refold=refold,
         )  # fmt: skip
     # With many tokens attention itself is much of the cost, and torch's kernels are at their best.
-    q, k, v = linear(*entering, fp8=options.fp8, refold=sharded).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = linear(*entering, fp8=options.fp8, refold=refold).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     with sdpa_kernel(SDPA_BACKENDS):
         attended = F.scaled_dot_product_attention(q if num_queries is None else q[:, :, :num_queries], k, v)
     fp8 = options.fp8 and num_queries is None
-    return linear(attended.transpose(1, 2).flatten(2), None, None, out.weight, None, fp8=fp8, refold=sharded)
+    return linear(attended.transpose(1, 2).flatten(2), None, None, out.weight, None, fp8=fp8, refold=refold)
 
 
-def _mlp(mlp: Mlp, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, sharded: bool) -> Tensor:
+def _mlp(mlp: Mlp, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, refold: bool) -> Tensor:
     from vitrail.models.fused.branches import mlp_branch
 
     return mlp_branch(
         y, norm.weight, norm.bias, mlp.up.weight, mlp.up.bias, mlp.down.weight,
         mlp.approximate == "tanh", options.seeds[1], mlp.dropout.p,
-        fp8=options.fp8, recompute_cheap=options.recompute_cheap, needs_grad=torch.is_grad_enabled(), refold=sharded,
+        fp8=options.fp8, recompute_cheap=options.recompute_cheap, needs_grad=torch.is_grad_enabled(), refold=refold,
     )  # fmt: skip

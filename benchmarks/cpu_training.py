@@ -1,7 +1,7 @@
 """A training step on the CPU, in fp32 and in bf16, against timm's model in eager mode.
 
-Forward, cross-entropy, backward and fused AdamW on the same random images, in turns. What counts is the process's CPU time with
-one thread, which other processes on the machine disturb little; wall-clock time is written too.
+Forward, cross-entropy, backward and fused AdamW on the same random images, in alternating rounds. What counts is the process's CPU
+time with one thread, which other processes on the machine disturb little; wall-clock time is written too.
 
     python benchmarks/cpu_training.py --batch 16 --rounds 10     # ViT-S/16, some minutes
     python benchmarks/cpu_training.py --tiny                     # does everything run?

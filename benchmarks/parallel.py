@@ -12,8 +12,8 @@ Forward, cross-entropy, backward and fused AdamW in bf16 on random images that l
     own loop
     timm, compiled          timm's model in that loop under torch.compile, if timm is installed
 
-All are built for a model at the same time and run in turns, each after a warm-up in which it compiles and captures; the median
-over rounds counts. A captured step is dropped at the end of its turn, so that ViT-L/16 fits.
+All are built for a model at the same time and run in alternating rounds, each after a warm-up in which it compiles and captures;
+the median over rounds counts. A captured step is dropped at the end of its turn, so that ViT-L/16 fits.
 
     python benchmarks/parallel.py                         # S/16, B/16, L/16, batch 256: about eight minutes on an H200
     python benchmarks/parallel.py --models ViT-S/16 --rounds 9
@@ -58,7 +58,7 @@ WARMUP = 14  # DDP is captured after 11
 
 
 class Way:
-    """One way to take steps: a name, a step that returns its loss, and what to drop at the end of a turn."""
+    """One way to take steps: a name, a step that returns its loss, and what to drop at the end of a round."""
 
     def __init__(self, name: str, step: Callable[[], Tensor], drop: Callable[[], None], note: Callable[[], str]) -> None:
         self.name, self.step, self.drop, self.note = name, step, drop, note
@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["ViT-S/16", "ViT-B/16", "ViT-L/16"])
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=20, help="steps per turn")
+    parser.add_argument("--steps", type=int, default=20, help="steps per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", help="only ways whose name begins with one of these words")
     parser.add_argument("--tiny", action="store_true", help="two small blocks on the CPU, few steps, no results written")

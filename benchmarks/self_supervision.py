@@ -239,7 +239,7 @@ class Study:
         parts = list(self.parts())
         for number, (name, part) in enumerate(parts):
             if time.perf_counter() - self.began > self.options.seconds:
-                print(f"{len(parts) - number} parts are left, from {name} on; the same command goes on there")
+                print(f"{len(parts) - number} parts are left, from {name} on; run the same command again to resume there")
                 break
             started = time.perf_counter()
             part()
@@ -363,8 +363,8 @@ class Brief(Callback):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def started(self, facts: RunInfo) -> None:
-        self.steps = facts.steps
+    def started(self, info: RunInfo) -> None:
+        self.steps = info.steps
 
     def note(self, text: str) -> None:
         if text.startswith(("warning", "targets", "dropped", "masked", "resumed")):

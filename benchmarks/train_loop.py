@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-S/16")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=100, help="steps a round")
+    parser.add_argument("--steps", type=int, default=100, help="steps per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="small models, few steps, no results written")

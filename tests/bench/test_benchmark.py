@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.peers import TIMM, load, randomise, renamed
+from tests.models.other_libraries import TIMM, load, randomise, renamed
 from vitrail.bench import BenchPlan, Row, benchmark, peak, run, workload
 from vitrail.bench.baselines import PACKAGE, build, comparable
 from vitrail.bench.entry import Entry

@@ -173,7 +173,7 @@ def test_few_shot_accuracy_is_measured_along_the_way(tmp_path, capsys):
     assert "5-shot" in capsys.readouterr().out
 
 
-def test_the_flags_that_messages_advise_are_taken(tmp_path, capsys):
+def test_the_flags_that_messages_advise_are_accepted(tmp_path, capsys):
     for number in range(24):
         split, name = ("train", "ab"[number % 2]) if number < 16 else ("val", "abc"[number % 3])
         place = tmp_path / "photos" / split / name

@@ -61,7 +61,7 @@ def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["photos", "stored"])
 def test_batches_are_the_same_for_any_number_of_workers(kind: str) -> None:
     split = photos(47) if kind == "photos" else stored(47)
-    alone = take(train(split), 9)  # four steps an epoch: into the third
+    alone = take(train(split), 9)  # four steps per epoch: into the third
     assert [(batch.epoch, batch.step) for batch in alone[3:6]] == [(0, 3), (1, 0), (1, 1)]
     for workers in (1, 4):
         assert same(take(train(split, workers=workers), 9), alone)

@@ -118,7 +118,7 @@ def test_attention_is_shown_in_eval_mode_and_leaves_every_mode_as_it_was() -> No
     assert model.training and torch.is_grad_enabled()
 
 
-def test_only_the_layers_asked_for_and_nothing_after_them() -> None:
+def test_only_the_given_layers_and_nothing_after_them() -> None:
     model = build(image_size=12, depth=4)
     images = torch.randn(1, 3, 12, 12)
     every = dict(model.attention(images))

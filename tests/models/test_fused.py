@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.peers import randomise
+from tests.models.other_libraries import randomise
 from vitrail.models import ViT, create_model, vit
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.fused import dispatch, encoder, self_test
@@ -101,7 +101,7 @@ def test_logits_and_gradients_equal_the_plain_ones(case: str, fusing: None) -> N
 
 
 @pytest.mark.slow
-def test_the_fused_path_is_really_taken(fusing: None, blocks_fused: list[nn.Module]) -> None:
+def test_the_fused_path_is_really_used(fusing: None, blocks_fused: list[nn.Module]) -> None:
     model = small()
     results(model, torch.randn(1, 3, 48, 48, device=DEVICE), "auto")
     assert blocks_fused == list(model.blocks)
@@ -261,7 +261,7 @@ def test_what_kernels_do_not_know_takes_the_plain_path(change: dict[str, Any], f
     assert not blocks_fused and not dispatch.is_fusable(model)
 
 
-def test_a_block_asks_for_the_self_test_of_its_own_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_needs_the_self_test_of_its_own_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(self_test, "works", lambda *given: bool(asked.append(given)) or True)
     block = create_model("ViT-Ti/16", outputs=0, image_size=32, width=64, depth=1, heads=2, mlp=96).blocks[0]

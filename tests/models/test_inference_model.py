@@ -130,7 +130,7 @@ def test_copies_of_a_resnet(precision: Any) -> None:
 
 
 @pytest.mark.parametrize("copied", COPIES)
-def test_what_a_copy_cannot_do_is_said(copied: str) -> None:
+def test_what_a_copy_cannot_do_is_refused(copied: str) -> None:
     model = build()
     made, images = make_copy(model, copied), some_images(model)
     refused: dict[str, Any] = {

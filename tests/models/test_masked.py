@@ -69,7 +69,7 @@ def test_the_papers_numbers() -> None:
     assert corruption_counts(32) == (26, 3)
 
 
-def test_every_place_and_every_other_patch_gets_its_turn() -> None:
+def test_every_patch_is_masked_and_every_other_patch_replaces_it_at_times() -> None:
     model = masked(vit(), masked=0.0, replaced=1.0)
     noise = noise_for(model, 2000)
     order = noise[..., 0].argsort(dim=1)
@@ -115,8 +115,8 @@ def test_positions_are_added_after_the_corruption() -> None:
         {"attention": "axial"},
     ],
 )
-def test_what_comes_out_is_the_whole_encoders_output_at_those_places(changes: dict[str, object]) -> None:
-    """Tokens may be put in another order on the way; nobody can tell."""
+def test_the_output_is_the_whole_encoders_at_the_masked_patches(changes: dict[str, object]) -> None:
+    """Tokens may be put in another order on the way; the result is the same."""
     encoder = vit(**changes).eval()
     model, images = masked(encoder), torch.randn(3, 3, 16, 16)
     noise = noise_for(model, 3)
@@ -218,7 +218,7 @@ def test_other_refusals() -> None:
 
 
 def test_operations_are_those_that_torch_counts() -> None:
-    """Matrix products and attention, as the profiler of torch sees them; it has no others."""
+    """Matmuls and attention, as the profiler of torch sees them; it has no others."""
     from torch.utils.flop_counter import FlopCounterMode
 
     images = torch.randn(2, 3, 32, 32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.peers import randomise
+from tests.models.other_libraries import randomise
 from vitrail import VitrailError, create_model
 from vitrail.models import ViT
 
@@ -155,7 +155,7 @@ def test_bit_checkpointing_gives_the_same_gradients() -> None:
             torch.testing.assert_close(one.grad, two)
 
 
-def test_products_are_kept_and_the_rest_is_computed_again() -> None:
+def test_matmul_outputs_are_kept_and_the_rest_is_recomputed() -> None:
     model, plain = build(dropout=0.2).train(), build(dropout=0.2).train()
     model.checkpoint_activations(None, "matmuls")
     for one in (model, plain):
@@ -214,7 +214,7 @@ BAD_IMAGES = [
 
 
 @pytest.mark.parametrize(("images", "sentence"), BAD_IMAGES)
-def test_bad_images_are_told_what_is_expected(images: torch.Tensor, sentence: str) -> None:
+def test_bad_images_are_refused_with_what_is_expected(images: torch.Tensor, sentence: str) -> None:
     model = build()
     for use in (model, model.features, model.attention):
         with pytest.raises(VitrailError, match=sentence):

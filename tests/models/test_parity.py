@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import ViTConfig as HFConfig
 from transformers import ViTForImageClassification, ViTModel
 
-from tests.models import peers
+from tests.models import other_libraries as others
 from vitrail import create_model
 from vitrail.models import ViTConfig, build_model
 
@@ -30,7 +30,7 @@ def images(*size: int, count: int = 3) -> Tensor:
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 2e-5) -> None:
-    assert theirs.std() > 0.05, "the peer's output carries no signal, so agreement would prove nothing"
+    assert theirs.std() > 0.05, "the other library's output carries no signal, so agreement would prove nothing"
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
 
 
@@ -44,7 +44,7 @@ TIMM_KINDS = {
         {"global_pool": "avg", "class_token": False},
         {"pooling": "mean", "class_token": False, "final_norm": "after-pool"},
     ),
-    "mean beside a class token": (
+    "mean with a class token": (
         {"global_pool": "avg", "class_token": True},
         {"pooling": "mean", "final_norm": "after-pool"},
     ),
@@ -62,8 +62,8 @@ TIMM_KINDS = {
 @pytest.mark.parametrize("kind", TIMM_KINDS)
 def test_timm_vit(kind: str) -> None:
     theirs_fields, fields = TIMM_KINDS[kind]
-    theirs = peers.randomise(TimmViT(img_size=32, num_classes=7, **TIMM_SHAPE, **theirs_fields))
-    ours = peers.load(small(gelu="erf", position_resize="timm", **fields), peers.renamed(theirs.state_dict(), peers.TIMM))
+    theirs = others.randomise(TimmViT(img_size=32, num_classes=7, **TIMM_SHAPE, **theirs_fields))
+    ours = others.load(small(gelu="erf", position_resize="timm", **fields), others.renamed(theirs.state_dict(), others.TIMM))
     batch = images(32, 32)
     close(ours(batch), theirs(batch))
     theirs.set_input_size((48, 40))
@@ -72,8 +72,11 @@ def test_timm_vit(kind: str) -> None:
 
 
 def test_timm_distilled() -> None:
-    theirs = peers.randomise(TimmDistilled(img_size=32, num_classes=7, **TIMM_SHAPE))
-    ours = peers.load(small(gelu="erf", distill_token=True, position_resize="timm"), peers.renamed(theirs.state_dict(), peers.TIMM))
+    theirs = others.randomise(TimmDistilled(img_size=32, num_classes=7, **TIMM_SHAPE))
+    ours = others.load(
+        small(gelu="erf", distill_token=True, position_resize="timm"),
+        others.renamed(theirs.state_dict(), others.TIMM),
+    )
     batch = images(32, 32)
     close(ours(batch), theirs(batch))
     theirs.set_distilled_training(True)
@@ -88,8 +91,8 @@ def test_timm_distilled() -> None:
 
 @pytest.mark.parametrize("ours_gelu", ["tanh", "erf"])
 def test_the_tolerance_tells_the_two_gelus_apart(ours_gelu: str) -> None:
-    theirs = peers.randomise(TimmViT(img_size=32, num_classes=7, **TIMM_SHAPE))
-    ours = peers.load(small(gelu=ours_gelu), peers.renamed(theirs.state_dict(), peers.TIMM))
+    theirs = others.randomise(TimmViT(img_size=32, num_classes=7, **TIMM_SHAPE))
+    ours = others.load(small(gelu=ours_gelu), others.renamed(theirs.state_dict(), others.TIMM))
     batch = images(32, 32)
     apart = (ours(batch) - theirs(batch)).abs().max()
     assert apart < 2e-5 if ours_gelu == "erf" else apart > 2e-5
@@ -97,8 +100,8 @@ def test_the_tolerance_tells_the_two_gelus_apart(ours_gelu: str) -> None:
 
 @pytest.mark.slow
 def test_timm_base_at_full_size() -> None:
-    theirs = peers.randomise(timm.create_model("vit_base_patch16_224", num_classes=10))
-    ours = peers.load(create_model("ViT-B/16", outputs=10, gelu="erf"), peers.renamed(theirs.state_dict(), peers.TIMM))
+    theirs = others.randomise(timm.create_model("vit_base_patch16_224", num_classes=10))
+    ours = others.load(create_model("ViT-B/16", outputs=10, gelu="erf"), others.renamed(theirs.state_dict(), others.TIMM))
     batch = images(224, 224, count=1)
     with torch.inference_mode():
         close(ours(batch), theirs(batch))
@@ -110,9 +113,9 @@ def test_timm_base_at_full_size() -> None:
     [("R+ViT-Ti/16", "vit_tiny_r_s16_p8_224"), ("R26+ViT-S/32", "vit_small_r26_s32_224"), ("R50+ViT-B/16", "vit_base_r50_s16_224")],
 )
 def test_timm_hybrid(name: str, theirs_name: str) -> None:
-    theirs = peers.randomise(timm.create_model(theirs_name, num_classes=10))
+    theirs = others.randomise(timm.create_model(theirs_name, num_classes=10))
     ours = create_model(name, outputs=10, **HYBRID_NUMERICS)  # type: ignore[arg-type]
-    peers.load(ours, peers.renamed(theirs.state_dict(), peers.TIMM_HYBRID))
+    others.load(ours, others.renamed(theirs.state_dict(), others.TIMM_HYBRID))
     batch = images(224, 224, count=2)
     with torch.inference_mode():
         close(ours(batch), theirs(batch), tolerance=1e-4)
@@ -122,10 +125,10 @@ def test_timm_hybrid(name: str, theirs_name: str) -> None:
 @pytest.mark.parametrize(("name", "theirs_name"), [("BiT-R50x1", "resnetv2_50x1_bit"), ("BiT-R101x1", "resnetv2_101x1_bit")])
 @pytest.mark.parametrize("size", [(64, 64), (75, 50)])
 def test_timm_bit(name: str, theirs_name: str, size: tuple[int, int]) -> None:
-    theirs = peers.randomise(timm.create_model(theirs_name, num_classes=10))
+    theirs = others.randomise(timm.create_model(theirs_name, num_classes=10))
     ours = create_model(name, outputs=10, image_size=size, standardise_eps=1e-8)
-    rules = [*peers.TIMM_RESNET, (r"^head\.fc\.", "head.")]
-    peers.load(ours, peers.renamed(theirs.state_dict(), rules))
+    rules = [*others.TIMM_RESNET, (r"^head\.fc\.", "head.")]
+    others.load(ours, others.renamed(theirs.state_dict(), rules))
     batch = images(*size)
     with torch.inference_mode():
         close(ours(batch), theirs(batch), tolerance=1e-4)
@@ -133,7 +136,7 @@ def test_timm_bit(name: str, theirs_name: str, size: tuple[int, int]) -> None:
 
 def hf_state(model: torch.nn.Module) -> dict[str, Tensor]:
     state = {}
-    for key, value in peers.renamed(model.state_dict(), peers.HF).items():
+    for key, value in others.renamed(model.state_dict(), others.HF).items():
         key = key.replace("layers.", "blocks.").replace("layernorm_before", "norm1").replace("layernorm_after", "norm2")
         state[key.replace("o_proj", "out").replace("mlp.fc1", "mlp.up").replace("mlp.fc2", "mlp.down")] = value
     for key in [key for key in state if "q_proj" in key]:
@@ -149,8 +152,8 @@ def hf_config(**fields: object) -> HFConfig:
 
 @pytest.mark.parametrize(("act", "gelu"), [("gelu", "erf"), ("gelu_pytorch_tanh", "tanh")])
 def test_hf_classifier(act: str, gelu: str) -> None:
-    theirs = peers.randomise(ViTForImageClassification(hf_config(hidden_act=act)))
-    ours = peers.load(small(gelu=gelu, norm_eps=1e-12, position_resize="hf"), hf_state(theirs))
+    theirs = others.randomise(ViTForImageClassification(hf_config(hidden_act=act)))
+    ours = others.load(small(gelu=gelu, norm_eps=1e-12, position_resize="hf"), hf_state(theirs))
     batch = images(32, 32)
     close(ours(batch), theirs(batch).logits)
     batch = images(56, 40)
@@ -158,9 +161,9 @@ def test_hf_classifier(act: str, gelu: str) -> None:
 
 
 def test_hf_pooler_is_the_pre_logits_layer() -> None:
-    theirs = peers.randomise(ViTModel(hf_config()))
+    theirs = others.randomise(ViTModel(hf_config()))
     ours = build_model(ViTConfig(name="s", outputs=0, image_size=(32, 32), gelu="erf", norm_eps=1e-12, pre_logits=48, **SHAPE))
-    peers.load(ours, hf_state(theirs))
+    others.load(ours, hf_state(theirs))
     batch = images(32, 32)
     expected = theirs(batch)
     close(ours(batch), expected.pooler_output)
@@ -170,11 +173,11 @@ def test_hf_pooler_is_the_pre_logits_layer() -> None:
 @pytest.mark.parametrize("representation", [None, 20])
 def test_torchvision(representation: int | None) -> None:
     theirs = torchvision.models.VisionTransformer(32, 8, 3, 3, 48, 96, num_classes=7, representation_size=representation)
-    peers.randomise(theirs)
+    others.randomise(theirs)
     state = {
-        key.replace("qkv.in_proj_", "qkv."): value for key, value in peers.renamed(theirs.state_dict(), peers.TORCHVISION).items()
+        key.replace("qkv.in_proj_", "qkv."): value for key, value in others.renamed(theirs.state_dict(), others.TORCHVISION).items()
     }
-    ours = peers.load(small(gelu="erf", pre_logits=representation, position_resize="torchvision"), state)
+    ours = others.load(small(gelu="erf", pre_logits=representation, position_resize="torchvision"), state)
     batch = images(32, 32)
     close(ours(batch), theirs(batch))
     larger = torchvision.models.VisionTransformer(56, 8, 3, 3, 48, 96, num_classes=7, representation_size=representation)

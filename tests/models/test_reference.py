@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import numpy_reference as ref
-from tests.models import peers
+from tests.models import other_libraries as others
 from vitrail.models import BiTConfig, ResNetConfig, ViTConfig, build_model
 
 SHAPE = {"width": 32, "depth": 2, "heads": 4, "mlp": 48, "outputs": 6}
@@ -24,7 +24,7 @@ def test_vit_with_rectangular_patches(gelu: str, pooling: str) -> None:
         name="t", **SHAPE, image_size=(24, 20), patch=(8, 4), channels=5, gelu=gelu, pooling=pooling,
         class_token=pooling == "class", pre_logits=16,
     )  # fmt: skip
-    model = peers.randomise(build_model(config))
+    model = others.randomise(build_model(config))
     state, image = numbers(model), np.random.default_rng(0).normal(size=(5, 24, 20))
     x = ref.patch_tokens(image, state, (8, 4))
     if pooling == "class":
@@ -70,7 +70,7 @@ class Convolutions:
 @pytest.mark.parametrize("numerics", NUMERICS, ids=lambda n: f"{n['standardise']} {n['padding']} {n['pool_fill']}")
 def test_hybrid(numerics: dict[str, object]) -> None:
     resnet = ResNetConfig(layers=(2, 1), **numerics)  # type: ignore[arg-type]
-    model = peers.randomise(build_model(ViTConfig(name="h", **SHAPE, image_size=(32, 48), patch=(1, 1), resnet=resnet)))
+    model = others.randomise(build_model(ViTConfig(name="h", **SHAPE, image_size=(32, 48), patch=(1, 1), resnet=resnet)))
     state, image = numbers(model), np.random.default_rng(0).normal(size=(3, 32, 48))
     net = Convolutions(state, numerics)
     x = net.pool(net.relu_norm(net.conv(image, "resnet.root", 2), "resnet.norm"))
@@ -91,7 +91,7 @@ def test_hybrid(numerics: dict[str, object]) -> None:
 @pytest.mark.parametrize("numerics", NUMERICS, ids=lambda n: f"{n['standardise']} {n['padding']} {n['pool_fill']}")
 def test_bit(numerics: dict[str, object]) -> None:
     resnet = ResNetConfig(layers=(1, 2), **numerics)  # type: ignore[arg-type]
-    model = peers.randomise(build_model(BiTConfig(name="b", outputs=6, image_size=(33, 46), resnet=resnet)))
+    model = others.randomise(build_model(BiTConfig(name="b", outputs=6, image_size=(33, 46), resnet=resnet)))
     state, image = numbers(model), np.random.default_rng(0).normal(size=(3, 33, 46))
     net = Convolutions(state, numerics)
     x = net.pool(net.conv(image, "root", 2))

@@ -175,7 +175,7 @@ def check_cost(config: ModelConfig) -> None:
     assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
     images = torch.zeros(1, config.channels, *config.image_size)
     assert flops(config) == counted(lambda: model.logits(model._encode_images(images)) if isinstance(model, ViT) else model(images))
-    # The plain path takes queries, keys and values in one product, so the queries nobody reads come along.
+    # The plain path computes queries, keys and values in one matmul, also the queries that are not read.
     unread = config.tokens - 1 - config.distill_token if isinstance(config, ViTConfig) and config.pooling == "class" else 0
     along = 2 * config.width**2 * unread if isinstance(config, ViTConfig) else 0
     assert needed_flops(config) + along == counted(lambda: model(images))
@@ -237,7 +237,7 @@ def test_configurations_survive_json(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("change", "sentence"),
     [
         ({"family": "cnn"}, "known are vit, bit"),
         ({"colour": 3}, "has no field 'colour'"),
@@ -247,9 +247,9 @@ def test_configurations_survive_json(name: str) -> None:
         ({"image_size": [224]}, "a pair"),
     ],
 )
-def test_a_damaged_configuration_is_refused(spoil: dict[str, object], sentence: str) -> None:
+def test_a_wrong_configuration_is_refused(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(VitrailError, match=sentence):
-        ModelConfig.from_dict({**model_config("ViT-Ti/16").to_dict(), **spoil})
+        ModelConfig.from_dict({**model_config("ViT-Ti/16").to_dict(), **change})
 
 
 def test_missing_fields_are_named() -> None:

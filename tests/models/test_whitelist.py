@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from tests.models.peers import randomise
+from tests.models.other_libraries import randomise
 from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near
 from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist

@@ -93,7 +93,7 @@ def test_class_metrics():
     assert found["balanced_accuracy"] == pytest.approx((2 / 3 + 0 + 1) / 3)
     assert found["predicted_classes"] == 3
     assert found["images"] == 6
-    # beside its best class every row ranks 9, 8, 7, 6 highest, so only the four right ones are among the first five
+    # after its best class every row ranks 9, 8, 7, 6 highest, so only the four right ones are among the first five
     assert found["top5_accuracy"] == pytest.approx(4 / 6)
 
 

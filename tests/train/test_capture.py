@@ -242,7 +242,7 @@ def test_inputs_that_need_gradients_are_refused_with_the_reason() -> None:
 # On a GPU
 
 
-def losses(captured: bool, steps: int = 10, parts: int = 1, spoil: Callable[[Tensor], object] | None = None) -> list[float]:
+def losses(captured: bool, steps: int = 10, parts: int = 1, uncapturable: Callable[[Tensor], object] | None = None) -> list[float]:
     """Of a small network with dropout, seeded before every micro-batch as the loop does it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4)).cuda()
@@ -250,8 +250,8 @@ def losses(captured: bool, steps: int = 10, parts: int = 1, spoil: Callable[[Ten
 
     def backward(images: Tensor, targets: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(model(images), targets) / parts
-        if spoil is not None:
-            spoil(loss)
+        if uncapturable is not None:
+            uncapturable(loss)
         loss.backward()
         return loss.detach()
 
@@ -267,7 +267,7 @@ def losses(captured: bool, steps: int = 10, parts: int = 1, spoil: Callable[[Ten
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if captured:
-        assert bool(reasons) == (spoil is not None) and step.captured == (spoil is None)
+        assert bool(reasons) == (uncapturable is not None) and step.captured == (uncapturable is None)
     return found
 
 
@@ -280,7 +280,7 @@ def test_a_captured_step_learns_the_same(parts: int) -> None:
 @on_a_gpu
 def test_a_step_that_cannot_be_captured_runs_normally() -> None:
     """Here the step waits for the device, which no capture allows."""
-    assert losses(True, spoil=lambda loss: loss.item()) == losses(False)
+    assert losses(True, uncapturable=lambda loss: loss.item()) == losses(False)
 
 
 @on_a_gpu

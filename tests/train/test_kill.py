@@ -84,5 +84,5 @@ def wait_for_progress(out: Path, since: int) -> None:
     """Until the run has gone on from where the last life ended."""
     deadline = time.monotonic() + 120
     while newest(out) < since + 1:
-        assert time.monotonic() < deadline, "the run does not go on"
+        assert time.monotonic() < deadline, "the run does not continue"
         time.sleep(0.005)

@@ -180,7 +180,7 @@ def test_a_recipe_without_data_or_length_says_so(tmp_path):
 
 
 def pictures(folder, count=24, seed=0):
-    """Grey squares whose brightness is the thing to be learnt."""
+    """Grey squares whose brightness is the target."""
     folder.mkdir(parents=True, exist_ok=True)
     levels = np.random.default_rng(seed).uniform(20, 235, count)
     for number, level in enumerate(levels):
@@ -344,7 +344,7 @@ def test_evaluators_run_at_every_validation_and_do_not_change_the_run(tmp_path):
     assert same(weights(tmp_path / "with"), weights(tmp_path / "without"))
 
 
-def test_initial_values_may_be_named_beside_a_checkpoint(tmp_path: Path) -> None:
+def test_initial_values_may_be_named_with_a_checkpoint(tmp_path: Path) -> None:
     """They decide nothing in trained weights, so a recipe that names them can still start from some."""
     first = train(small(model__init="small"), tmp_path / "first")
     again = small(model=ModelSpec(start=str(first.out), init="paper"), steps=1, ema=0.0, optim__lr=1e-12)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def apart(one: Path, two: Path) -> float:
-    """The largest difference between two runs' weights, those beside the model included."""
+    """The largest difference between two runs' weights, those around the model included."""
     pairs = [(weights(one), weights(two)), tuple(load_file(run / "reconstruction" / "parts.safetensors") for run in (one, two))]
     return max(float((ours[name] - theirs[name]).abs().max()) for ours, theirs in pairs for name in ours)
 

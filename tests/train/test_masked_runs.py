@@ -92,7 +92,7 @@ def test_it_learns_more_than_a_constant_can_say(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_model_is_a_plain_headless_checkpoint_and_the_rest_lies_beside_it(name: str, runs: Runs) -> None:
+def test_the_model_is_a_plain_headless_checkpoint_and_the_rest_is_stored_next_to_it(name: str, runs: Runs) -> None:
     from safetensors.torch import load_file
 
     bundle = vitrail.load(runs[name], verify="full")
@@ -117,7 +117,7 @@ def test_fine_tuning_says_what_it_leaves_behind(runs: Runs, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_going_on_from_a_labelled_checkpoint(runs: Runs, tmp_path: Path) -> None:
+def test_starting_from_a_labelled_checkpoint(runs: Runs, tmp_path: Path) -> None:
     train(recipe_of(TaskSpec(), steps=12, ema=0.0), tmp_path / "labelled")
     recorder = Recorder()
     start = ModelSpec(start=str(tmp_path / "labelled"))
@@ -175,10 +175,10 @@ def test_the_division_into_micro_batches_does_not_change_the_step(tmp_path: Path
 def test_a_planted_nan_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.masked import MaskedPatches
 
-    def spoil(self: MaskedPatches, generator: torch.Generator | None = None) -> None:
+    def wrong_reset(self: MaskedPatches, generator: torch.Generator | None = None) -> None:
         torch.nn.init.constant_(self.mask_token, float("nan"))
 
-    monkeypatch.setattr(MaskedPatches, "reset", spoil)
+    monkeypatch.setattr(MaskedPatches, "reset", wrong_reset)
     with pytest.raises(VitrailError, match="the weight mask_token itself is not finite"):
         train(recipe_of(TASKS["mean-colour"], steps=3, schedule__warmup=1), tmp_path / "run")
 

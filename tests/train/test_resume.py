@@ -1,4 +1,4 @@
-"""A run that is interrupted, killed, damaged or moved ends as if nothing had happened."""
+"""A run that is interrupted, killed, corrupted or moved ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_two_runs_have_the_same_log(undisturbed, tmp_path):
     assert losses(tmp_path / "other") != losses(undisturbed)
 
 
-def test_a_damaged_checkpoint_is_skipped_steps(undisturbed, tmp_path, monkeypatch, caplog):
+def test_a_corrupted_checkpoint_is_skipped(undisturbed, tmp_path, monkeypatch, caplog):
     interrupted(small(), tmp_path / "run", monkeypatch, 5)
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     file = next(newest.glob("*.distcp"))

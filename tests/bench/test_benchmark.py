@@ -126,6 +126,7 @@ def test_bf16_weights_and_autocast_compute_in_bf16(mode: str) -> None:
     assert 1e-4 < float((logits - exact).abs().max()) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "fast-fp32", "fast-int8"])
 def test_the_precision_of_an_inference_copy_is_noted(mode: str) -> None:
     inputs = Inputs(CONFIG, 2, CPU)

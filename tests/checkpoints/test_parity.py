@@ -138,6 +138,7 @@ def test_heads_of_published_sizes_are_inferred(tmp_path: Path) -> None:
     close(theirs(images), bundle.model(images))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "theirs"), [("R+ViT-Ti/16", "vit_tiny_r_s16_p8_224"), ("BiT-R50x1", "resnetv2_50x1_bit")])
 def test_hybrid_and_bit_of_timm(name: str, theirs: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -318,6 +319,7 @@ def test_googles_npz_with_timms_reader_and_ours(kind: str, tmp_path: Path) -> No
     close(theirs(images), ours(images), 1e-4 if config.resnet else 2e-5)
 
 
+@pytest.mark.slow
 def test_a_full_s16_with_timms_reader_and_ours(tmp_path: Path) -> None:
     from vitrail.models import model_config
 

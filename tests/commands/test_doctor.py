@@ -10,6 +10,7 @@ from vitrail.cli import main
 from vitrail.commands import doctor
 
 
+@pytest.mark.slow
 def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor.EXTRAS, "hub", ("a_missing_package",))
     with pytest.raises(SystemExit) as exit_:

@@ -18,6 +18,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
     return int(exit_.value.code or 0), out, err
 
 
+@pytest.mark.slow
 def test_a_table_and_a_report(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
     words = ("eval", checkpoint, "--data", f"folder:{photos}", "--report", tmp_path / "report")
     status, out, _ = run(capsys, *words)

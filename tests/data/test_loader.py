@@ -56,6 +56,7 @@ def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_wait, "max_workers", lambda ranks=1: 8)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize("kind", ["photos", "stored"])
@@ -107,6 +108,7 @@ def test_photos_are_the_same_for_any_number_of_ranks() -> None:
             assert torch.equal(torch.cat([batches[step].targets for batches in per_rank]), expected.targets)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize("done", [1, 3, 4, 6])
 def test_a_resumed_run_sees_the_remaining_batches(done: int) -> None:

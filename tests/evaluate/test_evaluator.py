@@ -44,6 +44,7 @@ def test_metrics_equal_a_plain_loop(bundle: Bundle, photos: Path) -> None:
     assert 0.5 < result.metrics["accuracy"] < 1  # better than chance, but with some errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "workers"), [(1, 0), (5, 0), (7, 2), (64, 1)])
 def test_batch_size_and_workers_do_not_change_results(bundle: Bundle, photos: Path, batch: int, workers: int) -> None:
     plain = evaluate(bundle, f"folder:{photos}", context=EvalContext(batch=36, workers=0))

@@ -125,6 +125,7 @@ def test_bootstrap_of_a_mean_equals_its_standard_error() -> None:
     assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 2000**0.5, rel=0.08)
 
 
+@pytest.mark.slow
 def test_multilabel_metrics_equal_scikit_learn() -> None:
     random = np.random.default_rng(5)
     truth = (random.random((400, 6)) < [0.5, 0.3, 0.1, 0.02, 0.7, 0.2]).astype(np.float32)

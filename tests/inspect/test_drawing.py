@@ -44,6 +44,7 @@ def test_positions_of_rectangles(grid: tuple[int, int]) -> None:
     assert max(picture.size) < 2000
 
 
+@pytest.mark.slow
 def test_distance_and_comparison_of_distances() -> None:
     model = trained(tiny((3, 4), registers=1))
     distances = inspect.attention_distances(model, images(model))

@@ -28,6 +28,7 @@ def build(**fields: object) -> ViT:
     return model  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     position=st.sampled_from(POSITIONS),

@@ -113,6 +113,7 @@ def test_attention_of_copies_is_the_models(kind: str, precision: Any) -> None:
         assert error(ours, theirs) < LIMITS[precision]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("precision", LIMITS)
 @pytest.mark.parametrize("kind", ["Ti/16", "mean", "relative", "axial", "R+ViT-Ti/16"])
@@ -169,6 +170,7 @@ def test_the_model_itself_is_not_changed(kind: str, precision: Any) -> None:
         assert torch.equal(copy(some_images(model)), answers), "the copy still follows the model"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bit_falls_back_to_float32_and_says_so() -> None:
     model = vitrail.create_model("BiT-R50x1", outputs=7, image_size=32, seed=0).eval()

@@ -50,6 +50,7 @@ def test_a_small_model_is_computed_in_float32_without_a_word(capsys: Any, checkp
     assert usual == exact and said == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_predictions_do_not_depend_on_the_batch(
     capsys: Any,

@@ -83,6 +83,7 @@ def test_the_papers_values_stay_the_default(name: str, std: float) -> None:
     assert torch.equal(named[name], default[name])
 
 
+@pytest.mark.slow
 def test_small_values_of_the_rarer_parts() -> None:
     state = vit("small", pooling="map", class_token=True, registers=8, pre_logits=384, head_bias=-6.9).state_dict()
     for name in ("pool.q.weight", "pool.kv.weight", "pool.out.weight", "pool.mlp.up.weight", "pre_logits.weight", "registers"):

@@ -96,6 +96,7 @@ def test_patchify(batch: int, channels: int, rows: int, columns: int, height: in
         assert torch.equal(found, plain(images, (height, width)).half())
 
 
+@pytest.mark.slow
 def test_patchify_runs_in_a_kernel_unless_a_hook_or_gradient_could_tell(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import branches
 
@@ -158,6 +159,7 @@ def test_a_norm_folded_into_a_linear_layer(rows: int, columns: int, has_bias: bo
         assert one is not None and near(one, two, 2e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 2), st.integers(1, 300), st.integers(1, 2), st.sampled_from([16, 32]), st.booleans(), st.randoms())
 def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channels: int, few: bool, random: Any) -> None:
@@ -178,6 +180,7 @@ def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channel
     assert sum(split_pow2(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in split_pow2(tokens))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.sampled_from([8, 24, 200]), st.randoms())
 def test_prefix_and_positions(images: int, patches: int, prefix: int, width: int, random: Any) -> None:
@@ -241,6 +244,7 @@ def test_gelu_in_low_precision(tanh: bool, has_bias: bool) -> None:
     assert torch.equal(again, gelu(h, bias, tanh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 5), (300, 3, 24), (1056, 700)])
 def test_column_sum(shape: tuple[int, ...]) -> None:
     from vitrail.models.fused.column_sum import column_sum

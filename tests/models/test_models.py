@@ -86,6 +86,7 @@ def test_initial_values_are_the_references() -> None:
     assert state["pool.probe"].abs().max() <= math.sqrt(6 / 385)
 
 
+@pytest.mark.slow
 def test_big_visions_position_scale_and_the_hybrids_zero_norms() -> None:
     model = create_model("ViT-S/16", position_std=None, seed=0)
     assert model.positions.table.std().item() == pytest.approx(384**-0.5, rel=0.02)
@@ -190,6 +191,7 @@ def test_any_number_of_channels(channels: int) -> None:
         assert model(torch.randn(1, channels, 64, 64)).shape == (1, 3)
 
 
+@pytest.mark.slow
 def test_compiles_without_a_graph_break() -> None:
     model = build()
     explanation = torch._dynamo.explain(model)(IMAGES)

@@ -140,6 +140,7 @@ def test_a_patched_class_takes_the_plain_path(
     assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 3
 
 
+@pytest.mark.slow
 def test_a_class_patched_before_the_first_call_is_noticed() -> None:
     code = (
         "from vitrail.models import vit\n"
@@ -251,6 +252,7 @@ def test_each_dropout_has_its_own_rate() -> None:
     assert not whitelist.is_plain_block(block)
 
 
+@pytest.mark.slow
 def test_a_changed_rate_of_one_dropout_counts(images: Tensor, fusing: None) -> None:
     model = tiny(dropout=0.5).train()
     model.dropout.eval()
@@ -339,6 +341,7 @@ def test_low_precision_weights_take_float32_images(name: str, dtype: torch.dtype
 # The decision
 
 
+@pytest.mark.slow
 def test_the_decision_is_never_remembered(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
     model = tiny().eval()
     logits(model, images, "auto")

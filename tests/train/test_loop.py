@@ -113,6 +113,7 @@ def test_rollback_goes_back_and_passes_the_batch_over(tmp_path):
     assert [record["step"] for record in RunFolder(tmp_path / "run").records() if record["kind"] == "train"] == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_result(tmp_path):
     recipe = small(batch=48, steps=3, **PLAIN)
     train(small(batch=48, steps=3, micro_batch=12, **PLAIN), tmp_path / "expected")
@@ -141,6 +142,7 @@ def test_a_fixed_micro_batch_that_does_not_fit_is_a_sentence(tmp_path):
         train(recipe, tmp_path / "run", prepared=prepared)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_done_without(tmp_path, monkeypatch):
     from torch._dynamo.exc import BackendCompilerFailed
 
@@ -206,6 +208,7 @@ def table(path, header, rows):
     return f"csv:{path}"
 
 
+@pytest.mark.slow
 def test_regression_learns_and_predicts_in_the_targets_own_units(tmp_path):
     levels = pictures(tmp_path / "images")
     rows = [(f"images/{number:03d}.png", 1000 + 5 * level) for number, level in enumerate(levels)]
@@ -218,6 +221,7 @@ def test_regression_learns_and_predicts_in_the_targets_own_units(tmp_path):
     assert answers[1][0].score == pytest.approx(1000 + 5 * levels[bright], abs=150)
 
 
+@pytest.mark.slow
 def test_several_labels_per_image(tmp_path):
     levels = pictures(tmp_path / "images")
     labels = [
@@ -260,6 +264,7 @@ def test_a_teacher_with_other_classes_is_refused(tmp_path):
         train(small(task=TaskSpec(distil="hard", teacher=str(tmp_path / "teacher"))), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tmp_path):
     train(small(), tmp_path / "start")
     pictures(tmp_path / "set/a", 6, 1)
@@ -286,6 +291,7 @@ def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tm
         train(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, depth=3)), tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_the_same_classes_keep_the_head(tmp_path):
     train(small(), tmp_path / "start")
     recorder = Recorder()

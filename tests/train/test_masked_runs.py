@@ -25,6 +25,8 @@ from vitrail.train.memory import Subject, simulate
 from vitrail.train.plan import config_of, make_plan
 from vitrail.train.run import RunFolder
 
+pytestmark = pytest.mark.slow  # each test trains, or uses a run that was trained for it
+
 TASKS: dict[str, TaskSpec] = {
     "mean-colour": TaskSpec(kind="masked-patch"),
     "downsized": TaskSpec(kind="masked-patch", patch_target="downsized"),
@@ -77,7 +79,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_it_learns_more_than_a_constant_can_say(name: str, runs: Runs) -> None:
     records = RunFolder(runs[name]).records()
@@ -104,7 +105,6 @@ def test_the_model_is_a_plain_headless_checkpoint_and_the_rest_is_stored_next_to
         bundle.predict(torch.zeros(1, 1, *bundle.model.config.image_size))
 
 
-@pytest.mark.slow
 def test_fine_tuning_says_what_it_leaves_behind(runs: Runs, tmp_path: Path) -> None:
     for name, dropped in (("mean-colour", "mask_token, head.weight, head.bias"), ("mae", "decoder_blocks (24 tensors)")):
         recorder = Recorder()
@@ -116,7 +116,6 @@ def test_fine_tuning_says_what_it_leaves_behind(runs: Runs, tmp_path: Path) -> N
         assert vitrail.load(tmp_path / name).head == "set"
 
 
-@pytest.mark.slow
 def test_starting_from_a_labelled_checkpoint(runs: Runs, tmp_path: Path) -> None:
     train(recipe_of(TaskSpec(), steps=12, ema=0.0), tmp_path / "labelled")
     recorder = Recorder()
@@ -129,7 +128,6 @@ class Enough(Exception):
     """Stands in for a crash."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mean-colour", "mae"])
 def test_a_resumed_run_is_the_same_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(TASKS[name], steps=12, checkpoint_every=4, log_every=2, model__dropout=0.1, micro_batch=24)
@@ -160,7 +158,6 @@ def of_the_image(task: Masked, images: torch.Tensor) -> torch.Tensor:
     return ((mixed[:, None] * spread).sin() * 1e4 % 1).float().reshape(len(images), *task._fixed.shape[1:])
 
 
-@pytest.mark.slow
 def test_the_division_into_micro_batches_does_not_change_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Masked, "draw", of_the_image)
     for size in (64, 16, 24):
@@ -224,7 +221,6 @@ def test_what_does_not_go_together_is_refused_with_a_reason(tmp_path: Path) -> N
         train(recipe_of(masked, model__pooling="map"), tmp_path / "map")
 
 
-@pytest.mark.slow
 def test_a_hybrid_learns_and_is_warned_about(tmp_path: Path) -> None:
     model = ModelSpec(name="R26+ViT-S/32", image_size=64, channels=1, width=32, depth=1, heads=1, mlp=32)
     recorder = Recorder()
@@ -235,7 +231,6 @@ def test_a_hybrid_learns_and_is_warned_about(tmp_path: Path) -> None:
     assert any("looks beyond the borders of a patch" in note for note in recorder.notes)
 
 
-@pytest.mark.slow
 def test_plans_know_the_parts() -> None:
     model = ModelSpec(name="ViT-Ti/16", image_size=64, depth=4)
     subject = Subject(config_of(model, 0), TASKS["mae"])

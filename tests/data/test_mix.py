@@ -77,7 +77,7 @@ def test_weights_have_the_beta_distribution() -> None:
 
 
 def test_probability_of_mixing_and_of_cutmix() -> None:
-    augment = Augment(mixup=1.0, cutmix=1.0, cutmix_share=0.25, mix_probability=0.6, mix="per-sample")
+    augment = Augment(mixup=1.0, cutmix=1.0, cutmix_probability=0.25, mix_probability=0.6, mix="per-sample")
     mixing = draw_mixing(augment, 0, 0, 0, 8000, (100, 100))
     assert mixing is not None
     pasted = mixing.boxes[:, 2] > mixing.boxes[:, 0]

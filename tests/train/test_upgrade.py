@@ -28,7 +28,7 @@ OLD = """
   "data": {"source": "digits", "train": "train", "validate": "auto", "holdout": 0.02, "preprocess": "auto", "sampling": "shuffle",
     "workers": 0, "bad_images": "error", "ignore_unknown_classes": false},
   "augment": {"crop": "inception-reference", "crop_area": [0.7, 1.0], "flip": 0.0, "randaugment": "none", "mixup": 0.2,
-    "mix": "reference", "mix_probability": 1.0, "smoothing": 0.1, "repeats": 1, "device": "cpu"},
+    "cutmix_share": 0.25, "mix": "reference", "mix_probability": 1.0, "smoothing": 0.1, "repeats": 1, "device": "cpu"},
   "task": {"kind": "auto", "loss": "softmax", "distil": "none", "teacher": null, "distil_share": 0.5, "temperature": 3.0},
   "optim": {"name": "adamw", "lr": 0.002, "weight_decay": 0.1, "decay": "times-schedule", "decay_on": "kernels", "clip": 1.0},
   "schedule": {"kind": "cosine", "warmup": 2, "end": 0.0, "timescale": 10000, "cooldown": 0},
@@ -42,7 +42,9 @@ def today() -> Recipe:
     return small(
         optim__decay="independent-of-lr",
         model__recompute_keep="matmuls",
-        augment=Augment(crop="inception-tensorflow", crop_area=(0.7, 1.0), flip=0.0, mixup=0.2, mix="batch", smoothing=0.1),
+        augment=Augment(
+            crop="inception-tensorflow", crop_area=(0.7, 1.0), flip=0.0, mixup=0.2, cutmix_probability=0.25, smoothing=0.1
+        ),
     )
 
 

@@ -15,7 +15,11 @@ from vitrail.errors import VitrailError
 FORMAT = 2
 
 # Of format 1: settings that have another name now, and values that have another word.
-_NAMES = {("model", "recompute_keeps"): "recompute_keep", ("task", "distil_share"): "distil_weight"}
+_NAMES = {
+    ("model", "recompute_keeps"): "recompute_keep",
+    ("augment", "cutmix_share"): "cutmix_probability",
+    ("task", "distil_share"): "distil_weight",
+}
 _VALUES: dict[tuple[str, str], dict[str, str]] = {
     ("model", "recompute_keep"): {"products": "matmuls"},
     ("optim", "decay"): {"times-lr": "scaled-by-lr", "times-schedule": "independent-of-lr"},

@@ -43,7 +43,7 @@ def draw_mixing(augment: Augment, seed: int, epoch: int, step: int, count: int, 
     per_batch = augment.mix == "batch"
     draws = 1 if per_batch else count
     mixed = rng.random(draws) < augment.mix_probability
-    use_cutmix = rng.random(draws) < (augment.cutmix_share if augment.mixup > 0 else 1.0)
+    use_cutmix = rng.random(draws) < (augment.cutmix_probability if augment.mixup > 0 else 1.0)
     use_cutmix &= augment.cutmix > 0
     mixup_lam = rng.beta(augment.mixup, augment.mixup, draws) if augment.mixup > 0 else np.ones(draws)
     cutmix_lam = rng.beta(augment.cutmix, augment.cutmix, draws) if augment.cutmix > 0 else np.ones(draws)

@@ -46,7 +46,7 @@ class Augment:
     """Alpha of the Beta distribution; 0 is off."""
     cutmix: float = 0.0
     """Alpha of the Beta distribution; 0 is off."""
-    cutmix_share: float = 0.5
+    cutmix_probability: float = 0.5
     """Probability of cutmix instead of mixup if both are on."""
     mix: MixVariant = "batch"
     """`batch`: one weight per step, at least one half, as in big_vision. `per-sample`: one weight per image."""
@@ -72,7 +72,7 @@ class Augment:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
-        for name in ("flip", "erase", "cutmix_share", "mix_probability", "smoothing"):
+        for name in ("flip", "erase", "cutmix_probability", "mix_probability", "smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be between 0 and 1.")
         for name in ("mixup", "cutmix", "randaugment_magnitude"):

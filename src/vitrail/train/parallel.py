@@ -211,7 +211,8 @@ def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None, keep_
         policy = inner if low_precision is not None else MixedPrecisionPolicy()
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered, mp_policy=policy)
         if keep_gathered:
-            block.stays_gathered = True  # so the fused path may save what it made of the weights for backward
+            # So the fused path may save what it made of the weights for backward.
+            block.stays_gathered = True  # type: ignore[assignment]
         if hasattr(block, "forward_pending"):  # the fused path enters a block here, so here too its weights are gathered
             register_fsdp_forward_method(block, "forward_pending")
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())

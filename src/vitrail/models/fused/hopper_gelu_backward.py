@@ -48,12 +48,12 @@ def _epilogue(acc, smem, column_sums, n):
 @gluon.jit
 def _consumer(args, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
     """Run one of the two consumer warpgroups: every other tile of this program."""
-    a_smem, b_smem, full, empty, turns, grad_smem, grad_full, gelu_grad, out, column_sums, M, N, K = args
+    a_smem, b_smem, full, empty, order_barriers, grad_smem, grad_full, gelu_grad, out, column_sums, M, N, K = args
     BLOCK_M: gl.constexpr = a_smem.shape[1]
     BLOCK_N: gl.constexpr = b_smem.shape[2]
     HALF_N: gl.constexpr = BLOCK_N // 2
     k_steps = gl.cdiv(K, a_smem.shape[2])
-    stages_before, turn_phase, grad_phase = CONSUMER * k_steps, 1 - CONSUMER, 0
+    stages_before, order_phase, grad_phase = CONSUMER * k_steps, 1 - CONSUMER, 0
     left_smem, right_smem = grad_smem.index(2 * CONSUMER), grad_smem.index(2 * CONSUMER + 1)
     my_grad_full = grad_full.index(CONSUMER)
     for tile in range(gl.program_id(0) + CONSUMER * PROGRAMS, gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N), 2 * PROGRAMS):
@@ -63,11 +63,11 @@ def _consumer(args, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
         mbarrier.expect(my_grad_full, BLOCK_M * BLOCK_N * gelu_grad.dtype.primitive_bitwidth // 8)
         tma_load(gelu_grad, [m, n], my_grad_full, left_smem)
         tma_load(gelu_grad, [m, n + HALF_N], my_grad_full, right_smem)
-        my_turn, other_turn = turns.index(CONSUMER), turns.index(1 - CONSUMER)
-        acc = mma_tile(a_smem, b_smem, full, empty, my_turn, other_turn, turn_phase, stages_before, k_steps, True)
+        my_order, other_order = order_barriers.index(CONSUMER), order_barriers.index(1 - CONSUMER)
+        acc = mma_tile(a_smem, b_smem, full, empty, my_order, other_order, order_phase, stages_before, k_steps, True)
         left, right = split_n(acc)
         stages_before += 2 * k_steps
-        turn_phase ^= 1
+        order_phase ^= 1
         mbarrier.wait(my_grad_full, grad_phase)
         grad_phase ^= 1
         tile_sums = column_sums + (m // BLOCK_M).to(gl.int64) * N
@@ -83,8 +83,8 @@ def _consumer(args, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
 def _matmul_gelu_backward_kernel(a, b, gelu_grad, out, column_sums, M, N, K, STAGES: gl.constexpr, PROGRAMS: gl.constexpr):
     a_smem, b_smem, grad_smem = alloc_smem(STAGES, a), alloc_smem(STAGES, b), alloc_smem(4, out)
     full, empty = alloc_mbarriers(STAGES), alloc_mbarriers(STAGES)
-    turns, grad_full = alloc_mbarriers(2), alloc_mbarriers(2)
-    args = (a_smem, b_smem, full, empty, turns, grad_smem, grad_full, gelu_grad, out, column_sums, M, N, K)
+    order_barriers, grad_full = alloc_mbarriers(2), alloc_mbarriers(2)
+    args = (a_smem, b_smem, full, empty, order_barriers, grad_smem, grad_full, gelu_grad, out, column_sums, M, N, K)
     gl.warp_specialize(
         [
             (_consumer, (args, 0, PROGRAMS)),

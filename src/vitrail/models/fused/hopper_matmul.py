@@ -97,19 +97,19 @@ def _epilogue(acc, mean, rstd, row_sums, bias, gelu_grad, out, smem, grad_smem, 
 @gluon.jit
 def _consumer(args, CONSUMER: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constexpr):
     """Run one of the two consumer warpgroups: every other tile of this program."""
-    a_smem, b_smem, full, empty, turns, out_smem, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K = args
+    a_smem, b_smem, full, empty, order_barriers, out_smem, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K = args
     BLOCK_M: gl.constexpr = a_smem.shape[1]
     BLOCK_N: gl.constexpr = b_smem.shape[1]
     k_steps = gl.cdiv(K, a_smem.shape[2])
-    stages_before, turn_phase = CONSUMER * k_steps, 1 - CONSUMER
+    stages_before, order_phase = CONSUMER * k_steps, 1 - CONSUMER
     smem1, smem2 = out_smem.index(2 * CONSUMER), out_smem.index(2 * CONSUMER + 1)
     for tile in range(gl.program_id(0) + CONSUMER * PROGRAMS, gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N), 2 * PROGRAMS):
         m, n = tile_origin(tile, M, N, BLOCK_M, BLOCK_N)
-        my_turn, other_turn = turns.index(CONSUMER), turns.index(1 - CONSUMER)
-        acc = mma_tile(a_smem, b_smem, full, empty, my_turn, other_turn, turn_phase, stages_before, k_steps, False)
+        my_order, other_order = order_barriers.index(CONSUMER), order_barriers.index(1 - CONSUMER)
+        acc = mma_tile(a_smem, b_smem, full, empty, my_order, other_order, order_phase, stages_before, k_steps, False)
         left, right = split_n(acc)
         stages_before += 2 * k_steps
-        turn_phase ^= 1
+        order_phase ^= 1
         right_smem = smem2 if gelu_grad is None else smem1
         _epilogue(left, mean, rstd, row_sums, bias, gelu_grad, out, smem1, smem2, m, n, M, GELU)
         _epilogue(right, mean, rstd, row_sums, bias, gelu_grad, out, right_smem, smem2, m, n + BLOCK_N // 2, M, GELU)
@@ -122,8 +122,8 @@ def _matmul_bias_kernel(
     STAGES: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     a_smem, b_smem, out_smem = alloc_smem(STAGES, a), alloc_smem(STAGES, b), alloc_smem(4, out)
-    full, empty, turns = alloc_mbarriers(STAGES), alloc_mbarriers(STAGES), alloc_mbarriers(2)
-    args = (a_smem, b_smem, full, empty, turns, out_smem, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K)
+    full, empty, order_barriers = alloc_mbarriers(STAGES), alloc_mbarriers(STAGES), alloc_mbarriers(2)
+    args = (a_smem, b_smem, full, empty, order_barriers, out_smem, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K)
     gl.warp_specialize(
         [
             (_consumer, (args, 0, GELU, PROGRAMS)),

@@ -80,13 +80,14 @@ def producer(a, b, a_smem, b_smem, full, empty, M, N, K, TRANSPOSED: gl.constexp
 
 
 @gluon.jit
-def mma_tile(a_smem, b_smem, full, empty, my_turn, other_turn, turn_phase, stages_before, k_steps, TRANSPOSED: gl.constexpr):
-    """Accumulate one output tile in float32, when it is this consumer's turn.
+def mma_tile(a_smem, b_smem, full, empty, my_order, other_order, order_phase, stages_before, k_steps, TRANSPOSED: gl.constexpr):
+    """Accumulate one output tile in float32, in the order of the tiles.
 
     b is [n, k] or, TRANSPOSED, [k, n]. `stages_before` counts the stages that all earlier tiles of this program have used.
 
-    The turns are not only for speed: an mbarrier has one phase bit, so a consumer that ran ahead of the other by two fillings of a
-    buffer could not tell them apart.
+    The two consumers wait for each other at a pair of order barriers, as CUTLASS's ping-pong kernels do. That is not only for
+    speed: an mbarrier has one phase bit, so a consumer that ran ahead of the other by two fillings of a buffer could not tell them
+    apart.
     """
     STAGES: gl.constexpr = a_smem.shape[0]
     BLOCK_M: gl.constexpr = a_smem.shape[1]
@@ -94,7 +95,7 @@ def mma_tile(a_smem, b_smem, full, empty, my_turn, other_turn, turn_phase, stage
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT)
     stage, phase = stages_before % STAGES, stages_before // STAGES & 1
-    mbarrier.wait(my_turn, turn_phase)
+    mbarrier.wait(my_order, order_phase)
     for k in range(k_steps):
         mbarrier.wait(full.index(stage), phase)
         b = b_smem.index(stage)
@@ -107,7 +108,7 @@ def mma_tile(a_smem, b_smem, full, empty, my_turn, other_turn, turn_phase, stage
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    mbarrier.arrive(other_turn)
+    mbarrier.arrive(other_order)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
     return acc

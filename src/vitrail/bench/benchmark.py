@@ -15,7 +15,7 @@ from vitrail.bench import baselines
 from vitrail.bench.entry import Entry, available_memory, check_fits, exceeds_memory
 from vitrail.bench.largest_batch import free_memory, is_out_of_memory, largest_batch
 from vitrail.bench.machine import hardware, versions
-from vitrail.bench.peak import peak_flops
+from vitrail.bench.peak import measure_peak_flops
 from vitrail.bench.plan import OURS, BenchPlan, Metric, Task
 from vitrail.bench.power import PowerMonitor
 from vitrail.bench.results import DONE, PARTIAL, ResultsFile, Row
@@ -130,7 +130,7 @@ class Benchmark:
             return
         inputs = Inputs(cases[0].config, cases[0].batch, self.device)
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        peak = peak_flops(cases[0].config, cases[0].batch, dtype, self.timer)
+        peak = measure_peak_flops(cases[0].config, cases[0].batch, dtype, self.timer)
         self.log(f"{cases[0].config.name} {cases[0].task}: matmul peak {peak / 1e12:,.3g} TFLOP/s")
         pending = list(cases)
         while pending and not self._out_of_time(pending[0]):

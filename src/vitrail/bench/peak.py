@@ -25,7 +25,7 @@ def matmul_shapes(config: ModelConfig, batch: int, device_type: str) -> list[Sha
     return shapes
 
 
-def peak_flops(config: ModelConfig, batch: int, dtype: torch.dtype, timer: Timer) -> float:
+def measure_peak_flops(config: ModelConfig, batch: int, dtype: torch.dtype, timer: Timer) -> float:
     """Return the FLOP/s of the fastest of these matmuls."""
     best = 0.0
     for m, k, n in matmul_shapes(config, batch, timer.device.type):

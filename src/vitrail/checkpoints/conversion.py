@@ -25,7 +25,7 @@ from vitrail.checkpoints.preprocess_configs import to_hugging_face, to_timm
 from vitrail.checkpoints.report import Report
 from vitrail.checkpoints.timm_config import timm_config
 from vitrail.errors import VitrailError, did_you_mean
-from vitrail.files import atomic_file, atomic_folder
+from vitrail.files import atomic_file, atomic_folder, sha256
 from vitrail.models import ViTConfig
 
 NAMES = ("vitrail", *FORMATS)
@@ -40,7 +40,7 @@ def convert(
     found = locate(source)
     origin = {"source": Path(found.name).name if found.kind == "file" else found.name, "format": bundle.report.format}
     if found.kind == "file":
-        origin["sha256"] = native.sha256(found.path)
+        origin["sha256"] = sha256(found.path)
     bundle.provenance = {**bundle.provenance, **origin, "converted_by": f"vitrail {version('vitrail')}"}
     return bundle, write(bundle, target, to)
 

@@ -20,7 +20,7 @@ from vitrail.checkpoints.mapping import read_state, row
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
-from vitrail.files import atomic_folder
+from vitrail.files import atomic_folder, sha256
 from vitrail.models import Model, ModelConfig, empty_model, fill_fixed_tables
 
 VERSION = 1
@@ -212,11 +212,6 @@ def checksum(state: Mapping[str, Tensor]) -> str:
         total = int(np.add.reduce(bits, dtype=word[1]))
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_replaceable(target: Path) -> None:

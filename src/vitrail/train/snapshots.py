@@ -7,7 +7,6 @@ whole. The format uses pickle: resume only runs you trust. The finished model is
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from vitrail.errors import VitrailError
-from vitrail.files import atomic_folder
+from vitrail.files import atomic_folder, sha256
 from vitrail.train.parallel import World
 from vitrail.train.upgrade import FORMAT, upgrade_state
 
@@ -127,7 +126,7 @@ def damage(path: Path) -> str:
         if state["format"] not in (1, FORMAT):
             return f"its format is {state['format']}, not 1 or {FORMAT}"
         for name, digest in state["files"].items():
-            if _digest(path / name) != digest:
+            if sha256(path / name) != digest:
                 return f"{name} does not have its checksum"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -152,14 +151,9 @@ def _save(tensors: dict[str, Tensor], folder: Path, group: Any) -> None:
 
 
 def _seal(folder: Path, step: int, state: dict[str, Any]) -> None:
-    files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
+    files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     record = {"format": FORMAT, "step": step, "files": files, **state}
     (folder / "state.json").write_text(json.dumps(record), encoding="utf-8")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from tests.models.other_libraries import randomise
 from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near
 from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist
-from vitrail.models.layers import Mlp
+from vitrail.models.layers import Mlp, PatchEmbedding
 from vitrail.models.vit import Block
 
 pytest.importorskip("triton")
@@ -94,6 +94,17 @@ def without_bias(norm: nn.LayerNorm) -> nn.LayerNorm:
     return made
 
 
+def strided(parameter: Tensor) -> nn.Parameter:
+    """Other values, with unused ones between them, as in a column of a larger table."""
+    values = torch.stack([parameter.detach().flip(0) + 0.3, torch.full_like(parameter, 9.0)], dim=1)
+    return nn.Parameter(values[:, 0])
+
+
+def patch_merge(attention: nn.Module) -> None:
+    merge = attention._merge
+    attention._merge = lambda x: 3 * merge(x)  # type: ignore[assignment, operator]
+
+
 def patch_forward(module: nn.Module, factor: float) -> None:
     kind = type(module)
     module.forward = types.MethodType(lambda self, x: factor * kind.forward(self, x), module)  # type: ignore[method-assign]
@@ -110,6 +121,13 @@ CHANGES: dict[str, Callable[[ViT], None]] = {
     "an adapter on down": lambda model: setattr(model.blocks[1].mlp, "down", becomes(Lora, model.blocks[1].mlp.down)),
     "another activation": lambda model: setattr(model.blocks[1].mlp, "dropout", nn.Tanh()),
     "a scale in place of an identity": lambda model: setattr(model.blocks[1], "scale1", nn.Hardtanh(-0.01, 0.01)),
+    "a bias of one number": lambda model: setattr(
+        model.blocks[1].mlp.up, "bias", nn.Parameter(torch.full((1,), 0.7, device=DEVICE))
+    ),
+    "a bias with strides": lambda model: setattr(model.blocks[1].mlp.down, "bias", strided(model.blocks[1].mlp.down.bias)),
+    "a norm weight with strides": lambda model: setattr(model.blocks[1].norm1, "weight", strided(model.blocks[1].norm1.weight)),
+    "a norm bias with strides": lambda model: setattr(model.blocks[1].norm2, "bias", strided(model.blocks[1].norm2.bias)),
+    "a part of attention patched on the instance": lambda model: patch_merge(model.blocks[1].attention),
     "a parametrisation": lambda model: torch.nn.utils.parametrizations.weight_norm(model.blocks[1].mlp.up),
 }
 
@@ -149,6 +167,35 @@ def test_a_class_patched_before_the_first_call_is_noticed() -> None:
         "assert not is_ordinary_call()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_patched_embeddings_and_positions_take_the_plain_path(
+    images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny().eval()
+    before = logits(model, images, "plain")
+    with monkeypatch.context() as patched:
+        real = PatchEmbedding.forward
+        patched.setattr(PatchEmbedding, "forward", lambda self, x: real(self, x.flip(-1)))
+        plain = logits(model, images, "plain")
+        assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
+    add = model.positions.at_input
+    model.positions.at_input = lambda x: add(2 * x)  # type: ignore[method-assign]
+    plain = logits(model, images, "plain")
+    assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
+
+
+def test_a_torch_function_mode_takes_the_plain_path(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    class NoGelu(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func is torch.nn.functional.gelu else func(*args, **(kwargs or {}))
+
+    model = tiny().eval()
+    with NoGelu():
+        assert near(logits(model, images, "auto"), logits(model, images, "plain")) and not blocks_fused
+    with torch.device(DEVICE):  # a default device is such a mode, too, and changes no arithmetic
+        logits(model, images, "auto")
+    assert len(blocks_fused) == 3
 
 
 def test_the_final_norm_may_be_replaced(images: Tensor, fusing: None) -> None:
@@ -454,3 +501,26 @@ def test_a_hook_on_a_sharded_block_is_called(images: Tensor, fusing: None, block
     model.blocks[1].register_forward_hook(lambda *given: calls.append(1))
     run(images)
     assert calls and len(blocks_fused) == 2
+
+
+@pytest.mark.slow
+def test_blocks_that_a_user_sharded_are_called_as_modules(
+    images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None
+) -> None:
+    """FSDP2 gathers parameters for `forward_pending` only once it is registered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    model = tiny().train()
+    plain = logits(model, images, "plain")
+    model.kernels = "auto"
+    mesh = init_device_mesh(DEVICE, (1,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found = logits(model, images, "auto")
+    found.sum().backward()
+    assert near(found, plain) and not blocks_fused
+    for block in model.blocks:
+        register_fsdp_forward_method(block, "forward_pending")
+    assert near(logits(model, images, "auto"), plain) and len(blocks_fused) == 3

@@ -11,7 +11,7 @@ from vitrail.models.bit import BiT
 from vitrail.models.config import BiTConfig, ModelConfig, Pair, ResNetConfig, ViTConfig
 from vitrail.models.cost import flops, needed_flops, parameters
 from vitrail.models.features import Features
-from vitrail.models.fused.whitelist import class_forwards
+from vitrail.models.fused.whitelist import class_methods
 from vitrail.models.initialise import initialise
 from vitrail.models.positions import RULES, SinCosPositions, resize_grid
 from vitrail.models.variants import VARIANTS, canonical_name, model_config
@@ -19,7 +19,7 @@ from vitrail.models.vit import ViT
 
 Model = ViT | BiT
 
-class_forwards()  # now, so that a `forward` patched before the first forward pass is noticed, too
+class_methods()  # now, so that a method patched before the first forward pass is noticed, too
 
 __all__ = [
     "RULES", "VARIANTS", "BiT", "BiTConfig", "Features", "Model", "ModelConfig", "ResNetConfig", "ViT", "ViTConfig",

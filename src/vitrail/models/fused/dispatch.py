@@ -16,14 +16,13 @@ from vitrail.models.features import in_precision_of
 from vitrail.models.fused import encoder, launch, self_test, whitelist
 from vitrail.models.fused.encoder import PendingResidual
 from vitrail.models.layers import PatchEmbedding
-from vitrail.models.positions import KINDS, Positions
+from vitrail.models.positions import Positions
 from vitrail.models.recompute import Recompute
 
 if TYPE_CHECKING:
     from vitrail.models.vit import Block, ViT
 
 Kernels = Literal["auto", "plain", "fp8"]
-_POSITIONS = frozenset(KINDS.values())
 
 
 def patchify(model: ViT, images: Tensor) -> Tensor:
@@ -51,9 +50,9 @@ def _fuses_patchify(model: ViT, images: Tensor) -> bool:
 
 def fuses_positions(model: ViT, patches: Tensor) -> bool:
     """Tell whether prefix tokens and positions are added by a kernel."""
-    if model.kernels == "plain" or type(model.patches) is not PatchEmbedding or type(model.positions) not in _POSITIONS:
+    if model.kernels == "plain" or type(model.patches) is not PatchEmbedding:
         return False
-    return can_fuse(patches)
+    return whitelist.are_plain_positions(model.positions) and can_fuse(patches)
 
 
 def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tensor]) -> Tensor:

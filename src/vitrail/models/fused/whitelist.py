@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as module_globals
+from torch.utils._device import DeviceContext
 
 import vitrail.models.vit  # by its name, since that module imports this package
 from vitrail.models.attention import Attention
 from vitrail.models.fused.folded_norm import FoldedNorm
-from vitrail.models.layers import LayerScale, Mlp, StochasticDepth
+from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
+from vitrail.models.positions import KINDS
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -53,6 +55,9 @@ def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bo
     parts = block.__dict__["_modules"]
     attention, mlp, skip = parts["attention"], parts["mlp"], parts["skip"]
     if not (is_plain(attention, Attention) and is_plain(mlp, Mlp) and is_plain(skip, StochasticDepth)):
+        return False
+    state = attention.__dict__
+    if "_split" in state or "_fused" in state or "_merge" in state:
         return False
     width = _norm_width(parts["norm1"])
     if not width or _norm_width(parts["norm2"]) != width:
@@ -98,19 +103,28 @@ def is_ordinary_call() -> bool:
     """Tell whether modules are called eagerly and by nothing but autograd's reverse mode, with classes as they were imported.
 
     Not so under torch.compile, export and tracing, under functorch's transforms (`torch.func.grad`, `vmap`), in forward-mode
-    differentiation, with global module hooks, or after a class's `forward` was patched.
+    differentiation, in a torch function mode, with global module hooks, or after a method of a class was patched.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
+    if torch._C._len_torch_function_stack() and _has_function_mode():
+        return False
     if any(getattr(module_globals, name) for name in _GLOBAL_HOOKS):
         return False
-    return all(kind.forward is forward for kind, forward in class_forwards())
+    return all(getattr(kind, name) is method for kind, name, method in class_methods())
+
+
+def _has_function_mode() -> bool:
+    """Tell whether a torch function mode is active that may replace what modules call; that of a default device does not."""
+    modes = (torch._C._get_function_stack_at(number) for number in range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 _TENSORS: set[type] = {Tensor, nn.Parameter}
+_UNIT_STRIDE = (1,)  # of biases and norm weights: kernels read them without strides
 
 
 def is_plain_tensor(tensor: Any) -> bool:
@@ -127,6 +141,15 @@ def is_plain_norm(norm: nn.Module, width: int) -> bool:
     return type(norm) is nn.LayerNorm and _norm_width(norm) == width
 
 
+def are_plain_positions(positions: nn.Module) -> bool:
+    """Tell whether positions are of one of our kinds and add to tokens what their class says."""
+    return type(positions) in _POSITIONS and _POSITION_METHODS.isdisjoint(positions.__dict__)
+
+
+_POSITIONS = frozenset(KINDS.values())
+_POSITION_METHODS = frozenset({"at_input", "_add", "_table"})
+
+
 def _is_linear(module: Any, rows: int, columns: int) -> bool:
     if not is_plain(module, nn.Linear):
         return False
@@ -134,7 +157,9 @@ def _is_linear(module: Any, rows: int, columns: int) -> bool:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or "bias" not in parameters:  # replaced by an attribute or a parametrisation
         return False
-    return weight.shape == (rows, columns) and _is_own(weight) and (bias is None or _is_own(bias))
+    if weight.shape != (rows, columns) or not (type(weight) in _TENSORS or _is_own(weight)):
+        return False
+    return bias is None or (bias.numel() == rows and bias.stride() == _UNIT_STRIDE and (type(bias) in _TENSORS or _is_own(bias)))
 
 
 def _norm_width(norm: Any) -> int:
@@ -143,14 +168,16 @@ def _norm_width(norm: Any) -> int:
         return norm.normalized_shape[0] if is_plain(norm, FoldedNorm) else 0
     parameters = norm.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or bias is None or not (_is_own(weight) and _is_own(bias)):
+    if weight is None or bias is None or weight.stride() != _UNIT_STRIDE or bias.stride() != _UNIT_STRIDE:
         return 0
-    shape = weight.shape
-    return shape[0] if len(shape) == 1 else 0
+    if not (type(weight) in _TENSORS or _is_own(weight)) or not (type(bias) in _TENSORS or _is_own(bias)):
+        return 0
+    width: int = weight.numel()
+    return width if bias.numel() == width else 0
 
 
 def _is_own(parameter: Any) -> bool:
-    return type(parameter) in _TENSORS or is_plain_tensor(parameter) or _is_shard(parameter)
+    return is_plain_tensor(parameter) or _is_shard(parameter)
 
 
 def _is_shard(parameter: Any) -> bool:
@@ -162,9 +189,16 @@ def _is_shard(parameter: Any) -> bool:
 
 def _is_block(block: nn.Module) -> bool:
     state = block.__dict__
-    if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state or has_hooks(block):
+    if (
+        "forward" in state
+        or "_add_branches" in state
+        or "_compiled_call_impl" in state
+        or "_call_impl" in state
+        or has_hooks(block)
+    ):
         return False
-    return type(block) is vitrail.models.vit.Block or is_sharded(block)
+    # FSDP2 gathers parameters for `forward_pending` only where that is registered with it, which puts it on the instance.
+    return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)
 
 
 def is_sharded(block: nn.Module) -> bool:
@@ -190,9 +224,23 @@ def _fsdp_hooks(module: nn.Module) -> set[int]:
 
 
 @functools.cache
-def class_forwards() -> tuple[tuple[type[nn.Module], Any], ...]:
-    """Return each whitelisted class with its `forward` as it was at the first call, which `vitrail.models` makes on import."""
+def class_methods() -> tuple[tuple[type[nn.Module], str, Any], ...]:
+    """Each whitelisted class with its methods as they were when this was first called: by `vitrail.models`, when it is imported."""
     from vitrail.models.vit import Block
 
-    kinds = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
-    return tuple((kind, kind.forward) for kind in kinds)
+    kinds = (
+        Attention,
+        Mlp,
+        StochasticDepth,
+        LayerScale,
+        FoldedNorm,
+        PatchEmbedding,
+        nn.Linear,
+        nn.LayerNorm,
+        nn.Dropout,
+        nn.Identity,
+    )
+    methods: list[tuple[type[nn.Module], str]] = [(kind, "forward") for kind in (Block, *kinds)]
+    methods += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_fused"), (Attention, "_merge")]
+    methods += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
+    return tuple((kind, name, getattr(kind, name)) for kind, name in methods)

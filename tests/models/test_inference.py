@@ -304,3 +304,35 @@ def test_attention_in_parts_equals_attention_at_once(monkeypatch: Any) -> None:
     whole = copy(images)
     monkeypatch.setattr(packed_block, "SCORES_BYTES", 2 * 17 * 17 * 2)
     assert error(copy(images), whole) < 1e-2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_copies_do_not_depend_on_torchs_defaults(precision: Any) -> None:
+    """Of type and device: a script may have set them to build another model."""
+    model = build()
+    images, plain = some_images(model), for_inference(model, precision)
+    expected = plain(images)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = for_inference(model, precision)
+        assert torch.equal(plain(images), expected) and torch.equal(made(images), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert torch.equal(for_inference(model, precision)(images), expected)
+        assert plain.cpu() is plain
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_a_batch_without_images_has_no_logits(precision: Any) -> None:
+    model = build()
+    images = some_images(model)[:0]
+    assert model(images).shape == for_inference(model, precision)(images).shape == (0, model.config.outputs)
+
+
+def test_a_bias_of_one_number_is_added_to_all_outputs() -> None:
+    model = build()
+    model.blocks[0].mlp.up.bias = torch.nn.Parameter(torch.tensor([0.7]))
+    images = some_images(model)
+    with torch.no_grad():
+        assert error(for_inference(model, "fp32")(images), model(images)) < 1e-5

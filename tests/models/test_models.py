@@ -272,3 +272,16 @@ def test_the_last_block_computes_only_what_is_read(change: dict[str, Any]) -> No
     few, whole = model.encode(x, num_queries=count), model.encode(x)
     assert few.shape[1] == count and torch.allclose(few, whole[:, :count], atol=1e-5)
     assert torch.allclose(model(images), model.logits(whole), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-R50x1"])
+def test_shapes_can_be_computed_on_the_meta_device(name: str, dtype: torch.dtype) -> None:
+    model = create_model(name, image_size=32, device="meta", dtype=dtype)
+    assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 1000)
+
+
+def test_a_model_with_other_blocks_can_be_resized() -> None:
+    model = build()
+    model.blocks[1] = torch.nn.Identity()  # type: ignore[union-attr, operator]
+    assert model.resize(64).config.image_size == (64, 64)  # type: ignore[operator, union-attr]

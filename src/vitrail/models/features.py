@@ -56,7 +56,8 @@ def chosen_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
 
 def in_precision_of(images: Tensor, weight: Tensor) -> Tensor:
     """Return images in the precision of the first weight they meet; under autocast, which casts by itself, as they are."""
-    return images if torch.is_autocast_enabled(images.device.type) else images.to(weight.dtype)
+    autocast = not images.is_meta and torch.is_autocast_enabled(images.device.type)  # the meta device has none
+    return images if autocast else images.to(weight.dtype)
 
 
 def check_images(images: Tensor, *, name: str, channels: int, size: Pair | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -34,7 +35,7 @@ def patchify(images: Tensor, patch: Pair) -> Tensor:
     batch, channels, height, width = images.shape
     rows, columns = height // patch[0], width // patch[1]
     patches = images.reshape(batch, channels, rows, patch[0], columns, patch[1])
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * patch[0] * patch[1])
 
 
 class Mlp(nn.Module):
@@ -68,7 +69,8 @@ class Float32Linear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        # The meta device has no autocast, and torch refuses to switch it off there.
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             if x.dtype not in (torch.bfloat16, torch.float16) and self.weight.dtype == x.dtype:
                 return super().forward(x)
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())

@@ -28,8 +28,8 @@ def resize(model: ViT, size: int | Pair, rule: PositionRule | None = None) -> Vi
         model.positions.resize(grid, rule)
         log.info("positions %d×%d → %d×%d (%s, rule %r)", *old, *grid, model.config.position, rule)
     for block in model.blocks:
-        if isinstance(block.attention, AxialAttention):
-            block.attention.grid = grid
+        if isinstance(attention := getattr(block, "attention", None), AxialAttention):
+            attention.grid = grid
     return model
 
 

@@ -50,7 +50,8 @@ class BlockOptions(NamedTuple):
 def matmul_dtype(x: Tensor) -> torch.dtype | None:
     """Return the low precision in which matmuls run here: autocast's, or the tokens' own; None for float32."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # the meta device has none
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -69,7 +70,7 @@ def _draw_keep(rate: float, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Stochastic depth's factors, 0 or 1 / (1 − rate) per image, for both branches."""
     if rate == 0.0:
         return None
-    one, two = torch.empty(2, len(x), device=x.device).bernoulli_(1.0 - rate).div_(1.0 - rate).unbind()
+    one, two = torch.empty(2, len(x), dtype=torch.float32, device=x.device).bernoulli_(1.0 - rate).div_(1.0 - rate).unbind()
     return one, two
 
 

@@ -48,13 +48,13 @@ def blocks_difference(
     attention_shapes: tuple[tuple[int, ...], ...] = ((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,))
     shapes = (*attention_shapes, (width,), (width,), (mlp, width), (mlp,), (width, mlp), (width,))
     blocks = [_Weights(*(_random(shape, device) for shape in shapes)) for _ in range(2)]
-    x = torch.randn(_IMAGES, _TOKENS, width, device=device, requires_grad=True)
-    grad_out = torch.randn(_IMAGES, 1, width, device=device)
+    x = torch.randn(_IMAGES, _TOKENS, width, device=device, dtype=torch.float32, requires_grad=True)
+    grad_out = torch.randn(_IMAGES, 1, width, device=device, dtype=torch.float32)
     leaves = [x, *(one for block in blocks for one in block)]
     worst = 0.0
     for drops in (False, True):
         seeds = torch.randint(2**62, (2, 3), device=device) if drops else None
-        keep = torch.arange(_IMAGES, device=device) % 3.0 if drops else None
+        keep = torch.arange(_IMAGES, device=device, dtype=torch.float32) % 3 if drops else None
         masks = [_masks(seeds, number, keep, tokens, width, mlp) for number, tokens in enumerate((_TOKENS, 1))]
 
         def plain(precision: torch.dtype, masks: list[list[Tensor | float]] = masks) -> Tensor:
@@ -73,7 +73,7 @@ def blocks_difference(
 
 def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return weights that keep the size of what they are multiplied with, norm weights near one, and biases."""
-    values = torch.randn(shape, device=device)
+    values = torch.randn(shape, device=device, dtype=torch.float32)  # whatever torch's default is
     return (values / math.sqrt(shape[1]) if len(shape) == 2 else 0.5 + 0.2 * values).requires_grad_()
 
 
@@ -85,7 +85,7 @@ def _masks(seeds: Tensor | None, block: int, keep: Tensor | None, tokens: int, w
 
     masks: list[Tensor | float] = []
     for seed, size in zip(seeds[block], (width, mlp, width), strict=True):
-        ones = torch.ones(len(keep), tokens, size, device=seeds.device)
+        ones = torch.ones(len(keep), tokens, size, device=seeds.device, dtype=torch.float32)
         mask, _ = residual_norm(torch.zeros_like(ones), ones, None, None, seed, _RATE, _EPS, torch.float32)
         dropped = float((mask == 0).float().mean())
         if abs(dropped - _RATE) > 6 * math.sqrt(_RATE * (1 - _RATE) / mask.numel()):
@@ -169,7 +169,7 @@ def attention_difference(
 def patchify_difference(device: torch.device, dtype: torch.dtype) -> float:
     from vitrail.models.fused.patchify import patchify
 
-    images = torch.randn(2, 3, 28, 42, device=device)
+    images = torch.randn(2, 3, 28, 42, device=device, dtype=torch.float32)
     expected = images.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 1, 4, 5).reshape(2, 6, -1)
     return largest_difference([expected], [patchify(images, (14, 14), dtype)])
 
@@ -177,7 +177,8 @@ def patchify_difference(device: torch.device, dtype: torch.dtype) -> float:
 def prefix_difference(device: torch.device, dtype: torch.dtype) -> float:
     from vitrail.models.fused.prefix_positions import add_prefix_and_positions
 
-    patches, fixed = torch.randn(20, 6, 192, device=device).to(dtype).requires_grad_(), torch.randn(8, 192, device=device)
+    patches = torch.randn(20, 6, 192, device=device).to(dtype).requires_grad_()
+    fixed = torch.randn(8, 192, device=device, dtype=torch.float32)
     leaves = patches, fixed.requires_grad_()
     plain, fused = fixed + F.pad(patches.float(), (0, 0, 2, 0)), add_prefix_and_positions(patches, fixed)
     grad_out = torch.randn_like(plain)

@@ -29,12 +29,15 @@ class CpuModel(InferenceModel):
 
     def _logits(self, images: Tensor) -> Tensor:
         images = self._moved(images)
+        if not len(images):  # packed layers need at least one image
+            return self.model(images.new_zeros(1, *images.shape[1:]))[:0]  # type: ignore[no-any-return]
         if torch._C._len_torch_dispatch_stack() or not runs_known_code(self.model):
             return self.model(images)  # type: ignore[no-any-return]
         return on_worker_threads(self.model, images)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        trial, moved = torch.empty(0), fn(torch.empty(0))
+        trial = torch.empty(0, dtype=torch.float32, device="cpu")
+        moved = fn(trial)
         if moved.device != trial.device or moved.dtype != trial.dtype:
             raise VitrailError(
                 "This copy's layers are packed for the CPU; they cannot be moved to another device or converted to another type. "

@@ -45,7 +45,7 @@ class PackedBlock(nn.Module):
         width = attention.out.weight.shape[0]
         # q carries 1/√d and, for a softmax by powers of two, log₂e.
         self.score_scale = math.log2(math.e) if precision.attention_bf16 else 1.0
-        factor = torch.ones(3 * width, 1)
+        factor = torch.ones(3 * width, 1, dtype=torch.float32, device=attention.out.weight.device)
         factor[:width] = self.score_scale / math.sqrt(width // self.heads)
         weight = self._after_norm(attention.qkv, self.norm1) * factor
         bias = None if attention.qkv.bias is None else attention.qkv.bias.detach().float() * factor[:, 0]

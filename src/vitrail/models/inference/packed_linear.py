@@ -66,7 +66,7 @@ class Int8Linear(InferenceLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, gelu: Gelu | None, dtype: torch.dtype) -> None:
         super().__init__(gelu, dtype)
         self.scales = torch.maximum(weight.amax(dim=1), -weight.amin(dim=1)).clamp(min=1e-30) / 127
-        self.zeros = torch.zeros(len(weight), dtype=torch.int32)
+        self.zeros = torch.zeros(len(weight), dtype=torch.int32, device=weight.device)
         self.packed = onednn.pack_int8((weight / self.scales[:, None]).round_().to(torch.int8))
         self.bias = bias
 
@@ -98,7 +98,7 @@ def quantise(x: Tensor) -> Quantised:
         return torch.zeros_like(x, dtype=torch.uint8), math.nan, 0
     zero = round(-low / scale)
     # Between 2²³ and 2²⁴ a float32 has no fraction: the sum is rounded to an integer, whose last byte is the result.
-    shifted = torch.add(torch.tensor(1.5 * 2**23 + zero), x, alpha=1 / scale, out=x)
+    shifted = torch.add(torch.tensor(1.5 * 2**23 + zero, dtype=x.dtype, device=x.device), x, alpha=1 / scale, out=x)
     return shifted.view(torch.int32).to(torch.uint8), scale, zero
 
 
@@ -106,7 +106,7 @@ def make_linear(
     weight: Tensor, bias: Tensor | None, precision: MatmulPrecision, *, gelu: Gelu | None = None, dtype: torch.dtype = torch.float32
 ) -> InferenceLinear:
     """Build the fastest layer of a precision that this torch can run."""
-    weight, bias = weight.detach().float(), None if bias is None else bias.detach().float().clone()
+    weight, bias = weight.detach().float(), None if bias is None else bias.detach().float().expand(len(weight)).clone()
     if not onednn.works(precision):
         return UnpackedLinear(weight.clone(), bias, gelu, dtype)
     if precision == "int8":

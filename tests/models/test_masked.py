@@ -144,6 +144,7 @@ def test_taking_tokens_is_indexing_forward_and_backward(count: int) -> None:
     tokens = torch.randn(3, 7, 4, dtype=torch.float64, requires_grad=True)
     assert torch.equal(gather_tokens(tokens, places), at(tokens, places))
     assert torch.autograd.gradcheck(lambda x: gather_tokens(x, places), tokens)
+    assert torch.autograd.gradgradcheck(lambda x: gather_tokens(x, places), tokens)
 
 
 def test_the_same_noise_hides_the_same_patches() -> None:

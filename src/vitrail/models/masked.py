@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
@@ -168,7 +167,6 @@ class _GatherTokens(torch.autograd.Function):
         return tokens.reshape(images * count, width).index_select(0, rows).reshape(images, -1, width)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         images, count, width = ctx.shape

@@ -54,8 +54,8 @@ class BiT(nn.Module):
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
         """Return the final map as patches and tokens; there are no prefix tokens. `layers` also keeps maps after those stages."""
-        asked = list(layers)
-        kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(asked, len(self.stages)) if asked else (), images)
+        numbers = list(layers)
+        kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(numbers, len(self.stages)) if numbers else (), images)
         patches = self._map(images, kept).permute(0, 2, 3, 1)
         tokens, pooled = patches.flatten(1, 2), patches.mean(dim=(1, 2))
         return Features(tokens, tokens[:, :0], patches, pooled, pooled, kept)

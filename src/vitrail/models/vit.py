@@ -89,8 +89,8 @@ class ViT(nn.Module):
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
         """Compute everything by name in one pass; `layers` also keeps the tokens after those blocks."""
-        asked = list(layers)
-        kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(asked, len(self.blocks)) if asked else (), images)
+        numbers = list(layers)
+        kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(numbers, len(self.blocks)) if numbers else (), images)
         tokens, prefix = self._encode_images(images, kept), self.config.prefix
         pooled = self._pool(tokens)
         patches = tokens[:, prefix:].reshape(-1, *self.config.grid, self.config.width)

@@ -15,7 +15,6 @@ from vitrail.data import open_source
 from vitrail.data.preprocess import Preprocess, read_file
 from vitrail.data.types import BadImage, Payload
 from vitrail.errors import VitrailError
-from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.inspect.inputs import Array
 
 
@@ -55,7 +54,12 @@ def from_source(reference: str, split: str | None, count: int, seed: int) -> Raw
 
 def preprocess_images(bundle: Bundle, raw: RawImages, shown: int) -> PreprocessedImages:
     """Apply the checkpoint's preprocessing; the first `shown` images are also kept as pictures."""
-    preprocess = bundle_preprocess(bundle)
+    preprocess = bundle.preprocess
+    if preprocess is None:
+        raise VitrailError(
+            f"No preprocessing stored in {bundle.report.source}. For Google's ViTs ([−1, 1], square resize) pass "
+            "--preprocess google-vit; for other models pass another preset, such as imagenet."
+        )
     pairs = zip(raw.payloads, raw.names, strict=True)
     try:
         images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])

@@ -499,7 +499,8 @@ def test_a_hook_on_a_sharded_block_is_called(images: Tensor, fusing: None, block
     run = Runner(model, World(torch.device(DEVICE), mode="fsdp"))
     assert all(whitelist.is_plain_block(block) for block in model.blocks)
     model.blocks[1].register_forward_hook(lambda *given: calls.append(1))
-    run(images)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+        run(images)
     assert calls and len(blocks_fused) == 2
 
 

@@ -32,6 +32,8 @@ log = logging.getLogger("vitrail")
 
 WARMUP_CALLS = 3  # of a shape as usual, in which kernels are compiled and chosen
 MAX_CAPTURES = 4  # each has memory of its own
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # compared in other ways
+_MISSING = object()
 
 Call = Callable[[Tensor], Tensor]
 
@@ -203,32 +205,38 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(module, type(module), dict(vars(module)), dict(module._modules)) for module in model.modules()]
+        modules = list(model.modules())
+        self._kinds = [(module, type(module)) for module in modules]
+        self._attributes = [(vars(module), len(vars(module))) for module in modules]  # one more is a patched method
         self._slots = [
-            (slots, name, tensor)
-            for module in model.modules()
-            for slots in (module._parameters, module._buffers)
-            for name, tensor in slots.items()
+            (slots, name, value)
+            for module in modules
+            for slots in (vars(module), module._parameters, module._buffers, module._modules)
+            for name, value in slots.items()
+            if slots is not vars(module) or name not in _MODULE_INTERNALS
         ]
-        tensors = [tensor for _, _, tensor in self._slots if tensor is not None]
-        self._addresses = [(tensor, tensor.data_ptr()) for tensor in tensors]
-        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]  # those have none
-        self._memory = [tensor.untyped_storage() for tensor in tensors]
+        tensors = [tensor for module in modules for slots in (module._parameters, module._buffers) for tensor in slots.values()]
+        self._tensors = [(tensor, tensor.data_ptr()) for tensor in tensors if tensor is not None]
+        self._versions = [(tensor, tensor._version) for tensor, _ in self._tensors if not tensor.is_inference()]  # those have none
+        self._memory = [tensor.untyped_storage() for tensor, _ in self._tensors]
         self._hooks_registered = RemovableHandle.next_id
 
     def is_current(self) -> bool:
-        """Tell whether the model is still the one that was captured. About 100 µs for ViT-B/16."""
-        for slots, name, tensor in self._slots:
-            if slots.get(name) is not tensor:
+        """Tell whether the model is still the one that was captured; by identity only, since this must be quicker than a replay."""
+        for slots, name, value in self._slots:
+            if slots.get(name, _MISSING) is not value:
                 return False
-        for tensor, address in self._addresses:
+        for attributes, count in self._attributes:
+            if len(attributes) != count:
+                return False
+        for tensor, address in self._tensors:
             if tensor.data_ptr() != address:
                 return False
         for tensor, version in self._versions:
             if tensor._version != version:
                 return False
-        for module, kind, attributes, children in self._modules:
-            if type(module) is not kind or not _same(vars(module), attributes, module._modules, children):
+        for module, kind in self._kinds:
+            if type(module) is not kind:
                 return False
         return not self._has_new_hooks()
 
@@ -237,14 +245,7 @@ class ModelState:
         if registered == self._hooks_registered:
             return False
         self._hooks_registered = registered
-        return any(has_hooks(module) for module, *_ in self._modules)
-
-
-def _same(attributes: dict[str, Any], before: dict[str, Any], children: dict[str, Any], children_before: dict[str, Any]) -> bool:
-    try:
-        return attributes == before and children == children_before  # by identity first, so that this is quick
-    except Exception:  # a tensor that was replaced has no single truth value
-        return False
+        return any(has_hooks(module) for module, _ in self._kinds)
 
 
 def _matmul_settings() -> tuple[Any, ...]:

@@ -292,9 +292,12 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace, device: torch
     name = about["hardware"].lower().replace(" ", "-").replace(",", "")
     file = Path(__file__).parent / "results" / f"parallel-{name}-torch{str(torch.__version__).split('+')[0]}.csv"
     file.parent.mkdir(parents=True, exist_ok=True)
+    measured = {row["model"] for row in rows}
+    before = list(csv.DictReader(file.open(encoding="utf-8"))) if file.exists() else []
     with file.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, [*rows[0], *about], lineterminator="\n")
         writer.writeheader()
+        writer.writerows(row for row in before if row["model"] not in measured)  # other models' rows stay
         writer.writerows({**row, **about} for row in rows)
     print(f"written to {file}")
 

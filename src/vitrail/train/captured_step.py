@@ -63,13 +63,13 @@ def capture(step: Step, parameters: Iterable[nn.Parameter], *, warmup: int = WAR
 
     The first `warmup` calls run normally, the next one is captured. Calls with other shapes run normally; a shape that is
     called 16 times in a row is captured in place of the old one. Without a GPU, every call runs normally. If the capture fails,
-    there is one warning, and calls run normally. Results come detached.
+    there is one warning, and calls run normally. Returned tensors are detached.
 
-    What is captured does not run as Python again. These changes are noticed, and lead to a new capture: another shape, dtype or
-    autocast state; parameters frozen, unfrozen or moved; `.grad` set to None, zeroed or replaced. These must not change, or need
-    `reset()` after the change: train or eval mode, hooks, layers added or replaced, dropout rates, and every Python number that
-    `step` uses (scale the learning rate in the optimiser, not the loss). `step` must not wait for the GPU (`.item()`, `print`),
-    and inputs must be on the GPU. Gradient tensors are reused by the next call: clone what you keep.
+    A replay does not run the Python code of `step`. Another shape, dtype or autocast state, and parameters that were frozen,
+    unfrozen or moved, are detected and lead to a new capture. `.grad` may be set to None, zeroed or replaced between calls, without
+    a new capture. After any other change call `reset()`: train or eval mode, hooks, layers added or replaced, dropout rates, and
+    every Python number that `step` uses (scale the learning rate in the optimiser, not the loss). `step` must not wait for the
+    GPU (`.item()`, `print`), and inputs must be on the GPU. Gradient tensors are reused by the next call: clone what you keep.
     """
     return CapturedStep(step, parameters, warmup=warmup)
 

@@ -157,7 +157,7 @@ def test_the_live_display_shows_everything(tmp_path: Path) -> None:
     with console.capture() as shown:
         console.print(display._shown())
     display.closed()
-    for words in ("50/100", "left 0:00:05", "0.5000", "0.001", "640", "41.2%", "3%", "2.00 GiB", "accuracy 97.00%"):
+    for words in ("50/100", "ETA 0:00:05", "0.5000", "0.001", "640", "41.2%", "3%", "2.00 GiB", "accuracy 97.00%"):
         assert words in shown.get(), words
 
 

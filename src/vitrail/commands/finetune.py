@@ -17,12 +17,12 @@ _FLAGS = ("--from", "--data", "--recipe")
 def finetune(words: list[str]) -> int:
     """Fine-tune a checkpoint on your own images, as the paper does: a new zero-initialised head, SGD with momentum, cosine.
 
-    --from REF       what to start from: a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
+    --from REF       the checkpoint to start from: a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
     --data SRC       the images: a folder with one folder per class, a CSV, torchvision:CIFAR10, …
-    --recipe NAME    a recipe in place of the defaults, such as finetune-cifar10
+    --recipe NAME    use a recipe instead of the defaults, such as finetune-cifar10
 
-    Without a recipe the head follows from the classes found, the image size from the checkpoint, and the length from the number
-    of images. Every setting below can be changed; --sweep finds the learning rate.
+    Without a recipe, the head has one output per class found, the image size is the checkpoint's, and the number of steps
+    depends on the number of images. Every setting below can be changed; --sweep finds the learning rate.
 
     Example: vitrail finetune --from ViT-B_16.npz --data photos
 

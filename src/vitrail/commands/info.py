@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import tyro
@@ -92,7 +93,7 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("outputs", f"{config.outputs}, {_classes(bundle)}, task {bundle.task}"),
         ("head", _HEADS[bundle.head]),
     ]
-    lines += [("provenance", f"{key}: {value}") for key, value in bundle.provenance.items()]
+    lines += [("provenance", f"{key}: {_plain(value)}") for key, value in bundle.provenance.items() if value is not None]
     if found["verified"]:
         full = found["verified"] == "full"
         lines.append(("verified", "SHA-256, checksum and golden outputs" if full else "checksum and golden output of a few tokens"))
@@ -131,3 +132,10 @@ def _classes(bundle: Bundle) -> str:
         return "no class names"
     shown = ", ".join(bundle.classes[:4])
     return f"classes {shown}{' …' if len(bundle.classes) > 4 else ''}"
+
+
+def _plain(value: object) -> str:
+    """Format a value of the provenance without Python's quotes and braces."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{str(key).replace('_', ' ')} {_plain(one)}" for key, one in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -20,15 +20,16 @@ _FLAGS = ("--gpus", "--memory", "--outputs")
 
 
 def plan(words: list[str]) -> int:
-    """Compute what a recipe needs for each GPU: weights, optimiser state, activations, communication, the largest micro-batch.
+    """Estimate what a recipe needs per GPU: weights, optimiser state, activations, communication, the largest micro-batch.
 
-    Nothing is trained and no GPU is needed: the step runs on fake tensors.
+    No GPU is needed and nothing is trained: one step runs on fake tensors, which have shapes but no data.
 
-    --gpus N         how many GPUs (1)
-    --memory GIB     memory of each (80)
-    --outputs N      classes (1000)
+    --gpus N         number of GPUs (default: 1)
+    --memory GIB     memory of each GPU (default: 80)
+    --outputs N      number of classes (default: 1000)
 
-    Every setting of the recipe can be changed as in `vitrail train`; --micro-batch N plans for that many at once.
+    Every setting of the recipe can be changed as in `vitrail train`; --micro-batch N plans for that micro-batch.
+    Options of the run itself, such as --out or --sweep, have no effect here.
 
     Example: vitrail plan vit-b16-imagenet --gpus 8 --memory 80
 
@@ -70,9 +71,9 @@ def show(made: Plan, console: Console) -> None:
     height, width = made.image_size
     what = f"{made.model}, {made.parameters:,} parameters, {height}×{width}, batch {made.batch}"
     where = f"{made.gpus} GPU{'s' * (made.gpus > 1)} of {made.memory / GIB:g} GiB, {made.precision}"
-    console.print(f"{what} on {where}; {made.flops / 1e12:,.0f} teraflops per step", highlight=False, soft_wrap=True)
+    console.print(f"{what} on {where}; {_flops(made.flops)} per step", highlight=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("for each GPU")
+    table.add_column("per GPU")
     for need in made.needs:
         table.add_column(need.engine, justify="right")
     for words, value in _ROWS:
@@ -86,19 +87,23 @@ def show(made: Plan, console: Console) -> None:
             )
 
 
+def _flops(number: float) -> str:
+    return f"{number / 1e12:,.0f} TFLOPs" if number >= 1e13 else f"{number / 1e9:,.1f} GFLOPs"
+
+
 def _size(number: int) -> str:
     return f"{number / GIB:,.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"
 
 
 _ROWS: tuple[tuple[str, Callable[[Need], str]], ...] = (
-    ("largest micro-batch", lambda need: str(need.largest_micro_batch)),
+    ("largest micro-batch", lambda need: f"{need.largest_micro_batch:,}"),
     ("micro-batch × accumulation", lambda need: f"{need.micro_batch} × {need.accumulation}"),
     ("weights", lambda need: _size(need.weights)),
     ("gradients", lambda need: _size(need.gradients)),
     ("optimiser state", lambda need: _size(need.optimizer)),
     ("averaged weights", lambda need: _size(need.average) if need.average else "–"),
     ("activations", lambda need: _size(need.activations)),
-    ("torch will hold", lambda need: _size(need.tensors)),
-    ("with context and fragments", lambda need: _size(need.total)),
-    ("sent per step", lambda need: _size(need.communication) if need.communication else "–"),
+    ("total allocated by torch", lambda need: _size(need.tensors)),
+    ("with CUDA context and fragmentation", lambda need: _size(need.total)),
+    ("communication per step", lambda need: _size(need.communication) if need.communication else "–"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import signal
@@ -30,6 +31,7 @@ from vitrail.train.prepare import Prepared
 
 # Flags of every command that reads images, as sentences advise them; a recipe keeps these settings under `data`.
 SHARED = {flag: flag.replace("--", "--data.") for flag in ("--bad-images", "--ignore-unknown-classes", "--workers")}
+SHARED["--data"] = "--data.source"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +45,21 @@ class Options:
     sweep: bool = False
     """First try the recipe's learning rates on a held-out part of the training split, then train with the best."""
     few_shot: tuple[int, ...] = ()
-    """Also report few-shot accuracy at every validation, with so many training images per class: --few-shot 5."""
+    """Also report few-shot accuracy at every validation, with this many training images per class, for example --few-shot 5."""
     tensorboard: bool = False
-    """Also write for TensorBoard, into the run folder."""
+    """Also write TensorBoard logs to the run folder."""
     wandb: str | None = None
     """Also log to this Weights & Biases project."""
     explain: bool = False
     """Print the whole recipe, the update rule and the parameter groups, and stop."""
     plain: bool = False
-    """Plain lines even on a terminal."""
+    """Print plain lines instead of a live display."""
     json: bool = False
-    """Print the result as JSON, and nothing else."""
+    """Print only the result, as JSON."""
 
 
 def train(words: list[str]) -> int:
-    """Train a model as a recipe says. Any setting of the recipe can be changed.
+    """Train a model with a recipe: `vitrail train [RECIPE] [OPTIONS]`. Any setting of the recipe can be changed.
 
     Example: vitrail train                                        (a tiny ViT on the embedded digits)
 
@@ -65,7 +67,7 @@ def train(words: list[str]) -> int:
 
     Example: torchrun --nproc-per-node 8 -m vitrail train vit-s16-imagenet --data.source folder:/data/imagenet
 
-    `vitrail train --recipes` lists the recipes; the first word names one, `digits` if left out.
+    `vitrail train --recipes` lists the recipes; default: `digits`. The defaults below are those of the recipe.
     """
     if "--recipes" in words:
         print_recipes(as_json="--json" in words)
@@ -92,7 +94,7 @@ def parsed(recipe: Recipe, words: list[str], *, command: str, description: str |
     ) -> tuple[Recipe, Options]:
         return recipe, options
 
-    return tyro.cli(collect, prog=f"vitrail {command}", args=words, description=description)
+    return tyro.cli(collect, prog=f"vitrail {command}", args=words, description=inspect.cleandoc(description or ""))
 
 
 def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:

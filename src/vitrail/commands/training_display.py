@@ -44,7 +44,7 @@ class PlainLines(Callback):
         if now - self._last >= _PAUSE or record["step"] == self.info.steps:
             self._last = now
             parts = [f"step {record['step']}/{self.info.steps}", *(f"{name} {value}" for name, value in shown(record).items())]
-            self.note("  ".join([*parts, f"left {remaining(record, self.info)}"]))
+            self.note("  ".join([*parts, f"ETA {remaining(record, self.info)}"]))
 
     def validated(self, record: Record) -> None:
         self.note(f"step {record['step']}/{self.info.steps}  validation: {validation_text(record)}")
@@ -73,7 +73,7 @@ class LiveDisplay(Callback):
 
     def trained(self, record: Record) -> None:
         self._metrics = shown(record)
-        self._bar.update(self._task, completed=record["step"], left=f"left {remaining(record, self.info)}")
+        self._bar.update(self._task, completed=record["step"], left=f"ETA {remaining(record, self.info)}")
         self._refresh()
 
     def validated(self, record: Record) -> None:
@@ -155,14 +155,14 @@ def deviations(recipe: Recipe, changed: Recipe, console: Console) -> None:
         cut = (
             f", with {found[shorter[0]][1]:g} of {found[shorter[0]][0]:g} {shorter[0]}" if shorter and found[shorter[0]][1] else ""
         )
-        console.print(f"The recipe's expected result is not for this run{cut}: {recipe.expected}", soft_wrap=True)
+        console.print(f"The recipe's expected result does not apply to this run{cut}: {recipe.expected}", soft_wrap=True)
 
 
 def group_table(groups: list[ParameterGroup], recipe: Recipe, console: Console) -> None:
     """Print the parameter groups with their learning rates and weight decays."""
     table = Table(title="Parameter groups", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("learning rate", "weight decay", "tensors", "values", "such as"):
-        table.add_column(heading, justify="left" if heading == "such as" else "right")
+    for heading in ("learning rate", "weight decay", "tensors", "parameters", "example"):
+        table.add_column(heading, justify="left" if heading == "example" else "right")
     for group in groups:
         decay = f"{recipe.optim.weight_decay:g} ({recipe.optim.decay})" if group.decays else "–"
         table.add_row(f"{recipe.optim.lr * group.scale:.3g}", decay, str(len(group.names)), f"{group.values:,}", group.names[0])
@@ -189,8 +189,8 @@ def print_result(result: Result, console: Console) -> None:
         }
     else:
         commands = {
-            f"vitrail info {result.out}": "what the checkpoint holds",
-            f"vitrail eval {result.out} --data {source}": "evaluate it, with a report",
+            f"vitrail info {result.out}": "describe the checkpoint",
+            f"vitrail eval {result.out} --data {source}": "evaluate it; --report DIR writes a report",
             f"vitrail predict {result.out} IMAGE": "classify an image",
             f"vitrail finetune --from {result.out} --data FOLDER": "fine-tune it on other images",
         }

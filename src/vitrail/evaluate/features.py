@@ -34,7 +34,7 @@ class FeatureSpec:
     layer: int | None = None
     """Take class, mean or patches after this encoder block, counted from 0; −1 is the last. None: the last."""
     norm: bool = True
-    """Whether class, mean and patches pass through the final norm, before or after pooling as in the model."""
+    """Apply the final norm to class, mean and patches, before or after pooling as in the model. --no-norm skips it."""
 
     def __post_init__(self) -> None:
         if self.feature not in get_args(Feature):

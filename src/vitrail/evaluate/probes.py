@@ -40,7 +40,8 @@ class ProbeSpec:
     method: Literal["logistic", "knn"] = "logistic"
     """logistic: multinomial logistic regression. knn: a weighted vote of the nearest training images by cosine similarity."""
     standardise: bool = True
-    """logistic: standardise every feature to mean 0 and standard deviation 1 over the training images."""
+    """logistic: standardise every feature to mean 0 and standard deviation 1 over the training images.
+    --no-standardise skips it."""
     l2: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
     """logistic: candidate penalties λ; the loss is the mean cross-entropy + λ/2·|W|². The bias is not penalised."""
     iterations: int = 500

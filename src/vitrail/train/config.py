@@ -23,29 +23,32 @@ Decay = Literal["scaled-by-lr", "independent-of-lr", "coupled"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Which model, and what is changed in it. None: as in the variant or the checkpoint."""
+    """The model, and changes to it. None: as in the variant or the checkpoint."""
 
     name: str = "ViT-B/16"
     """The paper's name: ViT-B/16, R50+ViT-B/16, BiT-R50x1. With `start`, the checkpoint decides."""
     start: str | None = None
-    """A checkpoint to begin from: a run, a folder, an .npz, hf:owner/name. None: freshly initialised."""
+    """The checkpoint to start from: a run, a folder, an .npz, hf:owner/name. None: random initialisation."""
     image_size: Size | None = None
     """Side in pixels, or height and width. None: the checkpoint's own, or 224."""
     channels: int | None = None
+    """Input channels: 1 for grey, 3 for colour."""
     patch: int | None = None
+    """Side of a patch in pixels."""
     width: int | None = None
     depth: int | None = None
     heads: int | None = None
     mlp: int | None = None
+    """Hidden width of the MLP."""
     pooling: Literal["class", "mean", "map"] | None = None
     position: Literal["learned", "learned-2d", "relative", "sincos2d", "none"] | None = None
     pre_logits: int | None = None
-    """Width of the tanh layer before the head; 0 leaves a checkpoint's out, as the paper does to fine-tune."""
+    """Width of the tanh layer before the head; 0 removes a checkpoint's, as the paper does for fine-tuning."""
     init: Literal["paper", "small"] | None = None
     """Initial values. paper: Xavier, which needs a long warm-up. small: truncated normal of std .02 (timm, DeiT), better for short
     runs. None: paper."""
     head_bias: float | None = None
-    """Initial bias of the head: −10 and −6.9 go with sigmoid losses over many classes."""
+    """Initial bias of the head: −10 or −6.9 for sigmoid losses over many classes."""
     registers: int | None = None
     distill_token: bool | None = None
     layer_scale: float | None = None
@@ -53,38 +56,40 @@ class ModelSpec:
     attention_dropout: float | None = None
     stochastic_depth: float | None = None
     recompute: int = 0
-    """Blocks whose activations are computed again in the backward pass to save memory; −1: all."""
+    """Number of blocks whose activations are recomputed in the backward pass to save memory; −1: all."""
     recompute_keep: Literal["nothing", "matmuls"] = "nothing"
-    """What such blocks keep: nothing, or matmul outputs, so that only norms, attention and activations are computed again."""
+    """What such blocks keep: nothing, or matmul outputs, so that only norms, attention and GELU are recomputed."""
     freeze: bool = False
     """Train the head only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Which images, and how they are read."""
+    """The images, and how they are read."""
 
     source: str = "digits"
-    """digits, folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10, hf:NAME, wds:PATTERN, or a bare path."""
+    """digits, folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10, hf:NAME, wds:PATTERN, or a path."""
     train: str = "train"
     """The split to train on."""
     validate: str = "auto"
     """The split to validate on: `auto` takes val, else test."""
     holdout: float = 0.0
-    """Fraction of the training split that is held out, and validated on in place of `validate`; 0: none."""
+    """Fraction of the training split to hold out for validation, instead of using the split `validate`; 0: none."""
     preprocess: str = "auto"
     """A preset (google-vit, big-vision, timm, imagenet, cifar). `auto`: the checkpoint's own, else google-vit."""
     sampling: Literal["shuffle", "balanced", "in-order"] = "shuffle"
+    """Order of training images; `balanced` draws every class equally often."""
     workers: int | None = None
-    """Processes that read images; None: as many as there are CPU cores to spare."""
+    """Processes that read images. None: chosen from the number of CPU cores."""
     bad_images: Literal["error", "skip"] = "error"
+    """What to do with an image that cannot be read: stop with an error, or skip it."""
     ignore_unknown_classes: bool = False
     """Skip images of other splits whose class is not in the training split, instead of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What is trained on the targets, or without any."""
+    """The training task and its loss."""
 
     kind: Literal["auto", "classify", "multilabel", "regress", "masked-patch", "masked-autoencoder"] = "auto"
     """`auto` follows the data. The masked kinds need no labels: masked patch prediction is the paper's, masked autoencoding
@@ -92,61 +97,62 @@ class TaskSpec:
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """For one label per image. The paper's ImageNet-21k and JFT models were trained with sigmoid."""
     class_weights: str | None = None
-    """`auto` weighs classes inversely to their number, a JSON file gives weights by name."""
+    """`auto`: inversely proportional to the number of images per class; or a JSON file of weights by class name."""
     distil: Literal["none", "hard", "soft"] = "none"
+    """Distillation: from the teacher's predicted class (hard) or its probabilities (soft)."""
     teacher: str | None = None
     """The checkpoint to distil from."""
     distil_weight: float = 0.5
-    """Weight of the teacher's part of the loss; the labels get the rest."""
+    """Weight of the distillation loss; the loss on the labels has 1 minus this weight."""
     temperature: float = 3.0
-    """Of the softmax, for soft distillation."""
+    """Softmax temperature of soft distillation."""
     mask_rate: float | None = None
-    """Fraction of the patches that is hidden. None: 0.5 for masked-patch, 0.75 for masked-autoencoder."""
+    """Fraction of the patches that are masked. None: 0.5 for masked-patch, 0.75 for masked-autoencoder."""
     patch_target: Literal["mean-colour", "downsized", "pixels"] | None = None
     """For masked-patch: the patch's mean colour in 512 classes (None), a 4×4 version of it, or all its pixels."""
     decoder_width: int | None = None
     """For masked-autoencoder. None: 512."""
     decoder_depth: int | None = None
-    """For masked-autoencoder. None: 4 blocks; its authors have 8."""
+    """For masked-autoencoder, in blocks. None: 4; the MAE paper uses 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
-    """How gradients become steps. `lr` is the real peak learning rate: nothing rescales it."""
+    """The optimiser. `lr` is the peak learning rate; it is not rescaled with the batch size."""
 
     name: Literal["sgd", "adam", "adamw"] = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.0
     decay: Decay = "scaled-by-lr"
-    """Which convention `weight_decay` follows, with s the schedule from 0 to 1 and lr the peak learning rate.
+    """Convention of `weight_decay`, where s is the schedule from 0 to 1 and lr the peak learning rate.
     scaled-by-lr: p −= s·lr·wd·p (the paper, torch's AdamW). independent-of-lr: p −= s·wd·p (big_vision's configurations).
     coupled: wd·p is added to the gradient (torch's SGD and Adam)."""
     decay_on: Literal["kernels", "all"] = "kernels"
-    """`kernels` spares biases, norms, tokens and position tables."""
+    """`kernels`: not on biases, norms, tokens and position tables."""
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     momentum: float = 0.9
     nesterov: bool = False
     clip: float | None = 1.0
-    """Gradients are clipped to this global norm; None: never."""
+    """Clip gradients to this global norm. None: no clipping."""
     layer_decay: float = 1.0
-    """Learning rate of a block relative to the next one above; 1: the same for all."""
+    """Learning rate of a block divided by that of the next block; 1: the same for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """The learning rate from warm-up to the end."""
+    """The learning rate schedule."""
 
     kind: Literal["constant", "linear", "cosine", "rsqrt"] = "cosine"
     warmup: int = 0
-    """Steps of linear rise from 0."""
+    """Steps of linear warm-up from 0."""
     end: float = 0.0
     """Learning rate at the last step, for linear and cosine."""
     timescale: int = 10_000
     """For rsqrt: lr / √(1 + (step − warmup) / timescale)."""
     cooldown: int = 0
-    """Steps of linear descent to 0 at the end, on top of any kind."""
+    """Steps of linear decay to 0 at the end, for any kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +167,13 @@ class Recipe:
     optim: OptimSpec = field(default_factory=OptimSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     epochs: float | None = None
-    """Length of the run; give this or `steps`."""
+    """Length of the run in epochs; set this or `steps`."""
     steps: int | None = None
+    """Length of the run in optimiser steps."""
     batch: int = 256
     """Images per optimiser step, over all devices."""
     micro_batch: int | Literal["auto"] = "auto"
-    """Images at once on a device. It changes memory and speed, not the result; `auto` halves it until it fits."""
+    """Images per forward pass on each device. It changes memory and speed, not the result; `auto` halves it until it fits."""
     precision: Literal["auto", "bf16", "fp8", "fp16", "fp32"] = "auto"
     """`auto`: bf16 on a GPU that has it, and on a CPU that has it for models of 0.5 GFLOPs per image or more; else fp32. Norms,
     softmax and losses are fp32 in all of them. fp8 is bf16 with fp8 matmuls in the
@@ -179,13 +186,15 @@ class Recipe:
     ema: float = 0.0
     """Polyak averaging: decay of the running mean of the weights, .9999 in the paper; 0: off."""
     ema_warmup: bool = False
-    """Let the decay rise as (1 + t) / (10 + t), so that short runs forget their beginning."""
+    """Let the decay rise as (1 + t) / (10 + t), so that in short runs the first steps do not dominate the mean."""
     seed: int = 0
+    """Seed of initial weights, data order, augmentation and dropout."""
     deterministic: bool = False
-    """Refuse operations whose result may differ from run to run. It costs speed on a GPU."""
+    """Use only deterministic operations, else stop with an error. Slower on a GPU."""
     device: str = "auto"
+    """auto, cpu, cuda or mps."""
     threads: int | None = None
-    """CPU threads that compute; None: torch's own choice. Tiny models are fastest on one."""
+    """CPU threads for computation. None: torch's default. Tiny models are fastest with 1."""
     parallel: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
     """Under torchrun: copies (ddp), shards (fsdp), or shards within a machine and copies across (hybrid)."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -195,7 +204,7 @@ class Recipe:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: with every validation."""
     keep: int = 2
-    """Checkpoints kept."""
+    """Number of checkpoints to keep."""
     log_every: int = 10
     """Steps between lines in metrics.jsonl."""
     lr_grid: tuple[float, ...] = ()

@@ -223,7 +223,7 @@ def group_lines(groups: list[Group], spec: OptimSpec) -> list[str]:
             rate = f"lr {rates[0]:.3g}" + (f" to {rates[-1]:.3g} in {len(rates)} layers" if len(rates) > 1 else "")
             tensors, values = sum(len(group.names) for group in those), sum(group.values for group in those)
             decay = f"weight decay {spec.weight_decay:g} ({spec.decay})" if decays else "no weight decay"
-            lines.append(f"{values:,} values in {tensors} tensors: {rate}, {decay}")
+            lines.append(f"{values:,} parameters in {tensors} tensors: {rate}, {decay}")
     return lines
 
 

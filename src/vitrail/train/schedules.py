@@ -13,7 +13,7 @@ def check_schedule(spec: ScheduleSpec, total: int) -> None:
     if total > 1 and spec.warmup >= total:
         raise VitrailError(
             f"The warm-up of {spec.warmup} steps is as long as the whole run of {total}. "
-            f"Train longer, or set --schedule.warmup to {total // 10} or less."
+            f"Train longer, or set --schedule.warmup to {total // 10}."
         )
 
 

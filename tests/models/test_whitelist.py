@@ -389,6 +389,15 @@ def test_low_precision_weights_take_float32_images(name: str, dtype: torch.dtype
 
 
 @pytest.mark.slow
+def test_blocks_may_be_any_module_of_tokens(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    for number in (1, 2):  # in the middle, and last, where only the class token is read
+        model = tiny().eval()
+        model.blocks[number] = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)).to(DEVICE)
+        blocks_fused.clear()
+        plain, fused = logits(model, images, "plain"), logits(model, images, "auto")
+        assert plain.shape == (2, 5) and near(fused, plain) and len(blocks_fused) == 2
+
+
 def test_the_decision_is_never_remembered(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
     model = tiny().eval()
     logits(model, images, "auto")

@@ -87,7 +87,11 @@ class ResidualStream:
         x, bias = self.tokens, None
         if positions is not None:
             x, bias = positions.before_layer(x, number), positions.bias(number)
-        self._pending = PendingResidual(self._recompute.run(number, block, x, bias, num_queries))
+        if hasattr(block, "with_attention"):
+            x = self._recompute.run(number, block, x, bias, num_queries)
+        else:  # a module of a user's own, which takes tokens and returns all of them
+            x = self._recompute.run(number, block, *((x,) if bias is None else (x, bias)))[:, :num_queries]
+        self._pending = PendingResidual(x)
 
     def _run_fused(self, number: int, block: Block, num_queries: int | None) -> None:
         cheap = self._recompute.keep == "matmuls" and self._recompute.applies_to(number)

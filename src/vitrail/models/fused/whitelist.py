@@ -41,7 +41,7 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     state = module.__dict__
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return False
-    return "forward" not in state and "_compiled_call_impl" not in state and "_call_impl" not in state
+    return "forward" not in state and "_compiled_call_impl" not in state
 
 
 def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bool = False) -> bool:
@@ -50,35 +50,52 @@ def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bo
     `layer_scale` also admits `LayerScale` on the branches. With `eval_mode` the block is judged as if it were in eval mode:
     dropout and stochastic depth, which a copy for inference switches off, then do not matter.
     """
-    if not _is_block(block):
+    try:
+        return _is_block(block) and _has_plain_parts(block.__dict__["_modules"], layer_scale, eval_mode)
+    except KeyError:  # a part was deleted, and something else than a module put in its place
         return False
-    parts = block.__dict__["_modules"]
-    attention, mlp, skip = parts["attention"], parts["mlp"], parts["skip"]
-    if not (is_plain(attention, Attention) and is_plain(mlp, Mlp) and is_plain(skip, StochasticDepth)):
+
+
+def _has_plain_parts(parts: dict[str, Any], layer_scale: bool, eval_mode: bool) -> bool:
+    attention, mlp, skip, dropout = parts["attention"], parts["mlp"], parts["skip"], parts["dropout"]
+    if type(attention) is not Attention or type(mlp) is not Mlp or type(skip) is not StochasticDepth:
         return False
+    inner, outer = attention.__dict__["_modules"], mlp.__dict__["_modules"]
+    norm1, norm2, qkv, out, up, down = parts["norm1"], parts["norm2"], inner["qkv"], inner["out"], outer["up"], outer["down"]
+    scale1, scale2, mlp_dropout = parts["scale1"], parts["scale2"], outer["dropout"]
+    if type(qkv) is not nn.Linear or type(out) is not nn.Linear or type(up) is not nn.Linear or type(down) is not nn.Linear:
+        return False
+    if type(dropout) is not nn.Dropout or type(mlp_dropout) is not nn.Dropout:
+        return False
+    scales = _SCALES if layer_scale else _NO_SCALES
+    if type(scale1) not in scales or type(scale2) not in scales or type(norm1) not in _NORMS or type(norm2) not in _NORMS:
+        return False
+    for module in (attention, mlp, skip, dropout, norm1, norm2, qkv, out, up, down, scale1, scale2, mlp_dropout):
+        state = module.__dict__  # as in `is_plain`, without a call for each
+        if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
+            return False
+        if "forward" in state or "_compiled_call_impl" in state:
+            return False
     state = attention.__dict__
     if "_split" in state or "_fused" in state or "_merge" in state:
         return False
-    width = _norm_width(parts["norm1"])
-    if not width or _norm_width(parts["norm2"]) != width:
+    width, hidden = _norm_width(norm1), up.__dict__["out_features"]
+    if not width or _norm_width(norm2) != width:
         return False
-    inner, outer = attention.__dict__["_modules"], mlp.__dict__["_modules"]
-    qkv, out, up, down = inner["qkv"], inner["out"], outer["up"], outer["down"]
-    if not (_is_linear(qkv, 3 * width, width) and _is_linear(out, width, width)):
+    if not (_has_plain_tensors(qkv, 3 * width, width) and _has_plain_tensors(out, width, width)):
         return False
-    hidden = up.__dict__.get("out_features", 0)
-    if not (_is_linear(up, hidden, width) and _is_linear(down, width, hidden)):
-        return False
-    for name in ("scale1", "scale2"):
-        if not (is_plain(parts[name], nn.Identity) or (layer_scale and is_plain(parts[name], LayerScale))):
-            return False
-    if not (is_plain(parts["dropout"], nn.Dropout) and is_plain(outer["dropout"], nn.Dropout)):
+    if not (_has_plain_tensors(up, hidden, width) and _has_plain_tensors(down, width, hidden)):
         return False
     if eval_mode:
         return True
-    if parts["dropout"].p >= 1.0 or outer["dropout"].p >= 1.0 or skip.rate >= 1.0:  # nothing survives: the plain path knows how
+    if dropout.p >= 1.0 or mlp_dropout.p >= 1.0 or skip.rate >= 1.0:  # nothing survives: the plain path knows how
         return False
     return not (attention.dropout > 0.0 and attention.training)
+
+
+_NORMS = frozenset({nn.LayerNorm, FoldedNorm})
+_NO_SCALES = frozenset({nn.Identity})
+_SCALES = frozenset({nn.Identity, LayerScale})
 
 
 class BlockShape(NamedTuple):
@@ -138,7 +155,7 @@ def is_plain_tensor(tensor: Any) -> bool:
 
 def is_plain_norm(norm: nn.Module, width: int) -> bool:
     """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias."""
-    return type(norm) is nn.LayerNorm and _norm_width(norm) == width
+    return is_plain(norm, nn.LayerNorm) and _norm_width(norm) == width
 
 
 def are_plain_positions(positions: nn.Module) -> bool:
@@ -150,9 +167,8 @@ _POSITIONS = frozenset(KINDS.values())
 _POSITION_METHODS = frozenset({"at_input", "_add", "_table"})
 
 
-def _is_linear(module: Any, rows: int, columns: int) -> bool:
-    if not is_plain(module, nn.Linear):
-        return False
+def _has_plain_tensors(module: nn.Linear, rows: int, columns: int) -> bool:
+    """Tell whether a linear layer has a weight and a bias of these sizes that kernels can read."""
     parameters = module.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or "bias" not in parameters:  # replaced by an attribute or a parametrisation
@@ -164,15 +180,16 @@ def _is_linear(module: Any, rows: int, columns: int) -> bool:
 
 def _norm_width(norm: Any) -> int:
     """Return the width of a layer norm over the last axis, with weight and bias or folded; 0 for anything else."""
-    if not is_plain(norm, nn.LayerNorm):
-        return norm.normalized_shape[0] if is_plain(norm, FoldedNorm) else 0
+    if type(norm) is FoldedNorm:
+        width: int = norm.normalized_shape[0]
+        return width
     parameters = norm.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or bias is None or weight.stride() != _UNIT_STRIDE or bias.stride() != _UNIT_STRIDE:
         return 0
     if not (type(weight) in _TENSORS or _is_own(weight)) or not (type(bias) in _TENSORS or _is_own(bias)):
         return 0
-    width: int = weight.numel()
+    width = weight.numel()
     return width if bias.numel() == width else 0
 
 
@@ -189,13 +206,7 @@ def _is_shard(parameter: Any) -> bool:
 
 def _is_block(block: nn.Module) -> bool:
     state = block.__dict__
-    if (
-        "forward" in state
-        or "_add_branches" in state
-        or "_compiled_call_impl" in state
-        or "_call_impl" in state
-        or has_hooks(block)
-    ):
+    if "forward" in state or "_add_branches" in state or "_compiled_call_impl" in state or has_hooks(block):
         return False
     # FSDP2 gathers parameters for `forward_pending` only where that is registered with it, which puts it on the instance.
     return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)

@@ -117,6 +117,9 @@ CHANGES: dict[str, Callable[[ViT], None]] = {
     "a subclass of Block": lambda model: model.blocks.__setitem__(1, becomes(HalfBlock, model.blocks[1])),
     "mlp.forward patched on the instance": lambda model: patch_forward(model.blocks[1].mlp, 3.0),
     "a linear layer patched on the instance": lambda model: patch_forward(model.blocks[1].attention.out, 3.0),
+    "a call patched on the instance": lambda model: setattr(
+        model.blocks[1].mlp, "_call_impl", lambda x, mlp=model.blocks[1].mlp: 3 * mlp.forward(x)
+    ),
     "an adapter on qkv": lambda model: setattr(model.blocks[1].attention, "qkv", becomes(Lora, model.blocks[1].attention.qkv)),
     "an adapter on down": lambda model: setattr(model.blocks[1].mlp, "down", becomes(Lora, model.blocks[1].mlp.down)),
     "another activation": lambda model: setattr(model.blocks[1].mlp, "dropout", nn.Tanh()),

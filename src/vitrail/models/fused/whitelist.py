@@ -41,7 +41,7 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     state = module.__dict__
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         return False
-    return "forward" not in state and "_compiled_call_impl" not in state
+    return "forward" not in state and "_compiled_call_impl" not in state and "_call_impl" not in state
 
 
 def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bool = False) -> bool:
@@ -74,7 +74,7 @@ def _has_plain_parts(parts: dict[str, Any], layer_scale: bool, eval_mode: bool) 
         state = module.__dict__  # as in `is_plain`, without a call for each
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
             return False
-        if "forward" in state or "_compiled_call_impl" in state:
+        if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state:
             return False
     state = attention.__dict__
     if "_split" in state or "_fused" in state or "_merge" in state:
@@ -206,7 +206,9 @@ def _is_shard(parameter: Any) -> bool:
 
 def _is_block(block: nn.Module) -> bool:
     state = block.__dict__
-    if "forward" in state or "_add_branches" in state or "_compiled_call_impl" in state or has_hooks(block):
+    if "forward" in state or "_add_branches" in state or has_hooks(block):
+        return False
+    if "_compiled_call_impl" in state or "_call_impl" in state:
         return False
     # FSDP2 gathers parameters for `forward_pending` only where that is registered with it, which puts it on the instance.
     return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)

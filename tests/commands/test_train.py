@@ -93,6 +93,24 @@ def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "add --data" in run(capsys, "finetune", "--from", "x")[2]
 
 
+def test_a_warm_up_as_it_is_written_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two ways of writing the same length are the same run."""
+    words = ["train", *SHORT, "--steps", "8", "--plain", "--out", str(tmp_path / "run")]
+    status, out, err = run(capsys, *words, "--schedule.warmup", "25%")
+    assert status == 0 and "schedule: cosine over 8 steps, warm-up 25 % of the run = 2 steps" in out, err
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["recipe"]["schedule"]["warmup"] == "25%" and config["resolved"]["warmup_steps"] == 2
+    status, out, _ = run(capsys, *words, "--schedule.warmup", "25.0 %")
+    assert status == 0 and "was finished already" in out
+    status, _, err = run(capsys, *words, "--schedule.warmup", "2")
+    assert status == 2 and "schedule.warmup: '25%' → 2" in err
+    for wrong in ("0.05", "many"):
+        status, out, err = run(capsys, *words, "--schedule.warmup", wrong)
+        assert status == 2 and "10ep" in out + err and "Traceback" not in out + err
+    status, out, _ = run(capsys, "plan", "digits", "--schedule.warmup", "10ep")
+    assert status == 0 and "schedule: cosine over 40 epochs, warm-up 10 epochs" in out
+
+
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "train", "--recipes", "--json")
     rows = json.loads(out)

@@ -72,6 +72,7 @@ def show(made: Plan, console: Console) -> None:
     what = f"{made.model}, {made.parameters:,} parameters, {height}×{width}, batch {made.batch}"
     where = f"{made.gpus} GPU{'s' * (made.gpus > 1)} of {made.memory / GIB:g} GiB, {made.precision}"
     console.print(f"{what} on {where}; {_flops(made.flops)} per step", highlight=False, soft_wrap=True)
+    console.print(f"schedule: {made.schedule}", highlight=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("per GPU")
     for need in made.needs:

@@ -19,6 +19,7 @@ from vitrail.files import write_text
 from vitrail.recipes import recipe_named
 from vitrail.train.callbacks import Callback
 from vitrail.train.config import Recipe
+from vitrail.train.lengths import Length
 from vitrail.train.loop import train
 from vitrail.train.prepare import Prepared, make_model, make_task
 
@@ -29,7 +30,8 @@ class SuiteSettings:
 
     steps: int | None = None
     """Optimiser steps; 2,500 in the paper's VTAB protocol."""
-    warmup: int | None = None
+    warmup: Length | None = None
+    """Warm-up in steps, in epochs (10ep) or as a part of the run (5%)."""
     lr: float | None = None
     batch: int | None = None
     size: int | None = None

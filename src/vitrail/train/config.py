@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError, did_you_mean
+from vitrail.train.lengths import Length, parsed_length
 
 T = TypeVar("T")
 
@@ -145,14 +146,18 @@ class ScheduleSpec:
     """The learning rate schedule."""
 
     kind: Literal["constant", "linear", "cosine", "rsqrt"] = "cosine"
-    warmup: int = 0
-    """Steps of linear warm-up from 0."""
+    warmup: Length = 0
+    """Length of the linear warm-up from 0: steps (500), epochs (10ep) or a part of the run (5%)."""
     end: float = 0.0
     """Learning rate at the last step, for linear and cosine."""
     timescale: int = 10_000
     """For rsqrt: lr / √(1 + (step − warmup) / timescale)."""
-    cooldown: int = 0
-    """Steps of linear decay to 0 at the end, for any kind."""
+    cooldown: Length = 0
+    """Length of the linear decay to 0 at the end, for any kind; written like `warmup`."""
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "cooldown"):
+            object.__setattr__(self, name, parsed_length(getattr(self, name), f"schedule.{name}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,8 +301,13 @@ def check(recipe: Recipe) -> None:
             raise VitrailError(f"{name} is {getattr(recipe, name)}; there would be nothing to train.")
     if not 0 <= recipe.ema < 1:
         raise VitrailError(f"ema is {recipe.ema}; it is a decay from 0 (off) up to, but not including, 1, such as 0.9999.")
-    if recipe.schedule.warmup < 0 or recipe.schedule.cooldown < 0 or recipe.schedule.timescale < 1:
-        raise VitrailError("schedule.warmup and cooldown count steps from 0, schedule.timescale from 1.")
+    warmup = recipe.schedule.warmup
+    if recipe.epochs is not None and isinstance(warmup, str) and warmup.endswith("ep") and float(warmup[:-2]) >= recipe.epochs:
+        raise VitrailError(
+            f"schedule.warmup is {warmup}, but the run has only {recipe.epochs:g} epochs. Train longer, or use a shorter warm-up."
+        )
+    if recipe.schedule.timescale < 1:
+        raise VitrailError(f"schedule.timescale is {recipe.schedule.timescale}; it must be at least 1.")
     if not 0 <= recipe.data.holdout < 1:
         raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a fraction of the training split, from 0 to below 1.")
     _check_optimiser(recipe.optim)

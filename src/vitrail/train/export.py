@@ -12,7 +12,7 @@ import torch
 from vitrail.models import Model, build_model
 from vitrail.tasks import Masked, Meter, Regress
 from vitrail.tasks.multilabel import LabelMeter
-from vitrail.train.config import Recipe
+from vitrail.train.config import Recipe, ScheduleSpec
 from vitrail.train.optimizers import explain
 from vitrail.train.parallel import World, whole
 from vitrail.train.prepare import Prepared
@@ -75,11 +75,15 @@ def unstandardise(model: Model, task: Regress) -> None:
             head.bias.mul_(std).add_(mean)
 
 
-def resolved(recipe: Recipe, prepared: Prepared, world: World, *, precision: str, total: int, micro_batch: int) -> dict[str, Any]:
+def resolved(
+    recipe: Recipe, prepared: Prepared, world: World, *, precision: str, total: int, schedule: ScheduleSpec, micro_batch: int
+) -> dict[str, Any]:
     """Return everything that the recipe left open, as it was decided."""
     return {
         "steps": total,
         "steps_per_epoch": len(prepared.train) // recipe.batch,
+        "warmup_steps": schedule.warmup,
+        "cooldown_steps": schedule.cooldown,
         "images": len(prepared.train),
         "validation_images": len(prepared.validation) if prepared.validation is not None else 0,
         "classes": list(prepared.classes),

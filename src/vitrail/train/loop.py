@@ -29,7 +29,7 @@ from vitrail.train.parallel import Runner, World, blocks_of, joined
 from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
 from vitrail.train.run import RunFolder
-from vitrail.train.schedules import check_schedule
+from vitrail.train.schedules import describe_schedule, in_steps
 from vitrail.train.sharded_init import fill_shards, twin_of
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.speed import Clock
@@ -112,7 +112,7 @@ class Loop:
         self.micro_batch = first_micro_batch(recipe, world)
         self.loader = self._make_loader()
         self.total = total_steps(recipe, self.loader.steps)
-        check_schedule(recipe.schedule, self.total)
+        self.schedule = in_steps(recipe.schedule, self.total, self.loader.steps)
         self.step = self._make_step()
         self.snapshots = Snapshots(run.checkpoints, world, keep=recipe.keep)
         self.done, self.skipped_steps, self.rollbacks = 0, set[int](), 0
@@ -166,7 +166,16 @@ class Loop:
                 part.compile()
         average = Average(model, recipe.ema, warmup=recipe.ema_warmup) if recipe.ema else None
         optimizer = Optimizer(model, recipe.optim)
-        return Step(runner, self.prepared.task, optimizer, recipe, total=self.total, precision=self.precision, average=average)
+        return Step(
+            runner,
+            self.prepared.task,
+            optimizer,
+            recipe,
+            total=self.total,
+            precision=self.precision,
+            average=average,
+            schedule=self.schedule,
+        )
 
     def _begin(self) -> None:
         """Load the newest checkpoint, if there is one, and announce the run."""
@@ -177,7 +186,13 @@ class Loop:
             self.run.forget_after(0)
         find_micro_batch(self)
         facts = resolved(
-            self.recipe, self.prepared, self.world, precision=self.precision, total=self.total, micro_batch=self.micro_batch
+            self.recipe,
+            self.prepared,
+            self.world,
+            precision=self.precision,
+            total=self.total,
+            schedule=self.schedule,
+            micro_batch=self.micro_batch,
         )
         if self.world.main:
             self.run.write_config(self.recipe, facts)
@@ -208,6 +223,7 @@ class Loop:
         lines = [f"batch: {recipe.batch} = {self.micro_batch} at once × {parts} × {devices}"]
         groups = group_lines(self.step.optimizer.groups, recipe.optim)
         lines.append(f"optimiser: {recipe.optim.name}, {self.precision}; {'; '.join(groups)}")
+        lines.append(f"schedule: {describe_schedule(recipe.schedule, f'{self.total:,} steps', self.schedule)}")
         return lines
 
     def return_to(self, state: dict[str, Any]) -> None:

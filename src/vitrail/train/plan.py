@@ -16,6 +16,7 @@ from vitrail.models.masked import Pretraining
 from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
 from vitrail.train.memory import Footprint, Subject, simulate, simulate_sharded
 from vitrail.train.parallel import blocks_of, fits_gathered
+from vitrail.train.schedules import describe_schedule, in_steps
 from vitrail.train.speed import training_flops
 
 GIB = 2**30
@@ -65,6 +66,8 @@ class Plan:
     precision: str
     flops: int
     """FLOPs of an optimiser step, over all GPUs."""
+    schedule: str
+    """The learning rate schedule in words; in steps as far as they follow without the data."""
     needs: tuple[Need, ...]
 
 
@@ -92,8 +95,17 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
         round(memory * GIB),
         precision,
         (3 * trained.flops() if isinstance(trained, Pretraining) else training_flops(config)) * recipe.batch,
+        _schedule(recipe),
         needs,
     )
+
+
+def _schedule(recipe: Recipe) -> str:
+    spec, total = recipe.schedule, recipe.steps
+    in_epochs = any(str(length).endswith("ep") for length in (spec.warmup, spec.cooldown))
+    resolved = None if total is None or in_epochs else in_steps(spec, total, 0)
+    over = f"{recipe.epochs or 0:g} epochs" if total is None else f"{total:,} steps"
+    return describe_schedule(spec, over, resolved)
 
 
 def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:

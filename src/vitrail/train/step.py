@@ -20,7 +20,7 @@ from vitrail.errors import VitrailError
 from vitrail.tasks import Task
 from vitrail.train.averaging import Average
 from vitrail.train.captured_step import DDP_WARMUP, WARMUP, CapturedStep, on_stream
-from vitrail.train.config import Recipe
+from vitrail.train.config import Recipe, ScheduleSpec
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World
 from vitrail.train.schedules import factor
@@ -98,7 +98,10 @@ class Step:
         total: int,
         precision: str,
         average: Average | None,
+        schedule: ScheduleSpec | None = None,
     ) -> None:
+        """`schedule` is the recipe's with its lengths in steps."""
+        self.schedule = schedule or recipe.schedule
         self.runner, self.task, self.optimizer, self.recipe = runner, task, optimizer, recipe
         self.total, self.precision, self.average = total, precision, average
         self.world, device = runner.world, runner.world.device
@@ -174,7 +177,7 @@ class Step:
         self.runner.renew()
 
     def rate(self, number: int) -> float:
-        return factor(self.recipe.schedule, number, self.total, self.recipe.optim.lr)
+        return factor(self.schedule, number, self.total, self.recipe.optim.lr)
 
     @torch.no_grad()
     def _update(self, loss: Tensor, number: int) -> None:

@@ -83,6 +83,7 @@ def initial_values() -> None:
         loop = Loop.__new__(Loop)
         with joined(recipe.device, recipe.parallel) as world:
             loop.recipe, loop.world, loop.precision, loop.total = recipe, world, "fp32", 1
+            loop.schedule = recipe.schedule
             loop.prepared = prepare(recipe, on_meta=True)
             assert all(one.is_meta for one in loop.prepared.trained.parameters())
             model = loop._make_step().runner.model

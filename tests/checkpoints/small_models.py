@@ -32,6 +32,7 @@ KINDS: dict[str, ModelConfig] = {
     "distilled": ViTConfig(name="small", distill_token=True, **SMALL),
     "registers": ViTConfig(name="small", registers=2, position_prefix=False, **SMALL),
     "fc-norm": ViTConfig(name="small", class_token=False, pooling="mean", final_norm="after-pool", **SMALL),
+    "qk-norm": ViTConfig(name="small", qk_norm=True, **SMALL),
     "layer-scale": ViTConfig(name="small", layer_scale=1e-5, **SMALL),
     "hybrid": ViTConfig(name="small", resnet=HYBRID_RESNET, **{**SMALL, "patch": (1, 1)}),
     "hybrid-stem": ViTConfig(name="small", resnet=ResNetConfig(layers=()), **{**SMALL, "patch": (4, 4)}),
@@ -46,7 +47,7 @@ STORABLE: dict[str, tuple[str, ...]] = {
     "bit": ("bit",),
     "timm": (
         *("plain", "no-head", "gap", "no-qkv-bias", "rectangle", "grey", "free-class", "map", "distilled", "registers"),
-        *("fc-norm", "layer-scale", "hybrid", "hybrid-stem", "bit"),
+        *("fc-norm", "qk-norm", "layer-scale", "hybrid", "hybrid-stem", "bit"),
     ),
     "hf": ("plain", "no-head", "pooler", "no-qkv-bias", "rectangle", "grey"),
     "torchvision": ("plain", "no-head", "pre-logits", "rectangle"),

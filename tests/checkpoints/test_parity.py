@@ -48,6 +48,7 @@ def timm_arguments(config: ViTConfig, **more: Any) -> dict[str, Any]:
         "num_heads": config.heads,
         "mlp_ratio": config.mlp / config.width,
         "qkv_bias": config.qkv_bias,
+        "qk_norm": config.qk_norm,
         "class_token": config.class_token,
         "no_embed_class": not config.position_prefix,
         "reg_tokens": config.registers,

@@ -52,7 +52,7 @@ def test_the_architecture_is_inferred_from_shapes(name: str, kind: str, tmp_path
     same = ["outputs", "channels"]
     if isinstance(config, ViTConfig):
         same += ["image_size", "width", "depth", "heads", "mlp", "patch", "class_token", "distill_token", "registers", "pooling"]
-        same += ["qkv_bias", "position", "position_prefix", "final_norm", "pre_logits", "layer_scale"]
+        same += ["qkv_bias", "position", "position_prefix", "final_norm", "pre_logits", "layer_scale", "qk_norm"]
     for field in same:
         assert getattr(again, field) == getattr(config, field), field
     for field, value in FORMATS[name].numerics(config).items():

@@ -46,6 +46,7 @@ TIMM = [
     (r"^patch_embed\.proj\.", "patches."),
     (r"\.attn\.proj\.", ".attention.out."),
     (r"\.attn\.qkv\.", ".attention.qkv."),
+    (r"\.attn\.([qk])_norm\.", r".attention.\1_norm."),
     (r"\.ls([12])\.gamma$", r".scale\1.weight"),
     (r"mlp\.fc1\.", "mlp.up."),
     (r"mlp\.fc2\.", "mlp.down."),

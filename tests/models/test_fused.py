@@ -252,7 +252,7 @@ def test_learning_without_labels_goes_the_same_way(kind: str, fusing: None) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"attention_dropout": 0.1}, {"layer_scale": 1e-4}, {"attention": "axial"}, {"position": "relative"}],
+    [{"attention_dropout": 0.1}, {"qk_norm": True}, {"layer_scale": 1e-4}, {"attention": "axial"}, {"position": "relative"}],
     ids=lambda change: next(iter(change)),
 )
 def test_what_kernels_do_not_know_takes_the_plain_path(change: dict[str, Any], fusing: None, blocks_fused: list[nn.Module]) -> None:

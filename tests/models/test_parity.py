@@ -56,6 +56,11 @@ TIMM_KINDS = {
     ),
     "layer scale": ({"init_values": 0.5}, {"layer_scale": 0.5}),
     "no qkv bias": ({"qkv_bias": False}, {"qkv_bias": False}),
+    "qk norm": ({"qk_norm": True}, {"qk_norm": True}),
+    "qk norm, map": (
+        {"qk_norm": True, "global_pool": "map", "class_token": False},
+        {"qk_norm": True, "pooling": "map", "class_token": False},
+    ),
 }
 
 

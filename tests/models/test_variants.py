@@ -154,6 +154,8 @@ CHANGES: list[dict[str, object]] = [
     {"position": "relative", "position_at": "shared", "attention": "axial"},
     {"position": "sincos2d", "attention": "axial", "registers": 2},
     {"position": "none", "channels": 13},
+    {"qk_norm": True, "attention": "axial"},
+    {"qk_norm": True, "pooling": "map"},
     {"patch": (8, 32)},
 ]
 

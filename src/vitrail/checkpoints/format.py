@@ -13,7 +13,7 @@ from vitrail.errors import VitrailError
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 
 # What every format but our own assumes about a ViT.
-PLAIN: Mapping[str, tuple[Any, ...]] = {"attention": ("full",), "position_at": ("input",)}
+PLAIN: Mapping[str, tuple[Any, ...]] = {"attention": ("full",), "position_at": ("input",), "qk_norm": (False,)}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ _BIT: dict[str, Any] = {**_STANDARDISED, "padding": "symmetric", "pool_fill": "z
 _BLOCK = [
     *weight_and_bias("blocks.{i}.norm1", "blocks.{i}.norm1"),
     *weight_and_bias("blocks.{i}.attention.qkv", "blocks.{i}.attn.qkv"),
+    *weight_and_bias("blocks.{i}.attention.q_norm", "blocks.{i}.attn.q_norm"),
+    *weight_and_bias("blocks.{i}.attention.k_norm", "blocks.{i}.attn.k_norm"),
     *weight_and_bias("blocks.{i}.attention.out", "blocks.{i}.attn.proj"),
     row("blocks.{i}.scale1.weight", "blocks.{i}.ls1.gamma"),
     *weight_and_bias("blocks.{i}.norm2", "blocks.{i}.norm2"),
@@ -135,6 +137,7 @@ def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
         pooling=pooling,
         final_norm="after-pool" if after else "before-pool",
         qkv_bias="blocks.0.attn.qkv.bias" in shapes,
+        qk_norm="blocks.0.attn.q_norm.weight" in shapes,
         layer_scale=1e-5 if "blocks.0.ls1.gamma" in shapes else None,
         pre_logits=shapes("pre_logits.fc.weight", 2)[0] if "pre_logits.fc.weight" in shapes else None,
         outputs=shapes("head.weight", 2)[0] if "head.weight" in shapes else 0,
@@ -190,5 +193,5 @@ TIMM = Format(
     numerics=_numerics,
     preset="timm",
     families=("vit", "hybrid", "bit"),
-    supports={**PLAIN, "position": ("learned", "none"), "pre_logits": (None,)},
+    supports={**PLAIN, "qk_norm": (False, True), "position": ("learned", "none"), "pre_logits": (None,)},
 )

@@ -49,6 +49,8 @@ def _vit(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     arguments: dict[str, Any] = {"img_size": list(config.image_size), "in_chans": config.channels}
     if config.gelu == "tanh":
         arguments["act_layer"] = "gelu_tanh"
+    if config.qk_norm:
+        arguments["qk_norm"] = True
     if config.resnet:
         if config.name not in _HYBRIDS:
             raise VitrailError(

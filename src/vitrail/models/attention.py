@@ -27,6 +27,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.q_norm = _head_norm(config) if config.qk_norm else None
+        self.k_norm = _head_norm(config) if config.qk_norm else None
         self.out = nn.Linear(config.width, config.width)
         self.dropout = config.attention_dropout
 
@@ -45,9 +47,16 @@ class Attention(nn.Module):
         return self._merge(weights.to(v.dtype) @ v), weights
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [batch, head, token, channel], as views into one matmul's output: nothing is copied."""
+        """Return queries, keys and values [batch, head, token, channel], as views into one matmul's output: nothing is copied.
+
+        With `qk_norm` queries and keys are normalised, and are tensors of their own.
+        """
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
+        if self.q_norm is not None:
+            q = self.q_norm(q).to(v.dtype)  # under autocast norms return float32
+        if self.k_norm is not None:
+            k = self.k_norm(k).to(v.dtype)
         return q, k, v
 
     def _merge(self, x: Tensor) -> Tensor:
@@ -61,6 +70,10 @@ class Attention(nn.Module):
             with torch.autocast("cpu", enabled=False):
                 return _sdpa(q.float(), k.float(), v.float(), bias, dropout).to(q.dtype)
         return _sdpa(q, k, v, bias, dropout)
+
+
+def _head_norm(config: ViTConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.width // config.heads, eps=config.norm_eps)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:

@@ -128,6 +128,7 @@ class ViTConfig(ModelConfig):
     gelu: Literal["tanh", "erf"] = "tanh"
     norm_eps: float = 1e-6
     qkv_bias: bool = True
+    qk_norm: bool = False  # a layer norm on each head's queries and keys, before the scores (ViT-22B)
     layer_scale: float | None = None  # initial value of the per-channel factors; None: no factors
     attention: Literal["full", "axial"] = "full"  # axial: each layer becomes a row block and a column block (App. D.6)
 

@@ -19,7 +19,7 @@ def parameters(config: ModelConfig) -> int:
     total += config.prefix * width + _position_parameters(config)
     total += config.blocks * _block_parameters(config) + 2 * width
     if config.pooling == "map":
-        total += _block_parameters(config, scaled=False) - width  # a block with one norm less, and a probe
+        total += _block_parameters(config, pooling=True) - width  # a block with one norm less, and a probe
     represented = config.pre_logits or width
     total += (width + 1) * config.pre_logits if config.pre_logits else 0
     return total + (represented + 1) * config.outputs * (2 if config.distill_token else 1)
@@ -67,11 +67,12 @@ def _attended(config: ViTConfig, block: int) -> int:
     return config.prefix * config.tokens + (config.tokens - config.prefix) * (config.prefix + line)
 
 
-def _block_parameters(config: ViTConfig, scaled: bool = True) -> int:
+def _block_parameters(config: ViTConfig, pooling: bool = False) -> int:
     width = config.width
     attention = 4 * width * width + width + (3 * width if config.qkv_bias else 0)
+    attention += 4 * (width // config.heads) if config.qk_norm and not pooling else 0
     mlp = 2 * width * config.mlp + width + config.mlp
-    return attention + mlp + 4 * width + (2 * width if scaled and config.layer_scale is not None else 0)
+    return attention + mlp + 4 * width + (2 * width if config.layer_scale is not None and not pooling else 0)
 
 
 def _position_parameters(config: ViTConfig) -> int:

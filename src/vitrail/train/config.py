@@ -53,6 +53,8 @@ class ModelSpec:
     registers: int | None = None
     distill_token: bool | None = None
     layer_scale: float | None = None
+    qk_norm: bool | None = None
+    """A layer norm on each head's queries and keys, which keeps attention scores small (ViT-22B)."""
     dropout: float | None = None
     attention_dropout: float | None = None
     stochastic_depth: float | None = None

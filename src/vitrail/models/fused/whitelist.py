@@ -79,6 +79,8 @@ def _has_plain_parts(parts: dict[str, Any], layer_scale: bool, eval_mode: bool) 
     state = attention.__dict__
     if "_split" in state or "_fused" in state or "_merge" in state:
         return False
+    if state.get("q_norm") is not None or state.get("k_norm") is not None or "q_norm" in inner or "k_norm" in inner:
+        return False
     width, hidden = _norm_width(norm1), up.__dict__["out_features"]
     if not width or _norm_width(norm2) != width:
         return False

@@ -1,13 +1,22 @@
 """Settings that must stand before torch or Triton read them.
 
-One thread a test process: several run side by side (pytest -n), and small models gain nothing from more.
+One thread per test process: several run side by side (pytest -n), and small models gain nothing from more.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Container images often set this. About fifty processes would each compile torch's sources again, for seconds; with a folder of
+    # its own for bytecode, none is written next to the sources.
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    sys.dont_write_bytecode = False
 
 import torch
 

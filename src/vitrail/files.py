@@ -1,16 +1,21 @@
-"""Write files and folders atomically, and compute their checksums."""
+"""Write files and folders atomically, compute their checksums, and keep dataclasses as rows of a CSV file."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
 from vitrail.errors import VitrailError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -92,3 +97,38 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_csv(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:
+    """Write dataclasses of one kind as the rows of a CSV file, atomically. None becomes empty, a float has six digits."""
+    with atomic_file(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.DictWriter(handle, [field.name for field in dataclasses.fields(kind)])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _format(value) for name, value in dataclasses.asdict(row).items()})
+
+
+def read_csv(path: Path, kind: type[T], *, optional: Iterable[str] = ()) -> list[T] | None:
+    """Read what `write_csv` wrote; None if the columns are not those of `kind`. Columns that were added later are `optional`."""
+    hints = get_type_hints(kind)
+    with path.open(newline="", encoding="utf-8") as handle:
+        reader = csv.DictReader(handle)
+        if not hints.keys() - set(optional) <= set(reader.fieldnames or ()) <= hints.keys():
+            return None
+        return [kind(**{name: _parse(hints[name], text) for name, text in line.items()}) for line in reader]
+
+
+def _format(value: Any) -> Any:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _parse(hint: Any, text: str) -> Any:
+    if hint is str:
+        return text
+    if not text:
+        return None
+    if hint == bool | None:
+        return text == "True"
+    return int(text) if hint in (int, int | None) else float(text)

@@ -34,6 +34,17 @@ def test_digits_have_the_same_split_for_any_seed() -> None:
     assert not set(names(train)) & set(names(val))
 
 
+def test_a_range_of_digits() -> None:
+    whole, low, high = (open_source(reference) for reference in ("digits", "digits?classes=0-4", "digits?classes=5-9"))
+    assert (low.classes, high.classes) == (tuple("01234"), tuple("56789"))
+    for split in ("train", "val"):
+        assert set(names(whole.splits[split])) == {*names(low.splits[split]), *names(high.splits[split])}
+        assert pairs(high.splits[split]).items() <= pairs(whole.splits[split]).items()
+    for wrong in ("4-0", "5", "0-x"):
+        with pytest.raises(VitrailError, match="a range of digits such as 0-4"):
+            open_source(f"digits?classes={wrong}")
+
+
 def test_split_folders_with_numeric_class_names(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train/1": 2, "train/2": 2, "train/10": 2, "valid/2": 1, "valid/10": 1})
     source = open_source(str(tmp_path))

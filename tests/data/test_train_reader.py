@@ -125,3 +125,16 @@ def test_stored_images_are_sent_uncropped_to_the_gpu() -> None:
     assert host.uncropped and (host.images.numpy() == arrays).all()
     photographs = read(MemorySplit([jpeg(image) for image in arrays]), Augment(device="gpu"))
     assert not photographs.uncropped and photographs.images.shape == (6, 3, 32, 32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_part_of_a_stored_split_is_read_from_its_array(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scattered images of a packed dataset have no contiguous array of their own; reading them one by one would be slow."""
+    images = np.stack([picture(seed, 40, 40) for seed in range(6)])
+    whole = StoredSplit(images)
+    part = whole.subset([5, 0, 3])
+    assert part.arrays is None
+    monkeypatch.setattr(TrainReader, "_read_files", lambda *_: pytest.fail("read one by one"))
+    augment = Augment(device=device)  # type: ignore[arg-type]
+    found, same = read(part, augment), read(StoredSplit(images[[5, 0, 3]]), augment)
+    assert torch.equal(found.images, same.images)

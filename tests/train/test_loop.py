@@ -359,3 +359,17 @@ def test_initial_values_may_be_named_with_a_checkpoint(tmp_path: Path) -> None:
         torch.allclose(one, two, atol=1e-6)
         for one, two in zip(weights(tmp_path / "first").values(), weights(tmp_path / "again").values(), strict=True)
     )
+
+
+def test_a_fraction_of_the_training_images():
+    """Smaller fractions are parts of larger ones, of every class and for every seed; what is validated on stays the same."""
+    recipes = {part: small(data__fraction=part, data__holdout=0.0, seed=seed) for seed, part in enumerate((0.1, 0.5, 1.0))}
+    splits = {part: prepare(recipe) for part, recipe in recipes.items()}
+    names = {part: {one.train.image_name(k) for k in range(len(one.train))} for part, one in splits.items()}
+    counts = {part: np.bincount(one.train.targets) for part, one in splits.items()}
+    assert names[0.1] < names[0.5]
+    assert (abs(counts[0.1] - 0.1 * counts[1.0]) <= 1).all() and (abs(counts[0.5] - 0.5 * counts[1.0]) <= 1).all()
+    assert len(splits[0.1].validation) == len(splits[1.0].validation)
+    for wrong in (0, 1.5):
+        with pytest.raises(VitrailError, match=r"data.fraction is .* above 0 and at most 1"):
+            small(data__fraction=wrong)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from vitrail.bench.plan import OURS
 from vitrail.errors import VitrailError
-from vitrail.files import atomic_file
+from vitrail.files import read_csv as read_dataclasses
+from vitrail.files import write_csv
 
 DONE, PARTIAL = "done", "partial"
 
@@ -163,43 +162,12 @@ class ResultsFile:
         """Add a row, or replace the one with the same key."""
         self._rows[row.key] = row
         if self.file is not None:
-            write_csv(self.file, self.rows)
-
-
-# Columns that were added later may be missing.
-_REQUIRED = {field.name for field in dataclasses.fields(Row)} - {"clock_mhz", "watts"}
-
-
-def write_csv(file: Path, rows: Iterable[Row]) -> None:
-    with atomic_file(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, [field.name for field in dataclasses.fields(Row)])
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _format(value) for name, value in dataclasses.asdict(row).items()})
+            write_csv(self.file, Row, self.rows)
 
 
 def read_csv(file: Path) -> list[Row]:
-    hints = get_type_hints(Row)
-    with file.open(newline="", encoding="utf-8") as handle:
-        reader = csv.DictReader(handle)
-        if not _REQUIRED <= set(reader.fieldnames or ()) <= set(hints):
-            raise VitrailError(
-                f"{file} does not have the columns of a benchmark. Choose another --out, or use --fresh to replace it."
-            )
-        return [Row(**{name: _parse(hints[name], text) for name, text in line.items()}) for line in reader]
-
-
-def _format(value: Any) -> Any:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def _parse(hint: Any, text: str) -> Any:
-    if hint is str:
-        return text
-    if not text:
-        return None
-    if hint == bool | None:
-        return text == "True"
-    return int(text) if hint in (int, int | None) else float(text)
+    # Clock and power were added later.
+    rows = read_dataclasses(file, Row, optional=("clock_mhz", "watts"))
+    if rows is None:
+        raise VitrailError(f"{file} does not have the columns of a benchmark. Choose another --out, or use --fresh to replace it.")
+    return rows

@@ -27,7 +27,7 @@ from vitrail.data.buffers import BatchBuffers
 from vitrail.data.decode import MAX_PIXELS, decode, image_header
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import BatchSlice
-from vitrail.data.types import Array, BadImage, Payload, Split
+from vitrail.data.types import Array, BadImage, Payload, Split, Subset
 from vitrail.errors import VitrailError
 
 try:
@@ -63,6 +63,7 @@ class TrainReader:
         self.skip_bad = skip_bad
         self.buffers = BatchBuffers(num_buffers)
         self._arrays: Tensor | None = None
+        self._rows: Array | None = None  # the rows of `_arrays` that the split consists of; None: all
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_arrays": None}  # each worker maps the file itself
@@ -87,9 +88,14 @@ class TrainReader:
         return HostBatch(images, targets, torch.from_numpy(indices[-batch_slice.count :]), batch_slice, uncropped, bad)
 
     def _common_arrays(self) -> Tensor | None:
-        """Return all images as one tensor, if the split stores them so and with the model's channels."""
+        """Return all images as one tensor, if the split stores them so and with the model's channels.
+
+        For part of such a split, these are the images of the whole, to be indexed by `_rows`.
+        """
         if self._arrays is None and self.preprocess.bits == 8:
             arrays = self.split.arrays
+            if arrays is None and isinstance(self.split, Subset):
+                arrays, self._rows = self.split.parent.arrays, self.split.indices
             if arrays is not None and arrays.dtype == np.uint8 and arrays.shape[3] == self.preprocess.channels:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns that a read-only memory map is not writable
@@ -102,7 +108,7 @@ class TrainReader:
         boxes = slice_boxes(self.augment, self.seed, batch_slice, rows, columns).tolist()
         flips = slice_flips(self.augment, self.seed, batch_slice).tolist()
         images = self._empty(len(boxes))
-        for row, (index, box, flip) in enumerate(zip(batch_slice.indices.tolist(), boxes, flips, strict=True)):
+        for row, (index, box, flip) in enumerate(zip(self._stored(batch_slice.indices).tolist(), boxes, flips, strict=True)):
             top, left, height, width = box
             self._write(images[row], arrays[index, top : top + height, left : left + width], flip)
         return images
@@ -220,7 +226,10 @@ class TrainReader:
 
     def _gather(self, arrays: Tensor, indices: Array) -> Tensor:
         images = self.buffers.empty((len(indices), *arrays.shape[1:]), torch.uint8)
-        return torch.index_select(arrays, 0, torch.from_numpy(indices), out=images)
+        return torch.index_select(arrays, 0, torch.from_numpy(self._stored(indices)), out=images)
+
+    def _stored(self, indices: Array) -> Array:
+        return indices if self._rows is None else self._rows[indices]
 
     def _empty(self, count: int) -> Tensor:
         shape = (count, *self.preprocess.size, self.preprocess.channels)

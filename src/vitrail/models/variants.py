@@ -49,6 +49,8 @@ def model_config(name: str, *, outputs: int = 1000, image_size: int | Pair = 224
     if "patch" in changes and isinstance(plain, ViTConfig) and plain.resnet is None:
         sides = changes["patch"] if isinstance(changes["patch"], (tuple, list)) else (changes["patch"],)
         changes["name"] = f"{plain.name.split('/')[0]}/{'x'.join(str(side) for side in dict.fromkeys(sides))}"
+    if changes.get("layers") is not None and "name" not in changes:
+        changes["name"] = _renamed(plain, tuple(changes["layers"]), changes.get("patch"))
     return plain.replace(outputs=outputs, image_size=image_size, **changes)
 
 
@@ -101,6 +103,16 @@ def _vit(name: str, size: str, patch: int, resnet: ResNetConfig | None) -> ViTCo
     return ViTConfig(
         name=name, width=width, mlp=mlp, heads=heads, depth=depth, patch=(patch, patch), resnet=resnet, image_size=(square, square)
     )
+
+
+def _renamed(config: ModelConfig, layers: tuple[int, ...], patch: int | None) -> str:
+    """Name a model with other stages as the paper does: a block has three convolutions, and root and head make two layers more."""
+    depth = f"R{3 * sum(layers) + 2}" if layers else "R"
+    if isinstance(config, BiTConfig):
+        return f"BiT-{depth}x{config.resnet.multiplier}"
+    if not isinstance(config, ViTConfig) or config.resnet is None:
+        return config.name  # `replace` refuses the change
+    return f"{depth}+{config.name.split('+')[1].split('/')[0]}/{(patch or config.patch[0]) * ResNetConfig(layers=layers).stride}"
 
 
 def _consequences(changes: dict[str, Any]) -> dict[str, Any]:

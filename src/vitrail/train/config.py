@@ -41,6 +41,8 @@ class ModelSpec:
     heads: int | None = None
     mlp: int | None = None
     """Hidden width of the MLP."""
+    layers: tuple[int, ...] | None = None
+    """Blocks per stage of the ResNet of a hybrid or BiT: 3 4 6 3 is the R50. Fewer stages suit smaller images."""
     pooling: Literal["class", "mean", "map"] | None = None
     position: Literal["learned", "learned-2d", "relative", "sincos2d", "none"] | None = None
     pre_logits: int | None = None
@@ -78,6 +80,9 @@ class DataSpec:
     """The split to validate on: `auto` takes val, else test."""
     holdout: float = 0.0
     """Fraction of the training split to hold out for validation, instead of using the split `validate`; 0: none."""
+    fraction: float = 1.0
+    """Train on this fraction of the training split, the same part of every class. Smaller fractions are subsets of larger ones and
+    do not depend on the seed."""
     preprocess: str = "auto"
     """A preset (google-vit, big-vision, timm, imagenet, cifar). `auto`: the checkpoint's own, else google-vit."""
     sampling: Literal["shuffle", "balanced", "in-order"] = "shuffle"
@@ -312,6 +317,8 @@ def check(recipe: Recipe) -> None:
         raise VitrailError(f"schedule.timescale is {recipe.schedule.timescale}; it must be at least 1.")
     if not 0 <= recipe.data.holdout < 1:
         raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a fraction of the training split, from 0 to below 1.")
+    if not 0 < recipe.data.fraction <= 1:
+        raise VitrailError(f"data.fraction is {recipe.data.fraction}; it is a part of the training split, above 0 and at most 1.")
     _check_optimiser(recipe.optim)
     _check_distillation(recipe.task)
     _check_masked(recipe)

@@ -90,6 +90,13 @@ def _draw_pretraining(wrapper: Pretraining, seed: int) -> None:
 
 def chosen_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
     """Return the split to train on and the one to validate on."""
+    train, validation = _both_splits(recipe, source)
+    if recipe.data.fraction < 1:
+        train = train.subset(stratified(train, recipe.data.fraction, seed=0))
+    return train, validation
+
+
+def _both_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
     spec = recipe.data
     train = source.split(spec.train)
     if spec.holdout:

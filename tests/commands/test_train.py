@@ -111,6 +111,23 @@ def test_a_warm_up_as_it_is_written_on_the_command_line(capsys: pytest.CaptureFi
     assert status == 0 and "schedule: cosine over 40 epochs, warm-up 10 epochs" in out
 
 
+def test_parts_of_a_model_are_shown_before_anything_is_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--model.freeze", "--optim.freeze", "!*.norm?", "--optim.lr-scale", "head=10", "--optim.weight-decay-for", "head=0.5"]
+    status, out, err = run(capsys, "train", "digits", *words, "--explain", "--out", str(tmp_path / "run"))
+    assert status == 0 and "frozen" in out and "0.02" in out and "blocks.*.norm1.weight" in out, err
+    status, out, _ = run(capsys, "plan", "digits", *words, "--json")
+    groups = json.loads(out)["groups"]
+    assert status == 0 and [(group["scale"], group["weight_decay"], group["frozen"]) for group in groups] == [
+        (1.0, 0.0, False),
+        (10.0, 0.5, False),
+        (0.0, 0.0, True),
+    ]
+    status, out, _ = run(capsys, "plan", "digits", *words)
+    assert status == 0 and "Parameter groups" in out and "frozen" in out
+    status, _, err = run(capsys, "plan", "digits", "--optim.freeze", "block.0")
+    assert status == 2 and "matches none of the 56 parameters. Did you mean blocks.0" in err
+
+
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "train", "--recipes", "--json")
     rows = json.loads(out)

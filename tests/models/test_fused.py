@@ -227,6 +227,20 @@ def test_a_frozen_block_between_others(fusing: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts", [("norm1", "norm2"), ("qkv.weight", "down.weight"), ("bias",), ("attention", "patches", "class_token")]
+)
+def test_parts_of_blocks_may_be_frozen(parts: tuple[str, ...], fusing: None) -> None:
+    model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in parts))
+    _, plain = results(model, images, "plain")
+    _, fused = results(model, images, "auto")
+    assert fused.keys() == plain.keys() and not any(part in name for name in fused for part in parts)
+    assert all(near(fused[name], one, 2 * CLOSE) for name, one in plain.items())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masked-patch", "masked-autoencoder"])
 def test_learning_without_labels_goes_the_same_way(kind: str, fusing: None) -> None:
     encoder_part = small(outputs=0)

@@ -30,6 +30,16 @@ ADAM = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__eps": 1e-2, "optim__w
 KEPT = {"ema": 0.5, "eval_every": 0.02, "checkpoint_every": 100}
 
 
+# Whole blocks, and some parameters of the others.
+FROZEN = {
+    **ADAM,
+    "optim__freeze": ("patches", "blocks.0", "*.norm?"),
+    "optim__lr_scale": ("head=3",),
+    "optim__weight_decay_for": ("head=0.5",),
+    "ema": 0.5,
+}
+
+
 def run_of(parallel: str = "auto", **changes: object) -> Recipe:
     """30 images over 2 or 3 ranks, in uneven micro-batches, without chance inside the model."""
     return small(
@@ -103,6 +113,8 @@ def begin(out: Path) -> None:
     for parallel in ("ddp", "fsdp", "hybrid"):
         train(run_of(parallel), out / parallel)
     train(run_of("fsdp", **ADAM), out / "fsdp-adam")
+    for parallel in ("ddp", "fsdp"):
+        train(run_of(parallel, **FROZEN), out / f"{parallel}-frozen")
     parallel_engines.fits_gathered, decided = (lambda *_: True), parallel_engines.fits_gathered
     train(run_of("fsdp", **KEPT), out / "fsdp-kept")
     parallel_engines.fits_gathered = decided

@@ -21,7 +21,7 @@ from vitrail.models import flops
 from vitrail.tasks.masked import Masked
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
 from vitrail.train.loop import Loop, train
-from vitrail.train.memory import Subject, simulate
+from vitrail.train.memory import SimulatedModel, simulate
 from vitrail.train.plan import config_of, make_plan
 from vitrail.train.run import RunFolder
 
@@ -233,14 +233,14 @@ def test_a_hybrid_learns_and_is_warned_about(tmp_path: Path) -> None:
 
 def test_plans_know_the_parts() -> None:
     model = ModelSpec(name="ViT-Ti/16", image_size=64, depth=4)
-    subject = Subject(config_of(model, 0), TASKS["mae"])
+    simulated = SimulatedModel(config_of(model, 0), TASKS["mae"])
     made = make_plan(Recipe(model=model, task=TASKS["mae"], batch=64, epochs=1), gpus=1, memory=8, micro_batch=64)
-    whole = subject.without_memory()
+    whole = simulated.without_memory()
     assert (
         made.parameters == sum(one.numel() for one in whole.parameters()) > sum(one.numel() for one in whole.encoder.parameters())
     )
-    assert made.flops == 3 * 64 * whole.flops() < 3 * 64 * 0.5 * flops(subject.config)
-    other = Subject(subject.config, TASKS["mean-colour"])
+    assert made.flops == 3 * 64 * whole.flops() < 3 * 64 * 0.5 * flops(simulated.config)
+    other = SimulatedModel(simulated.config, TASKS["mean-colour"])
     assert made.needs[0].activations < 0.8 * simulate(other, 64, precision="bf16").activations
     with pytest.raises(VitrailError, match="ResNet without patches"):
         make_plan(Recipe(model=ModelSpec(name="BiT-R50x1"), task=TASKS["mae"], epochs=1), gpus=1, memory=8)
@@ -248,8 +248,8 @@ def test_plans_know_the_parts() -> None:
 
 def test_planned_activations_are_what_autograd_saves() -> None:
     config, batch, saved = config_of(ModelSpec(name="ViT-Ti/16", image_size=64, depth=3), 0), 16, dict[int, int]()
-    subject = Subject(config, TASKS["pixels"])
-    model, around, task = subject.build()
+    simulated = SimulatedModel(config, TASKS["pixels"])
+    model, around, task = simulated.build()
     vitrail.models.initialise(model, 0)
     around.reset()
     own = {one.untyped_storage().data_ptr() for one in around.parameters()}
@@ -263,7 +263,7 @@ def test_planned_activations_are_what_autograd_saves() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = task.objective(around, torch.randn(batch, 3, 64, 64), torch.zeros(batch))
     del loss
-    by_image = (simulate(subject, 2 * batch, precision="fp32").peak - simulate(subject, batch, precision="fp32").peak) / batch
+    by_image = (simulate(simulated, 2 * batch, precision="fp32").peak - simulate(simulated, batch, precision="fp32").peak) / batch
     assert by_image == pytest.approx(sum(saved.values()) / batch + 3 * 64 * 64 * 4, rel=0.15)
 
 

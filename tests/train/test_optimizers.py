@@ -12,7 +12,8 @@ from torch import nn
 from vitrail.errors import VitrailError
 from vitrail.models import create_model
 from vitrail.train.config import OptimSpec, Recipe
-from vitrail.train.optimizers import Optimizer, convert_decay, explain, is_kernel, parameter_groups
+from vitrail.train.optimizers import Optimizer, convert_decay, explain
+from vitrail.train.parameter_groups import is_kernel, parameter_groups
 
 
 def model(**changes):

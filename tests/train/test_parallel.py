@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.ranks import ADAM, KEPT, distilling, run_of
+from tests.train.ranks import ADAM, FROZEN, KEPT, distilling, run_of
 from tests.train.small import weights
 from vitrail.train.loop import train
 from vitrail.train.run import RunFolder
@@ -68,6 +68,9 @@ def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(t
             assert [one["step"] for one in RunFolder(gone_on).records() if one["kind"] == "train"] == [2, 4, 5]
     train(run_of(**ADAM), tmp_path / "alone-adam")
     assert close(tmp_path / "fsdp-adam", tmp_path / "alone-adam") < 1e-5
+    train(run_of(**FROZEN), tmp_path / "alone-frozen")
+    for engine in ("ddp", "fsdp"):
+        assert close(tmp_path / f"{engine}-frozen", tmp_path / "alone-frozen") < 1e-5
     train(run_of(**KEPT), tmp_path / "alone-kept")
     assert close(tmp_path / "fsdp-kept", tmp_path / "alone-kept") < 1e-5
     assert len([one for one in RunFolder(tmp_path / "fsdp-kept").records() if one["kind"] == "val"]) > 1

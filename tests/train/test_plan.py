@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from vitrail.errors import VitrailError
 from vitrail.models import create_model, model_config, parameters
 from vitrail.train.config import ModelSpec, OptimSpec, Recipe
-from vitrail.train.memory import Subject, simulate, simulate_sharded
+from vitrail.train.memory import SimulatedModel, simulate, simulate_sharded
 from vitrail.train.plan import communication, make_plan
 
 TINY = model_config("ViT-Ti/16", image_size=64, depth=3)
 
 
 def test_weights_and_gradients_are_four_bytes_a_parameter() -> None:
-    found = simulate(Subject(TINY), 4, precision="fp32")
+    found = simulate(SimulatedModel(TINY), 4, precision="fp32")
     assert found.weights == pytest.approx(4 * parameters(TINY), rel=0.01)  # rounded up to the allocator's pieces
     assert found.peak > found.weights + found.gradients
 
@@ -39,7 +39,8 @@ def test_activations_are_what_autograd_saves() -> None:
         loss = F.cross_entropy(model(images), labels, reduction="sum")
     del loss
     by_image = (
-        simulate(Subject(TINY), 2 * batch, precision="fp32").peak - simulate(Subject(TINY), batch, precision="fp32").peak
+        simulate(SimulatedModel(TINY), 2 * batch, precision="fp32").peak
+        - simulate(SimulatedModel(TINY), batch, precision="fp32").peak
     ) / batch
     # The images are alive too, and at the peak the first gradients.
     assert by_image == pytest.approx(sum(saved.values()) / batch + 3 * 64 * 64 * 4, rel=0.1)
@@ -47,38 +48,59 @@ def test_activations_are_what_autograd_saves() -> None:
 
 @pytest.mark.slow
 def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_should() -> None:
-    full = simulate(Subject(TINY), 32, precision="fp32")
-    assert simulate(Subject(TINY), 32, precision="bf16").activations < full.activations
-    deeper = Subject(TINY.replace(depth=6))
+    full = simulate(SimulatedModel(TINY), 32, precision="fp32")
+    assert simulate(SimulatedModel(TINY), 32, precision="bf16").activations < full.activations
+    deeper = SimulatedModel(TINY.replace(depth=6))
     whole = simulate(deeper, 32, precision="fp32")
     assert simulate(deeper, 32, precision="fp32", recompute=-1).activations < 0.6 * whole.activations
     for precision in ("fp32", "bf16"):  # the plain path, and the one of our own kernels
-        sizes = [simulate(Subject(TINY), 256, precision=precision, recompute=-1, keep=keep) for keep in ("nothing", "matmuls")]
-        sizes.append(simulate(Subject(TINY), 256, precision=precision))
+        sizes = [
+            simulate(SimulatedModel(TINY), 256, precision=precision, recompute=-1, keep=keep) for keep in ("nothing", "matmuls")
+        ]
+        sizes.append(simulate(SimulatedModel(TINY), 256, precision=precision))
         assert sizes[0].activations < 0.95 * sizes[1].activations < 0.95 * 0.95 * sizes[2].activations
-    held = simulate(Subject(TINY), 32, precision="fp32", accumulates=True)
+    held = simulate(SimulatedModel(TINY), 32, precision="fp32", accumulates=True)
     assert 0 < held.peak - full.peak <= full.gradients * 1.01
 
 
 def test_shards_beyond_the_fake_ranks_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> None:
     import vitrail.train.memory as memory
 
-    exact = simulate_sharded(Subject(TINY), 8, precision="fp32", ranks=8)
+    exact = simulate_sharded(SimulatedModel(TINY), 8, precision="fp32", ranks=8)
     monkeypatch.setattr(memory, "_FAKE_RANKS", 2)
-    computed = simulate_sharded(Subject(TINY), 8, precision="fp32", ranks=8)
+    computed = simulate_sharded(SimulatedModel(TINY), 8, precision="fp32", ranks=8)
     assert computed.weights == exact.weights == pytest.approx(4 * parameters(TINY) / 8, rel=0.02)
     assert computed.peak == pytest.approx(exact.peak, rel=0.05)
+
+
+def test_what_is_frozen_needs_no_gradient_and_no_optimiser_state() -> None:
+    whole = make_plan(small_plan(ema=0.99), gpus=8, memory=8, micro_batch=8)
+    part = make_plan(small_plan(ema=0.99, optim=OptimSpec(freeze=("*", "!head"))), gpus=8, memory=8, micro_batch=8)
+    for before, after in zip(whole.needs, part.needs, strict=True):
+        assert after.weights == before.weights and after.activations < before.activations
+        assert before.optimizer == 2 * before.weights == 2 * before.average
+        assert after.gradients < 0.4 * before.gradients and after.communication < before.communication
+        assert after.optimizer == 2 * after.gradients == 2 * after.average
+    head = 192 * 1000 + 1000
+    assert part.needs[0].communication == round(2 * 7 / 8 * 4 * head)
+    assert [(group.frozen, group.values) for group in part.groups] == [
+        (False, head), (True, part.parameters - head),
+    ]  # fmt: skip
+    only_head = make_plan(
+        Recipe(model=ModelSpec(name="ViT-Ti/16", image_size=64, depth=3, freeze=True), epochs=1), gpus=1, memory=8
+    )
+    assert [group.values for group in only_head.groups] == [head, only_head.parameters - head]
 
 
 def test_communication_by_hand() -> None:
     config = model_config("ViT-B/16")
     count = parameters(config)
-    assert communication(Subject(config), "ddp", 8, 1, "bf16") == round(2 * 7 / 8 * 4 * count)
+    assert communication(SimulatedModel(config), "ddp", 8, 1, "bf16") == round(2 * 7 / 8 * 4 * count)
     blocks = 12 * (12 * 768**2 + 13 * 768)  # qkv, out, up, down with their biases, and two norms
     once = 7 / 8 * (2 * 2 * blocks + 4 * (count - blocks))
-    assert communication(Subject(config), "fsdp", 8, 1, "bf16") == pytest.approx(once + 7 / 8 * 4 * count)
-    assert communication(Subject(config), "fsdp", 8, 3, "bf16") == pytest.approx(3 * once + 7 / 8 * 4 * count)
-    assert communication(Subject(config), "single", 1, 1, "bf16") == 0
+    assert communication(SimulatedModel(config), "fsdp", 8, 1, "bf16") == pytest.approx(once + 7 / 8 * 4 * count)
+    assert communication(SimulatedModel(config), "fsdp", 8, 3, "bf16") == pytest.approx(3 * once + 7 / 8 * 4 * count)
+    assert communication(SimulatedModel(config), "single", 1, 1, "bf16") == 0
 
 
 def small_plan(**changes: object) -> Recipe:
@@ -125,5 +147,5 @@ def test_impossible_plans_are_sentences() -> None:
 @pytest.mark.parametrize("name", ["BiT-R26x1", "R26+ViT-S/32"])
 def test_bit_and_hybrids_can_be_planned(name: str) -> None:
     config = model_config(name, image_size=64)
-    found = simulate(Subject(config), 2, precision="bf16")
+    found = simulate(SimulatedModel(config), 2, precision="bf16")
     assert found.weights == pytest.approx(4 * parameters(config), rel=0.01) and found.activations > 0

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vitrail.commands.finetune import extract_flags
 from vitrail.commands.train import parsed
+from vitrail.commands.training_display import group_table
 from vitrail.errors import VitrailError
 from vitrail.recipes import recipe_named
 from vitrail.train.plan import GIB, Need, Plan, make_plan
@@ -53,7 +54,9 @@ def plan(words: list[str]) -> int:
         needs = [{**dataclasses.asdict(need), "tensors": need.tensors, "total": need.total} for need in made.needs]
         print(json.dumps({**dataclasses.asdict(made), "needs": needs}, indent=2))  # noqa: T201
     else:
-        show(made, Console())
+        console = Console()
+        show(made, console)
+        group_table(made.groups, recipe, console)
     return 0
 
 

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.commands.training_display import deviations, display_for, group_table, print_result
+from vitrail.commands.training_display import deviations, display_for, group_table, name_patterns, print_result
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext
 from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotSpec
@@ -25,8 +25,8 @@ from vitrail.train.config import Recipe, flatten
 from vitrail.train.loop import MakeEvaluator, Result
 from vitrail.train.loop import train as run_training
 from vitrail.train.optimizers import explain as explain_update
-from vitrail.train.optimizers import parameter_groups
 from vitrail.train.parallel import World
+from vitrail.train.parameter_groups import all_groups, freeze
 from vitrail.train.prepare import Prepared
 
 # Flags of every command that reads images, as sentences advise them; a recipe keeps these settings under `data`.
@@ -155,7 +155,10 @@ def explain(recipe: Recipe, console: Console) -> None:
     console.print(
         f"\nupdate: {explain_update(recipe.optim)}; s is the {recipe.schedule.kind} schedule", soft_wrap=True, highlight=False
     )
-    group_table(parameter_groups(prepared.trained, recipe.optim), recipe, console)
+    freeze(prepared.trained, recipe.optim, head_only=recipe.model.freeze)
+    group_table(all_groups(prepared.trained, recipe.optim), recipe, console)
+    names = name_patterns([name for name, _ in prepared.trained.named_parameters()])
+    console.print(f"names for patterns: {', '.join(names)}", soft_wrap=True, highlight=False)
 
 
 def print_recipes(*, as_json: bool) -> None:

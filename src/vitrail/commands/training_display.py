@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +18,7 @@ from rich.text import Text
 from vitrail.train.callbacks import Callback, Record, RunInfo
 from vitrail.train.config import Recipe, differences
 from vitrail.train.loop import Result
-from vitrail.train.optimizers import Group as ParameterGroup
+from vitrail.train.parameter_groups import Group as ParameterGroup
 from vitrail.train.run import RunFolder
 
 _PAUSE = 2.0  # seconds between plain lines
@@ -158,15 +160,24 @@ def deviations(recipe: Recipe, changed: Recipe, console: Console) -> None:
         console.print(f"The recipe's expected result does not apply to this run{cut}: {recipe.expected}", soft_wrap=True)
 
 
-def group_table(groups: list[ParameterGroup], recipe: Recipe, console: Console) -> None:
+def group_table(groups: Sequence[ParameterGroup], recipe: Recipe, console: Console) -> None:
     """Print the parameter groups with their learning rates and weight decays."""
-    table = Table(title="Parameter groups", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("learning rate", "weight decay", "tensors", "parameters", "example"):
-        table.add_column(heading, justify="left" if heading == "example" else "right")
+    table = Table(title=f"Parameter groups (weight decay {recipe.optim.decay})", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("learning rate", "weight decay", "tensors", "parameters", "first"):
+        table.add_column(heading, justify="left" if heading == "first" else "right", overflow="fold")
     for group in groups:
-        decay = f"{recipe.optim.weight_decay:g} ({recipe.optim.decay})" if group.decays else "–"
-        table.add_row(f"{recipe.optim.lr * group.scale:.3g}", decay, str(len(group.names)), f"{group.values:,}", group.names[0])
+        rate = "frozen" if group.frozen else f"{recipe.optim.lr * group.scale:.3g}"
+        decay = f"{group.weight_decay:g}" if group.decays else "–"
+        table.add_row(rate, decay, str(len(group.names)), f"{group.values:,}", group.names[0])
     console.print(table)
+
+
+def name_patterns(names: Sequence[str]) -> list[str]:
+    """Return parameter names; those that differ only in numbers as one pattern, `blocks.*.norm1.weight`."""
+    stems: dict[str, list[str]] = {}
+    for name in names:
+        stems.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+    return [stem if len(members) > 1 else members[0] for stem, members in stems.items()]
 
 
 def print_result(result: Result, console: Console) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.train.lengths import Length, parsed_length
+from vitrail.train.parameter_groups import check_patterns
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class ModelSpec:
     recompute_keep: Literal["nothing", "matmuls"] = "nothing"
     """What such blocks keep: nothing, or matmul outputs, so that only norms, attention and GELU are recomputed."""
     freeze: bool = False
-    """Train the head only."""
+    """Train the head only. `optim.freeze` adds parts to that, or excepts some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,13 @@ class OptimSpec:
     """Clip gradients to this global norm. None: no clipping."""
     layer_decay: float = 1.0
     """Learning rate of a block divided by that of the next block; 1: the same for all."""
+    freeze: tuple[str, ...] = ()
+    """Parameters to freeze: names, globs such as 'blocks.[0-5]', or regular expressions after re:. '!PATTERN' excepts some
+    again; the last match decides."""
+    lr_scale: tuple[str, ...] = ()
+    """PATTERN=FACTOR, such as 'head=10': learning rates relative to `lr`, times layer_decay's. The last match decides."""
+    weight_decay_for: tuple[str, ...] = ()
+    """PATTERN=VALUE, such as 'positions=0.01': weight decays other than `weight_decay`. The last match decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +361,7 @@ def _check_optimiser(optim: OptimSpec) -> None:
         raise VitrailError(f"optim.layer_decay is {optim.layer_decay:g}; it is above 0 and at most 1, such as 0.75.")
     if optim.weight_decay < 0:
         raise VitrailError(f"optim.weight_decay is {optim.weight_decay:g}; it is 0 or more.")
+    check_patterns(optim)
 
 
 def _check_distillation(task: TaskSpec) -> None:

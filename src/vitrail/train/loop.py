@@ -24,8 +24,9 @@ from vitrail.train.determinism import deterministic, threads
 from vitrail.train.export import export_model, resolved
 from vitrail.train.fp8 import use_fp8
 from vitrail.train.moving_average import MovingAverage
-from vitrail.train.optimizers import Optimizer, group_lines
+from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, blocks_of, joined
+from vitrail.train.parameter_groups import all_groups, freeze, group_lines
 from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
 from vitrail.train.run import RunFolder
@@ -154,6 +155,7 @@ class Loop:
         recipe, model, draw = self.recipe, self.prepared.trained, self.prepared.initialise
         self.prepared.task.to(self.world.device)
         model.train()
+        freeze(model, recipe.optim, head_only=recipe.model.freeze)
         if self.precision == "fp8":
             use_fp8(model, recipe, self.world)
         twin = twin_of(model) if draw is not None else model.to(self.world.device)
@@ -221,7 +223,7 @@ class Loop:
         parts = math.ceil(recipe.batch / ranks / self.micro_batch)
         devices = f"{ranks} devices, {self.world.mode}" if ranks > 1 else "1 device"
         lines = [f"batch: {recipe.batch} = {self.micro_batch} at once × {parts} × {devices}"]
-        groups = group_lines(self.step.optimizer.groups, recipe.optim)
+        groups = group_lines(all_groups(self.prepared.trained, recipe.optim), recipe.optim)
         lines.append(f"optimiser: {recipe.optim.name}, {self.precision}; {'; '.join(groups)}")
         lines.append(f"schedule: {describe_schedule(recipe.schedule, f'{self.total:,} steps', self.schedule)}")
         return lines

@@ -23,8 +23,9 @@ from vitrail.models import BiT, BiTConfig, Model, ModelConfig, ViT, ViTConfig
 from vitrail.models.masked import Pretraining
 from vitrail.models.recompute import Keep
 from vitrail.tasks import Classify, Task
-from vitrail.train.config import SELF_SUPERVISED, TaskSpec
+from vitrail.train.config import SELF_SUPERVISED, OptimSpec, TaskSpec
 from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
+from vitrail.train.parameter_groups import freeze
 from vitrail.train.pretext import pretext, with_defaults
 
 _FAKE_RANKS = 8  # ranks
@@ -75,14 +76,21 @@ class Allocations(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is trained: a model, alone or inside what it needs to learn without labels."""
+class SimulatedModel:
+    """A model whose training step is simulated, with the task's parts around it, and with what is frozen."""
 
     config: ModelConfig
     task: TaskSpec = field(default_factory=TaskSpec)
+    optim: OptimSpec = field(default_factory=OptimSpec)
+    head_only: bool = False
 
     def build(self) -> tuple[Model, Model | Pretraining, Task]:
         """Return the model, the module that is trained, and the task, on torch's default device."""
+        model, trained, task = self._build()
+        freeze(trained, self.optim, head_only=self.head_only)
+        return model, trained, task
+
+    def _build(self) -> tuple[Model, Model | Pretraining, Task]:
         assert isinstance(self.config, ViTConfig | BiTConfig)
         if self.task.kind not in SELF_SUPERVISED:
             model = ViT(self.config) if isinstance(self.config, ViTConfig) else BiT(self.config)
@@ -98,7 +106,7 @@ class Subject:
 
 
 def simulate(
-    subject: Subject,
+    simulated: SimulatedModel,
     micro_batch: int,
     *,
     precision: str,
@@ -108,15 +116,16 @@ def simulate(
 ) -> Footprint:
     """Simulate one device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
     with _fake(), Allocations() as memory:
-        model, task = _ready(subject, recompute, keep, fp8=precision == "fp8")
-        weights = sum(-(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters())
+        model, task = _ready(simulated, recompute, keep, fp8=precision == "fp8")
+        sizes = {one: -(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters()}
+        gradients = sum(size for one, size in sizes.items() if one.requires_grad)
         for _ in range(2 if accumulates else 1):
-            _forward_and_backward(model, task, subject.config, micro_batch, precision)
-        return Footprint(weights, weights, memory.peak)
+            _forward_and_backward(model, task, simulated.config, micro_batch, precision)
+        return Footprint(sum(sizes.values()), gradients, memory.peak)
 
 
 def simulate_sharded(
-    subject: Subject,
+    simulated: SimulatedModel,
     micro_batch: int,
     *,
     precision: str,
@@ -132,27 +141,28 @@ def simulate_sharded(
     with _fake_group(fake):
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
-            model, task = _ready(subject, recompute, keep)
+            model, task = _ready(simulated, recompute, keep)
             runner = Runner(model, world, low_precision=low, mesh=mesh, keep_gathered=keep_gathered)
             memory.peak = memory.now  # the whole model, before it was sharded, does not count
             for _ in range(2):
-                _forward_and_backward(runner, task, subject.config, micro_batch, precision)
+                _forward_and_backward(runner, task, simulated.config, micro_batch, precision)
             peak = memory.peak
-    shards, reference = shard_bytes(subject, ranks), shard_bytes(subject, fake)
+    (weights, gradients), reference = shard_bytes(simulated, ranks), sum(shard_bytes(simulated, fake))
     # All blocks are gathered at a time, or two, the one in use and the next; many ranks pad small tensors up.
-    added = sum(_gathered(subject, ranks, keep_gathered)) - sum(_gathered(subject, fake, keep_gathered))
+    added = sum(_gathered(simulated, ranks, keep_gathered)) - sum(_gathered(simulated, fake, keep_gathered))
     padding = added * (2 if low is not None else 4)
-    return Footprint(shards, shards, peak + 2 * (shards - reference) + padding)
+    return Footprint(weights, gradients, peak + weights + gradients - reference + padding)
 
 
-def shard_bytes(subject: Subject, ranks: int) -> int:
-    """Return the bytes of one rank's shard of float32 weights; each tensor is split along its first axis, rounded up."""
-    return sum(4 * _padded(parameter, ranks) // ranks for parameter in subject.without_memory().parameters())
+def shard_bytes(simulated: SimulatedModel, ranks: int) -> tuple[int, int]:
+    """Return the bytes of one rank's shards of float32 weights and gradients; tensors are split along their first axis."""
+    sizes = [(4 * _padded(one, ranks) // ranks, one.requires_grad) for one in simulated.without_memory().parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, needs_grad in sizes if needs_grad)
 
 
-def _gathered(subject: Subject, ranks: int, keep_gathered: bool) -> list[int]:
+def _gathered(simulated: SimulatedModel, ranks: int, keep_gathered: bool) -> list[int]:
     """Return the number of values of the blocks that are gathered at a time, padding included."""
-    blocks = blocks_of(subject.without_memory())
+    blocks = blocks_of(simulated.without_memory())
     sizes = [sum(_padded(parameter, ranks) for parameter in block.parameters()) for block in blocks]
     return sizes if keep_gathered else 2 * [max(sizes)]
 
@@ -162,9 +172,9 @@ def _padded(parameter: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * ranks * (parameter.numel() // max(rows, 1))
 
 
-def _ready(subject: Subject, recompute: int, keep: Keep, *, fp8: bool = False) -> tuple[nn.Module, Task]:
+def _ready(simulated: SimulatedModel, recompute: int, keep: Keep, *, fp8: bool = False) -> tuple[nn.Module, Task]:
     with torch.device("cpu"):
-        model, trained, task = subject.build()
+        model, trained, task = simulated.build()
     trained.train()
     if fp8 and isinstance(model, ViT):
         model.kernels = "fp8"

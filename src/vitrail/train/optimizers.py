@@ -1,4 +1,4 @@
-"""Optimisers, and which parameters they treat how.
+"""Optimisers, and what weight decay means to them.
 
 Papers and code bases mean different things by "weight decay 0.1". With s(t) the schedule from 0 to 1, lr the peak learning
 rate and u the optimiser's own direction, a parameter p moves by
@@ -10,8 +10,6 @@ rate and u the optimiser's own direction, a parameter p moves by
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,24 +18,7 @@ from torch import Tensor, nn
 
 from vitrail.train.config import Decay, OptimSpec
 from vitrail.train.parallel import local, sharded_like
-
-_BLOCK = re.compile(r"blocks\.(\d+)\.|stages\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters that share a learning rate and a weight decay."""
-
-    scale: float
-    """Learning rate relative to the run's."""
-    decays: bool
-    names: tuple[str, ...]
-    values: int
-
-
-def is_kernel(name: str, parameter: Tensor) -> bool:
-    """Whether it is a kernel in the reference's sense: a matrix or convolution, not a bias, norm, token or position table."""
-    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight" and not name.startswith("positions.")
+from vitrail.train.parameter_groups import Group, parameter_groups
 
 
 def convert_decay(weight_decay: float, lr: float, source: Decay, target: Decay) -> float:
@@ -47,36 +28,6 @@ def convert_decay(weight_decay: float, lr: float, source: Decay, target: Decay) 
     if "coupled" in (source, target):
         raise ValueError("coupled decay goes through the optimiser's own scaling and has no equivalent")
     return weight_decay * lr if target == "independent-of-lr" else weight_decay / lr
-
-
-def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Learning rate of each parameter relative to the head's: the head 1, the last block `layer_decay`, and so on down."""
-    depth = 1 + max((_block(name) for name, _ in model.named_parameters()), default=-1)
-
-    def height(name: str) -> int:
-        if name.startswith(("head.", "distill_head.", "pre_logits.", "pool.", "norm.")):
-            return depth + 1
-        return _block(name) + 1  # what stands before the first block has none, and comes out as 0
-
-    return {name: layer_decay ** (depth + 1 - height(name)) for name, _ in model.named_parameters()}
-
-
-def _block(name: str) -> int:
-    match = _BLOCK.match(name)
-    return int(next(number for number in match.groups() if number)) if match else -1
-
-
-def parameter_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
-    """The learnable parameters, grouped; the order is that of their first member."""
-    scales = layer_scales(model, spec.layer_decay)
-    found: dict[tuple[float, bool], list[str]] = {}
-    sizes: dict[tuple[float, bool], int] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            key = scales[name], spec.weight_decay > 0 and (spec.decay_on == "all" or is_kernel(name, parameter))
-            found.setdefault(key, []).append(name)
-            sizes[key] = sizes.get(key, 0) + parameter.numel()
-    return [Group(scale, decays, tuple(names), sizes[scale, decays]) for (scale, decays), names in found.items()]
 
 
 class Optimizer:
@@ -100,8 +51,7 @@ class Optimizer:
         self._fill_state()
 
     def _settings(self, group: Group, updated: dict[str, Tensor]) -> dict[str, Any]:
-        spec = self.spec
-        decay = spec.weight_decay if group.decays else 0.0
+        spec, decay = self.spec, group.weight_decay
         if spec.decay == "independent-of-lr":
             decay /= spec.lr * group.scale  # torch multiplies it by this group's own learning rate again
         return {"params": [updated[name] for name in group.names], "scale": group.scale, "weight_decay": decay}
@@ -213,20 +163,6 @@ def _build(spec: OptimSpec, settings: list[dict[str, Any]]) -> torch.optim.Optim
     return kind(settings, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
 
 
-def group_lines(groups: list[Group], spec: OptimSpec) -> list[str]:
-    """Describe the parameter groups: those with and those without decay, and the range of their learning rates."""
-    lines = []
-    for decays in (True, False):
-        those = [group for group in groups if group.decays == decays]
-        if those:
-            rates = sorted({group.scale * spec.lr for group in those})
-            rate = f"lr {rates[0]:.3g}" + (f" to {rates[-1]:.3g} in {len(rates)} layers" if len(rates) > 1 else "")
-            tensors, values = sum(len(group.names) for group in those), sum(group.values for group in those)
-            decay = f"weight decay {spec.weight_decay:g} ({spec.decay})" if decays else "no weight decay"
-            lines.append(f"{values:,} parameters in {tensors} tensors: {rate}, {decay}")
-    return lines
-
-
 def explain(spec: OptimSpec) -> str:
     """The update in one line, with this recipe's numbers."""
     direction = {
@@ -235,7 +171,8 @@ def explain(spec: OptimSpec) -> str:
         "adamw": f"Adam's direction (β {spec.beta1:g}, {spec.beta2:g})",
     }[spec.name]
     if not spec.weight_decay:
-        return f"p −= s·{spec.lr:g}·u, u = {direction}; no weight decay"
+        decay = "weight decay by optim.weight_decay_for alone" if spec.weight_decay_for else "no weight decay"
+        return f"p −= s·{spec.lr:g}·u, u = {direction}; {decay}"
     if spec.decay == "coupled":
         return f"p −= s·{spec.lr:g}·u, u = {direction}, to which {spec.weight_decay:g}·p was added (coupled decay)"
     if spec.decay == "scaled-by-lr":

@@ -14,8 +14,9 @@ from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ViTConfig, model_config
 from vitrail.models.masked import Pretraining
 from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
-from vitrail.train.memory import Footprint, Subject, simulate, simulate_sharded
+from vitrail.train.memory import Footprint, SimulatedModel, simulate, simulate_sharded
 from vitrail.train.parallel import blocks_of, fits_gathered
+from vitrail.train.parameter_groups import Group, all_groups
 from vitrail.train.schedules import describe_schedule, in_steps
 from vitrail.train.speed import training_flops
 
@@ -40,7 +41,7 @@ class Need:
     average: int
     activations: int
     communication: int
-    """Return the bytes each GPU sends in an optimiser step."""
+    """Bytes each GPU sends in an optimiser step."""
 
     @property
     def tensors(self) -> int:
@@ -68,6 +69,8 @@ class Plan:
     """FLOPs of an optimiser step, over all GPUs."""
     schedule: str
     """The learning rate schedule in words; in steps as far as they follow without the data."""
+    groups: tuple[Group, ...]
+    """Parameters by learning rate and weight decay; frozen ones last."""
     needs: tuple[Need, ...]
 
 
@@ -81,11 +84,11 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
     config = config_of(recipe.model, 0 if alone else outputs)
     if alone and not isinstance(config, ViTConfig):
         raise VitrailError(f"{config.name} is a ResNet without patches; {recipe.task.kind} needs a Vision Transformer.")
-    subject = Subject(config, recipe.task)
-    trained = subject.without_memory()
+    simulated = SimulatedModel(config, recipe.task, recipe.optim, recipe.model.freeze)
+    trained = simulated.without_memory()
     precision = "bf16" if recipe.precision == "auto" else recipe.precision
     engines = ("single",) if gpus == 1 else ("ddp", "fsdp")
-    needs = tuple(_need(recipe, subject, engine, gpus, round(memory * GIB), precision, micro_batch) for engine in engines)
+    needs = tuple(_need(recipe, simulated, engine, gpus, round(memory * GIB), precision, micro_batch) for engine in engines)
     return Plan(
         config.name,
         sum(one.numel() for one in trained.parameters()),
@@ -96,6 +99,7 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
         precision,
         (3 * trained.flops() if isinstance(trained, Pretraining) else training_flops(config)) * recipe.batch,
         _schedule(recipe),
+        all_groups(trained, recipe.optim),
         needs,
     )
 
@@ -121,18 +125,20 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
     return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **changes)
 
 
-def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None) -> Need:
+def _need(
+    recipe: Recipe, simulated: SimulatedModel, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None
+) -> Need:
     per_gpu = math.ceil(recipe.batch / gpus)
     low = None if precision == "fp32" else torch.bfloat16
-    keep_gathered = engine == "fsdp" and fits_gathered(subject.without_memory(), low, memory)
+    keep_gathered = engine == "fsdp" and fits_gathered(simulated.without_memory(), low, memory)
 
     def footprint(size: int, accumulates: bool = True) -> Footprint:
         settings: dict[str, Any] = {"recompute": recipe.model.recompute, "keep": recipe.model.recompute_keep}
         if engine == "fsdp":
-            return simulate_sharded(subject, size, precision=precision, ranks=gpus, keep_gathered=keep_gathered, **settings)
-        return simulate(subject, size, precision=precision, accumulates=accumulates or engine == "ddp", **settings)
+            return simulate_sharded(simulated, size, precision=precision, ranks=gpus, keep_gathered=keep_gathered, **settings)
+        return simulate(simulated, size, precision=precision, accumulates=accumulates or engine == "ddp", **settings)
 
-    states = _states(recipe, footprint(1).weights)
+    states = _states(recipe, footprint(1).gradients)
     largest = _largest(footprint, (memory - _CONTEXT) / (1 + _FRAGMENTS) - _WORKSPACE - sum(states))
     chosen = min(micro_batch or largest, per_gpu)
     # Where nothing fits, show the need of one image.
@@ -147,7 +153,7 @@ def _need(recipe: Recipe, subject: Subject, engine: str, gpus: int, memory: int,
         exact.gradients,
         *states,
         exact.activations,
-        communication(subject, engine, gpus, accumulation, precision, keep_gathered=keep_gathered),
+        communication(simulated, engine, gpus, accumulation, precision, keep_gathered=keep_gathered),
     )
 
 
@@ -166,27 +172,28 @@ def _largest(footprint: Callable[[int], Footprint], available: float) -> int:
     return low[0] if low[1] <= available else 0
 
 
-def _states(recipe: Recipe, weights: int) -> tuple[int, int]:
-    """Return the bytes of optimiser state and averaged weights for so many bytes of weights."""
+def _states(recipe: Recipe, trained: int) -> tuple[int, int]:
+    """Return the bytes of optimiser state and averaged weights for so many bytes of weights that are not frozen."""
     moments = (1 if recipe.optim.momentum else 0) if recipe.optim.name == "sgd" else 2
-    return moments * weights, weights if recipe.ema else 0
+    return moments * trained, trained if recipe.ema else 0
 
 
 def communication(
-    subject: Subject, engine: str, gpus: int, accumulation: int, precision: str, *, keep_gathered: bool = False
+    simulated: SimulatedModel, engine: str, gpus: int, accumulation: int, precision: str, *, keep_gathered: bool = False
 ) -> int:
     """Return the bytes each GPU sends in a step, by ring algorithms.
 
     DDP sums float32 gradients once. FSDP2 gathers every block for the forward and, unless it stays gathered, again for the
     backward pass of each micro-batch, in the precision of the matmuls, the rest once in float32, and scatters float32 gradients
-    once.
+    once. Frozen weights have no gradients.
     """
-    trained, ring = subject.without_memory(), (gpus - 1) / gpus
+    trained, ring = simulated.without_memory(), (gpus - 1) / gpus
     total = sum(parameter.numel() for parameter in trained.parameters())
+    gradients = sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad)
     if engine == "single":
         return 0
     if engine == "ddp":
-        return round(2 * ring * 4 * total)
+        return round(2 * ring * 4 * gradients)
     inner = sum(parameter.numel() for block in blocks_of(trained) for parameter in block.parameters())
     gathered = (1 if keep_gathered else 2) * inner * (4 if precision == "fp32" else 2) + 4 * (total - inner)
-    return round(ring * (max(accumulation, 1) * gathered + 4 * total))
+    return round(ring * (max(accumulation, 1) * gathered + 4 * gradients))

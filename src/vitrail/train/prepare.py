@@ -145,12 +145,6 @@ def make_model(
         preprocess = preset(named, size=size, channels=channels)
     else:
         model, preprocess = _continued(recipe, outputs, classes, notes)
-    if spec.freeze:
-        model.requires_grad_(False)
-        for head in (model.head, getattr(model, "distill_head", None)):
-            if head is not None:
-                head.requires_grad_(True)
-        notes.append("frozen: everything but the head")
     if spec.recompute:
         covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute, spec.recompute_keep)
         notes.append(f"activations recomputed in {covered} blocks, which keep {spec.recompute_keep}")

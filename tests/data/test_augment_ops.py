@@ -1,4 +1,4 @@
-"""Compare each operation with torchvision's, or with TensorFlow's rules in a few lines of float64 numpy."""
+"""Compare each operation with torchvision's and timm's, or with TensorFlow's rules in a few lines of float64 numpy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torchvision.transforms.v2 import functional as TF
 from tests.data.memory_splits import picture
 from vitrail.data.augment import Augment
 from vitrail.data.augment.apply import randaugment
-from vitrail.data.augment.randaugment import OPERATIONS, Operations, draw_operations, strength
+from vitrail.data.augment.randaugment import OPERATIONS, Operations, Rules, draw_operations, strength
 from vitrail.data.types import Array
 
 H, W = 37, 44
+MEAN = (0.485, 0.456, 0.406, 0.5)
 FLAT = np.full((H, W, 3), (200, 13, 255), dtype=np.uint8)
 
 
@@ -30,9 +31,9 @@ def images() -> Array:
 def ours(variant: str, name: str, magnitude: float, sign: float, batch: Array, centre: tuple[float, float] = (0, 0)) -> Array:
     n = len(batch)
     operations = Operations(
-        variant,  # type: ignore[arg-type]
-        magnitude,
+        Rules.of(Augment(randaugment=variant), MEAN[: batch.shape[3]]),  # type: ignore[arg-type]
         np.full((n, 1), OPERATIONS[variant].index(name)),  # type: ignore[index]
+        np.full((n, 1), float(magnitude)),
         np.full((n, 1), sign),
         np.tile(np.array(centre), (n, 1, 1)),
     )
@@ -186,7 +187,7 @@ def test_big_vision_has_16_operations_and_no_identity() -> None:
 @pytest.mark.parametrize("variant", ["torchvision", "big-vision"])
 def test_operations_are_drawn_uniformly(variant: str) -> None:
     augment = Augment(randaugment=variant, randaugment_count=2)  # type: ignore[arg-type]
-    drawn = draw_operations(augment, 0, 0, 0, 20_000)
+    drawn = draw_operations(augment, MEAN, 0, 0, 0, 20_000)
     for k in (0, 1):
         counts = np.bincount(drawn.codes[:, k], minlength=len(OPERATIONS[variant]))  # type: ignore[index]
         assert len(counts) == len(OPERATIONS[variant])  # type: ignore[index]
@@ -200,9 +201,9 @@ def test_each_image_of_a_batch_has_its_own_operations() -> None:
     for variant in ("torchvision", "big-vision"):
         augment = Augment(randaugment=variant)  # type: ignore[arg-type]
         batch = torch.from_numpy(np.stack([picture(i, 32, 40) for i in range(64)])).permute(0, 3, 1, 2)
-        together = randaugment(batch.clone(), draw_operations(augment, 5, 1, 100, 64))
+        together = randaugment(batch.clone(), draw_operations(augment, MEAN[:3], 5, 1, 100, 64))
         for i in range(64):
-            alone = randaugment(batch[i : i + 1].clone(), draw_operations(augment, 5, 1, 100 + i, 1))
+            alone = randaugment(batch[i : i + 1].clone(), draw_operations(augment, MEAN[:3], 5, 1, 100 + i, 1))
             assert (together[i].int() - alone[0].int()).abs().max() <= 1
 
 
@@ -218,6 +219,12 @@ def test_other_channel_counts(channels: int) -> None:
 
 
 def test_strength_of_translation_depends_on_the_side() -> None:
-    assert strength("torchvision", "TranslateX", 30, (100, 331)) == 150
-    assert strength("torchvision", "TranslateY", 30, (331, 100)) == 150
-    assert strength("big-vision", "TranslateX", 10, (10, 10)) == 100
+    for variant, magnitude, name, size, expected in (
+        ("torchvision", 30, "TranslateX", (100, 331), 150),
+        ("torchvision", 30, "TranslateY", (331, 100), 150),
+        ("big-vision", 10, "TranslateX", (10, 10), 100),
+        ("timm", 10, "TranslateX", (100, 200), 90),
+        ("timm", 5, "TranslateY", (100, 200), 22.5),
+    ):
+        rules = Rules.of(Augment(randaugment=variant), MEAN)  # type: ignore[arg-type]
+        assert strength(rules, name, np.array([magnitude]), size) == expected

@@ -24,7 +24,7 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
     ("field", "value"),
     [
         *(("crop", "center"), ("crop_area", (0.0, 1.0)), ("crop_area", (0.5, 0.2)), ("crop_area", (0.5, 1.2))),
-        *(("flip", 1.5), ("mixup", -1.0), ("repeats", 0), ("randaugment", "timm"), ("smoothing", -0.1)),
+        *(("flip", 1.5), ("mixup", -1.0), ("repeats", 0), ("randaugment", "timmm"), ("smoothing", -0.1)),
         *(("device", "tpu"), ("mixup", float("nan")), ("mix_probability", float("nan"))),
     ],
 )
@@ -37,6 +37,25 @@ def test_torchvision_magnitudes_are_integers_up_to_30() -> None:
     with pytest.raises(VitrailError, match="0 to 30"):
         Augment(randaugment="torchvision", randaugment_magnitude=31)
     assert Augment(randaugment="big-vision", randaugment_magnitude=31).randaugment_magnitude == 31
+
+
+def test_timm_magnitudes_go_up_to_10() -> None:
+    with pytest.raises(VitrailError, match="0 to 10"):
+        Augment(randaugment="timm", randaugment_magnitude=11)
+
+
+@pytest.mark.parametrize(("field", "value"), [("randaugment_deviation", 0.5), ("randaugment_increasing", True)])
+def test_settings_of_timm_alone_are_refused_elsewhere(field: str, value: object) -> None:
+    Augment(randaugment="timm", **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(VitrailError, match=f"{field}.*timm"):
+        Augment(randaugment="big-vision", **{field: value})  # type: ignore[arg-type]
+
+
+def test_probability_of_an_operation_is_the_variants_own_by_default() -> None:
+    assert [Augment(randaugment=name).operation_probability for name in ("torchvision", "big-vision", "timm")] == [1, 1, 0.5]
+    assert Augment(randaugment="timm", randaugment_probability=0.3).operation_probability == 0.3
+    with pytest.raises(VitrailError, match="randaugment_probability"):
+        Augment(randaugment_probability=1.5)
 
 
 def test_augreg_levels() -> None:

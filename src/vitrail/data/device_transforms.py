@@ -64,7 +64,8 @@ class DeviceTransforms:
             flips = copy.add(slice_flips(augment, self.seed, batch_slice))
         plan = []
         if augment.randaugment != "none" and augment.device == "gpu":
-            plan = plan_randaugment(copy, slice_operations(augment, self.seed, batch_slice), size, self.device)
+            operations = slice_operations(augment, self.preprocess.mean, self.seed, batch_slice)
+            plan = plan_randaugment(copy, operations, size)
         if augment.erase > 0:
             drawn = [draw_erasures(augment, self.seed, batch_slice.epoch, *positions, size) for positions in batch_slice.ranges]
             rectangles = copy.add(np.concatenate(drawn))

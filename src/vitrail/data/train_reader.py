@@ -83,7 +83,7 @@ class TrainReader:
                 images, indices, bad = self._read_files(batch_slice)
             images = images.permute(0, 3, 1, 2)
             if self.augment.randaugment != "none" and self.augment.device == "cpu":
-                randaugment(images, slice_operations(self.augment, self.seed, batch_slice))
+                randaugment(images, slice_operations(self.augment, self.preprocess.mean, self.seed, batch_slice))
         targets = torch.from_numpy(self.split.targets[indices])
         return HostBatch(images, targets, torch.from_numpy(indices[-batch_slice.count :]), batch_slice, uncropped, bad)
 
@@ -250,10 +250,10 @@ def slice_flips(augment: Augment, seed: int, batch_slice: BatchSlice) -> Array:
     return np.concatenate([draw_flips(augment, seed, batch_slice.epoch, first, count) for first, count in batch_slice.ranges])
 
 
-def slice_operations(augment: Augment, seed: int, batch_slice: BatchSlice) -> Operations:
-    parts = [draw_operations(augment, seed, batch_slice.epoch, first, count) for first, count in batch_slice.ranges]
-    codes, signs, centres = (np.concatenate([getattr(part, field) for part in parts]) for field in ("codes", "signs", "centres"))
-    return Operations(parts[0].variant, parts[0].magnitude, codes, signs, centres)
+def slice_operations(augment: Augment, mean: tuple[float, ...], seed: int, batch_slice: BatchSlice) -> Operations:
+    parts = [draw_operations(augment, mean, seed, batch_slice.epoch, first, count) for first, count in batch_slice.ranges]
+    fields = ("codes", "magnitudes", "signs", "centres")
+    return Operations(parts[0].rules, *(np.concatenate([getattr(part, field) for part in parts]) for field in fields))
 
 
 def jpeg_downscale(box: tuple[int, int, int, int], size: tuple[int, int]) -> int:

@@ -7,7 +7,7 @@ the device at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from vitrail.data.augment import batch_ops
 from vitrail.data.augment.randaugment import (
-    FILL,
+    ENHANCE,
     GEOMETRIC,
     LOOKUP,
     OPERATIONS,
     Operations,
+    Rules,
     factor,
-    lookup_table,
     matrices,
+    point_parameters,
     strength,
 )
-from vitrail.data.augment.spec import RandAugmentVariant
 from vitrail.data.types import Array
 
 _Transform = Callable[[Tensor, Tensor], Tensor]
@@ -53,18 +53,18 @@ class HostToDeviceCopy:
         return [part.view(array.shape) for part, array in zip(torch.split(packed.to(device), sizes), self._arrays, strict=True)]
 
 
-def plan_randaugment(
-    copy: HostToDeviceCopy, operations: Operations, size: tuple[int, int], device: torch.device
-) -> list[tuple[int, int, _Transform]]:
+def plan_randaugment(copy: HostToDeviceCopy, operations: Operations, size: tuple[int, int]) -> list[tuple[int, int, _Transform]]:
     """Group the images by operation. Each entry is (index of the rows, index of the parameters, transform)."""
     plan: list[tuple[int, int, _Transform]] = []
+    names = OPERATIONS[operations.rules.variant]
+    # A skipped operation has the code −1, which is the last entry: no group.
+    group_of = np.array([next((k for k, group in enumerate(_GROUPS) if name in group), -1) for name in names] + [-1])
     for k in range(operations.codes.shape[1]):
-        codes, signs, centres = operations.codes[:, k], operations.signs[:, k], operations.centres[:, k]
-        names = np.array(OPERATIONS[operations.variant])[codes]
-        for group in _GROUPS:
-            rows = np.flatnonzero(np.isin(names, group))
+        groups = group_of[operations.codes[:, k]]
+        for number, group in enumerate(_GROUPS):
+            rows = np.flatnonzero(groups == number)
             if len(rows):
-                parameters, transform = _group(operations, names[rows], signs[rows], centres[rows], size, device)
+                parameters, transform = _group(group, _Drawn.of(operations, rows, k), operations.rules, size)
                 plan.append((copy.add(rows), copy.add(parameters), transform))
     return plan
 
@@ -80,49 +80,61 @@ def run_randaugment(images: Tensor, plan: list[tuple[int, int, _Transform]], par
 def randaugment(images: Tensor, operations: Operations) -> Tensor:
     """Apply the drawn operations to uint8 images [n, C, H, W], in place, on their device."""
     copy = HostToDeviceCopy()
-    plan = plan_randaugment(copy, operations, (images.shape[2], images.shape[3]), images.device)
+    plan = plan_randaugment(copy, operations, (images.shape[2], images.shape[3]))
     return run_randaugment(images, plan, copy.to(images.device))
 
 
 _GROUPS = (GEOMETRIC, LOOKUP, ("Color",), ("Contrast",), ("Sharpness",), ("AutoContrast",), ("Equalize",), ("Cutout",))
+_ARITHMETIC: dict[str, batch_ops.Arithmetic] = {"torchvision": "torchvision", "big-vision": "tensorflow", "timm": "pillow"}
 
 
-def _group(
-    operations: Operations, names: Array, signs: Array, centres: Array, size: tuple[int, int], device: torch.device
-) -> tuple[Array, _Transform]:
-    variant, magnitude = operations.variant, operations.magnitude
-    kind = str(names[0])
-    fill, tensorflow = FILL[variant], variant == "big-vision"
-    amount = strength(variant, kind, magnitude, size)
-    if kind in GEOMETRIC:
-        affine = np.zeros((len(names), 2, 3))
-        for name in set(names.tolist()):
-            rows = names == name
-            affine[rows] = matrices(variant, name, strength(variant, name, magnitude, size), signs[rows], size)
-        return affine, lambda images, m: batch_ops.affine(images, m, fill)
-    if kind in LOOKUP:
-        numbers = np.array([LOOKUP.index(name) * 2 for name in names]) + (signs > 0)
-        tables = _lookup_tables(variant, magnitude, device)
-        return numbers, lambda images, n: batch_ops.apply_lookup(images, tables[n.long()])
+@dataclass(frozen=True)
+class _Drawn:
+    """The k-th operations of some images. Arrays are [n]."""
+
+    names: Array
+    magnitudes: Array
+    signs: Array
+    centres: Array
+
+    @classmethod
+    def of(cls, operations: Operations, rows: Array, k: int) -> _Drawn:
+        names = np.array(OPERATIONS[operations.rules.variant])[operations.codes[rows, k]]
+        return cls(names, operations.magnitudes[rows, k], operations.signs[rows, k], operations.centres[rows, k])
+
+
+def _group(group: tuple[str, ...], drawn: _Drawn, rules: Rules, size: tuple[int, int]) -> tuple[Array, _Transform]:
+    arithmetic = _ARITHMETIC[rules.variant]
+    if group == GEOMETRIC:
+        affine = _by_name(drawn, (2, 3), lambda name, m, s: matrices(rules, name, strength(rules, name, m, size), s, size))
+        return affine, lambda images, m: batch_ops.affine(images, m, rules.fill, rules.interpolation)
+    if group == LOOKUP:
+        points = _by_name(drawn, (6,), lambda name, m, s: point_parameters(name, _argument(rules, name, m, s, size)))
+        return points, lambda images, p: batch_ops.apply_lookup(images, batch_ops.point_tables(p))
+    kind = group[0]
+    arguments = _argument(rules, kind, drawn.magnitudes, drawn.signs, size)
     if kind == "Color":
-        return factor(variant, amount, signs), lambda images, f: batch_ops.adjust_saturation(images, f, tensorflow=tensorflow)
+        return arguments, lambda images, f: batch_ops.adjust_saturation(images, f, arithmetic)
     if kind == "Contrast":
-        return factor(variant, amount, signs), lambda images, f: batch_ops.adjust_contrast(images, f, tensorflow=tensorflow)
+        return arguments, lambda images, f: batch_ops.adjust_contrast(images, f, arithmetic)
     if kind == "Sharpness":
-        return factor(variant, amount, signs), lambda images, f: batch_ops.adjust_sharpness(images, f, tensorflow=tensorflow)
+        return arguments, lambda images, f: batch_ops.adjust_sharpness(images, f, arithmetic)
     if kind == "Cutout":
-        return np.floor(centres * np.array(size)), lambda images, c: batch_ops.cutout(images, c, int(amount), fill)
+        boxes = np.concatenate([np.floor(drawn.centres * np.array(size)), arguments[:, None]], axis=1)
+        return boxes, lambda images, b: batch_ops.cutout(images, b[:, :2], b[:, 2], rules.fill)
     transform = batch_ops.autocontrast if kind == "AutoContrast" else batch_ops.equalize
     return np.zeros(0), lambda images, _: transform(images)
 
 
-@lru_cache(maxsize=32)
-def _lookup_tables(variant: RandAugmentVariant, magnitude: float, device: torch.device) -> Tensor:
-    """Return two tables per operation, for signs −1 and +1. The magnitude is fixed during a run, so they are cached."""
-    rows = []
-    for name in LOOKUP:
-        amount = strength(variant, name, magnitude, (1, 1))
-        signs = np.array([-1.0, 1.0])
-        arguments = factor(variant, amount, signs) if name == "Brightness" else np.full(2, amount)
-        rows += [lookup_table(name, float(argument)) for argument in arguments]
-    return torch.from_numpy(np.stack(rows)).to(device)
+def _argument(rules: Rules, name: str, magnitudes: Array, signs: Array, size: tuple[int, int]) -> Array:
+    amounts = strength(rules, name, magnitudes, size)
+    return factor(rules, amounts, signs) if name in ENHANCE else amounts
+
+
+def _by_name(drawn: _Drawn, shape: tuple[int, ...], parameters: Callable[[str, Array, Array], Array]) -> Array:
+    """Compute parameters for the images of each operation, [n, *shape]."""
+    result = np.zeros((len(drawn.names), *shape))
+    for name in set(drawn.names.tolist()):
+        rows = drawn.names == name
+        result[rows] = parameters(name, drawn.magnitudes[rows], drawn.signs[rows])
+    return result

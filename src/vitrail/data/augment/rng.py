@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     ERASE = 4
     MIX = 5
     SUBSTITUTE = 6
+    MAGNITUDE = 7
 
 
 def uniforms(seed: int, epoch: int, purpose: Purpose, first: int, count: int, draws: int) -> Floats:

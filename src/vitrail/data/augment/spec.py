@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from vitrail.errors import VitrailError, did_you_mean
 
 Crop = Literal["inception", "inception-tensorflow", "none"]
-RandAugmentVariant = Literal["none", "torchvision", "big-vision"]
+RandAugmentVariant = Literal["none", "torchvision", "big-vision", "timm"]
 MixVariant = Literal["batch", "per-sample"]
 EraseFill = Literal["mean", "noise"]
 CropInterpolation = Literal["bilinear", "bicubic"]
@@ -36,7 +36,14 @@ class Augment:
     randaugment: RandAugmentVariant = "none"
     randaugment_count: int = 2
     randaugment_magnitude: float = 10.0
-    """torchvision: an integer from 0 to 30. big-vision: 10 is full strength; the recipes go up to 20."""
+    """torchvision: an integer from 0 to 30. big-vision: 10 is full strength; the recipes go up to 20. timm: from 0 to 10."""
+    randaugment_probability: float | None = None
+    """Probability that a drawn operation is applied. Default: 0.5 for timm, 1 for the others."""
+    randaugment_deviation: float = 0.0
+    """timm: standard deviation of the magnitude, which is drawn for each operation and image (`mstd`)."""
+    randaugment_increasing: bool = False
+    """timm: all operations become stronger as the magnitude increases (`inc1`); otherwise Posterize and Solarize become
+    weaker, and the enhancing operations go from too little to too much."""
     erase: float = 0.0
     """Probability of erasing a rectangle."""
     erase_area: tuple[float, float] = (0.02, 1 / 3)
@@ -72,10 +79,10 @@ class Augment:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
-        for name in ("flip", "erase", "cutmix_probability", "mix_probability", "smoothing"):
-            if not 0 <= getattr(self, name) <= 1:
+        for name in ("flip", "randaugment_probability", "erase", "cutmix_probability", "mix_probability", "smoothing"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be between 0 and 1.")
-        for name in ("mixup", "cutmix", "randaugment_magnitude"):
+        for name in ("mixup", "cutmix", "randaugment_magnitude", "randaugment_deviation"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be 0 or more.")
         for name, least in (("repeats", 1), ("randaugment_count", 0)):
@@ -88,6 +95,20 @@ class Augment:
                 f"torchvision's RandAugment has integer magnitudes from 0 to 30, not {self.randaugment_magnitude:g}. "
                 "The big-vision variant has any magnitude."
             )
+        if self.randaugment == "timm" and self.randaugment_magnitude > 10:
+            raise VitrailError(f"timm's RandAugment has magnitudes from 0 to 10, not {self.randaugment_magnitude:g}.")
+        for name in ("randaugment_deviation", "randaugment_increasing"):
+            if getattr(self, name) and self.randaugment != "timm":
+                raise VitrailError(
+                    f"Augment.{name} is {getattr(self, name)}, but only timm's RandAugment has it. Set randaugment to 'timm'."
+                )
+
+    @property
+    def operation_probability(self) -> float:
+        """Probability that a drawn RandAugment operation is applied: as given, or the variant's own."""
+        if self.randaugment_probability is not None:
+            return self.randaugment_probability
+        return 0.5 if self.randaugment == "timm" else 1.0
 
     @property
     def mixes(self) -> bool:

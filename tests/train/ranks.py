@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 
 from tests.train.small import small
+from tests.train.test_capture import StandIn
 from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
+from vitrail.train import CapturedStep
 from vitrail.train import parallel as parallel_engines
 from vitrail.train.config import ModelSpec, Recipe, TaskSpec
 from vitrail.train.loop import Loop, train
-from vitrail.train.parallel import joined, whole
+from vitrail.train.parallel import joined
 from vitrail.train.prepare import prepare
+from vitrail.train.shards import whole
+from vitrail.train.step import Step
 
 
 class Enough(Exception):
@@ -28,6 +32,9 @@ ADAM = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__eps": 1e-2, "optim__w
 
 # Blocks stay gathered, and the averaged weights are evaluated in between.
 KEPT = {"ema": 0.5, "eval_every": 0.02, "checkpoint_every": 100}
+
+# One micro-batch per step, which is captured with a stand-in for the graph.
+CAPTURED = {**KEPT, "micro_batch": 15}
 
 
 # Whole blocks, and some parameters of the others.
@@ -75,6 +82,19 @@ def crash_at(step: int) -> None:
     Loop._whole = original  # type: ignore[attr-defined]
 
 
+def captured(step: Step) -> CapturedStep:
+    """What a step makes on a GPU."""
+    parameters = list(step.optimizer.parameters)
+    return CapturedStep(
+        lambda images, targets: step._backward(images, targets, step.recipe.batch),
+        parameters,
+        warmup=1,
+        any_rank=step.world.any,
+        captures_shards=True,
+        new_graph=lambda: StandIn(parameters),
+    )
+
+
 FRESH = {
     "learned": {},
     "sincos": {"model__position": "sincos2d", "model__pooling": "map"},
@@ -117,6 +137,9 @@ def begin(out: Path) -> None:
         train(run_of(parallel, **FROZEN), out / f"{parallel}-frozen")
     parallel_engines.fits_gathered, decided = (lambda *_: True), parallel_engines.fits_gathered
     train(run_of("fsdp", **KEPT), out / "fsdp-kept")
+    Step._make_captured, ordinary = captured, Step._make_captured  # type: ignore[method-assign]
+    train(run_of("fsdp", **CAPTURED), out / "fsdp-captured")
+    Step._make_captured = ordinary  # type: ignore[method-assign]
     parallel_engines.fits_gathered = decided
     train(distilling(out, "fsdp"), out / "distilled")
     crash_at(4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -321,41 +321,81 @@ def test_a_model_on_another_gpu_than_the_current_one_is_captured_there() -> None
     assert made.captured and torch.cuda.current_device() == 0
 
 
-@on_a_gpu
-def test_ddp_on_nccl_is_captured_with_its_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """World size 1: the collectives run, and the result is that of the model alone."""
+@pytest.fixture
+def nccl() -> Iterator[torch.device]:
     import torch.distributed as dist
 
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield device
+    dist.destroy_process_group()
+
+
+@on_a_gpu
+def test_ddp_on_nccl_is_captured_with_its_all_reduces(nccl: torch.device) -> None:
+    """World size 1: the collectives run, and the result is that of the model alone."""
     from vitrail.train.captured_step import DDP_WARMUP
     from vitrail.train.parallel import Runner, World
 
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", device_id=device)
-    try:
-        torch.manual_seed(0)
-        alone = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
-        copy = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
-        copy.load_state_dict(alone.state_dict())
-        runner = Runner(copy, World(device, mode="ddp"))
-        reasons: list[str] = []
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(nccl)
+    copy = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).to(nccl)
+    copy.load_state_dict(alone.state_dict())
+    runner = Runner(copy, World(nccl, mode="ddp"))
+    reasons: list[str] = []
 
-        def step(images: Tensor) -> Tensor:
-            loss = runner(images).square().mean()
-            loss.backward()
-            return loss.detach()
+    def step(images: Tensor) -> Tensor:
+        loss = runner(images).square().mean()
+        loss.backward()
+        return loss.detach()
 
-        made = CapturedStep(step, copy.parameters(), warmup=DDP_WARMUP, stream=runner.stream, on_failure=reasons.append)
-        for _ in range(16):
-            images = torch.randn(8, 16, device=device)
-            for model in (alone, copy):
-                model.zero_grad(set_to_none=True)
-            alone(images).square().mean().backward()
-            made(images)
-            for one, two in zip(alone.parameters(), copy.parameters(), strict=True):
-                torch.testing.assert_close(one.grad, two.grad)
-        assert made.captured and not reasons
-        made.reset()
-    finally:
-        dist.destroy_process_group()
+    made = CapturedStep(step, copy.parameters(), warmup=DDP_WARMUP, stream=runner.stream, on_failure=reasons.append)
+    for _ in range(16):
+        images = torch.randn(8, 16, device=nccl)
+        for model in (alone, copy):
+            model.zero_grad(set_to_none=True)
+        alone(images).square().mean().backward()
+        made(images)
+        for one, two in zip(alone.parameters(), copy.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+    assert made.captured and not reasons
+    made.reset()
+
+
+@on_a_gpu
+def test_fsdp_is_captured_and_used_in_between(nccl: torch.device) -> None:
+    """The same under FSDP2, with weights that change, an evaluation and pinned memory of others between the steps."""
+    from vitrail.models import create_model
+    from vitrail.train.parallel import Runner, World
+    from vitrail.train.shards import whole
+
+    alone, ours = (create_model("ViT-Ti/4", image_size=8, depth=3, seed=0).to(nccl) for _ in range(2))
+    runner = Runner(ours, World(nccl, mode="fsdp"))
+    reasons: list[str] = []
+
+    def step(images: Tensor) -> Tensor:
+        loss = runner(images).square().mean()
+        loss.backward()
+        runner.join_streams()
+        return loss.detach()
+
+    parameters = list(ours.parameters())
+    made = CapturedStep(step, parameters, on_failure=reasons.append, captures_shards=True)
+    for _ in range(9):
+        images = torch.randn(8, 3, 8, 8, device=nccl)
+        runner.reshard()
+        alone(images).square().mean().backward()
+        made(images)
+        for one, two in zip(alone.parameters(), parameters, strict=True):
+            torch.testing.assert_close(one.grad, whole(two.grad))
+        with torch.no_grad():
+            for one, two in zip(alone.parameters(), parameters, strict=True):
+                one.mul_(0.9)
+                two.mul_(0.9)
+                one.grad = two.grad = None
+            runner.reshard()
+            torch.testing.assert_close(runner(images), alone(images))
+        for size in range(4, 14):
+            torch.full((2**size,), -1, pin_memory=True)
+    assert made.captured and not reasons

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.ranks import ADAM, FROZEN, KEPT, distilling, run_of
+from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, distilling, run_of
 from tests.train.small import weights
 from vitrail.train.loop import train
 from vitrail.train.run import RunFolder
@@ -73,6 +73,8 @@ def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(t
         assert close(tmp_path / f"{engine}-frozen", tmp_path / "alone-frozen") < 1e-5
     train(run_of(**KEPT), tmp_path / "alone-kept")
     assert close(tmp_path / "fsdp-kept", tmp_path / "alone-kept") < 1e-5
+    train(run_of(**CAPTURED), tmp_path / "alone-captured")
+    assert close(tmp_path / "fsdp-captured", tmp_path / "alone-captured") < 1e-5
     assert len([one for one in RunFolder(tmp_path / "fsdp-kept").records() if one["kind"] == "val"]) > 1
     train(distilling(tmp_path), tmp_path / "distilled-alone")
     assert close(tmp_path / "distilled", tmp_path / "distilled-alone") < 1e-5

@@ -12,16 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train.small import small
+from tests.train.test_capture import StandIn
 from vitrail.models import create_model
 from vitrail.models.vit import ViT
-from vitrail.train import recovery
+from vitrail.train import CapturedStep, recovery
 from vitrail.train.averaging import Average
 from vitrail.train.config import OptimSpec
 from vitrail.train.loop import Loop
 from vitrail.train.optimizers import Optimizer
-from vitrail.train.parallel import Runner, World, fits_gathered, whole
+from vitrail.train.parallel import Runner, World, fits_gathered
 from vitrail.train.prepare import prepare
 from vitrail.train.run import RunFolder
+from vitrail.train.shards import whole
 
 CPU = torch.device("cpu")
 
@@ -130,6 +132,104 @@ def test_gathered_weights_are_not_used_after_the_shards_changed(keep_gathered: b
             one.mul_(0.5)
         runner.reshard()
         torch.testing.assert_close(runner(images()), plain(images()))
+
+
+def captured(runner: Runner, new_graph: Any = None, **settings: Any) -> CapturedStep:
+    parameters = list(runner.model.parameters())
+
+    def step(images: Tensor) -> Tensor:
+        loss = runner(images).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    make = new_graph or (lambda: StandIn(parameters))
+    return CapturedStep(step, parameters, captures_shards=True, new_graph=make, **settings)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_replays_write_and_add_up_gradients_of_shards(parts: int, group: None) -> None:
+    alone, ours = tiny(), tiny()
+    made = captured(sharded(ours, keep_gathered=True))
+    for number in range(6):
+        for part in range(parts):
+            given = images() * (1 + number + part)
+            alone(given).square().sum().backward()
+            made(given)
+        for (name, one), two in zip(alone.named_parameters(), ours.named_parameters(), strict=True):
+            assert one.grad is not None and two[1].grad is not None
+            assert torch.equal(one.grad, whole(two[1].grad)), name
+        alone.zero_grad()
+        ours.zero_grad()
+    assert made.captured
+
+
+class Broken:
+    """A graph whose capture fails in the first block, in its forward or backward pass."""
+
+    def __init__(self, model: ViT, where: str) -> None:
+        self.model, self.where = model, where
+
+    def capture(self, run: Any) -> Any:
+        block = self.model.blocks[0]
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        if self.where == "forward":
+            handle: Any = block.register_forward_hook(fail)
+        else:
+            handle = block.register_full_backward_hook(fail)
+        try:
+            return run()
+        finally:
+            handle.remove()
+
+    def replay(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("keep_gathered", [False, True])
+@pytest.mark.parametrize("has_reset", [False, True])
+def test_training_continues_after_a_capture_that_failed(
+    where: str, keep_gathered: bool, has_reset: bool, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 is then in the middle of a step, and would take the next forward pass for a part of it."""
+    if not has_reset:  # as in torch 2.11
+        monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state", raising=False)
+    alone, ours = tiny(), tiny()
+    runner, reasons = sharded(ours, keep_gathered=keep_gathered), list[str]()
+
+    def failed(reason: str) -> None:
+        reasons.append(reason)
+        runner.renew()
+
+    made = captured(runner, lambda: Broken(ours, where), on_failure=failed)
+    for number in range(6):
+        given = images() * (1 + number)
+        alone(given).square().sum().backward()
+        made(given)
+        for (name, one), two in zip(alone.named_parameters(), ours.parameters(), strict=True):
+            assert one.grad is not None and two.grad is not None
+            assert torch.equal(one.grad, whole(two.grad)), (number, name)
+        alone.zero_grad()
+        ours.zero_grad()
+    assert reasons == ["RuntimeError: operation not permitted when stream is capturing"] and not made.captured
+
+
+def test_a_loop_of_ones_own_is_not_captured_over_shards(group: None) -> None:
+    model = tiny()
+    runner = sharded(model)
+
+    def step(images: Tensor) -> Tensor:
+        loss = runner(images).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    made = CapturedStep(step, model.parameters(), new_graph=lambda: StandIn(list(model.parameters())))
+    for _ in range(6):
+        made(images())
+    assert not made.captured and not made.failure
 
 
 def test_blocks_stay_gathered_where_there_is_memory() -> None:

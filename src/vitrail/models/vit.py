@@ -23,6 +23,8 @@ from vitrail.models.resnet import HybridStem
 class Block(nn.Module):
     """One pre-norm encoder layer: z' = MSA(LN(z)) + z, then MLP(LN(z')) + z' (equations 2 and 3)."""
 
+    stays_gathered = False  # under FSDP2: weights stay until backward, so what kernels make of them may, too
+
     def __init__(self, config: ViTConfig, number: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from vitrail.train.parallel import local, sharded_like
+from vitrail.train.shards import local, sharded_like
 
 
 class Average:

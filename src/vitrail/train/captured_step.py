@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vitrail.errors import VitrailError
+from vitrail.train.shards import local
 
 WARMUP = 3  # ordinary calls before a capture: they compile and choose kernels, and allocate memory
 DDP_WARMUP = 11  # DDP rebuilds its buckets after the first step, and times steps 1 to 10 with events that no graph can hold
@@ -92,7 +93,8 @@ class CapturedStep:
 
     `stream` is where ordinary calls run and the capture happens: DDP's hooks belong to the stream on which DDP was built.
     `any_rank(failed)` tells whether the capture failed on any rank, so that all ranks give up together. `on_failure` gets the
-    reason in place of a warning.
+    reason in place of a warning. `captures_shards`: capture steps over FSDP2's shards, too; `step` must then end with
+    `Runner.join_streams`.
     """
 
     def __init__(
@@ -104,13 +106,14 @@ class CapturedStep:
         stream: torch.cuda.Stream | None = None,
         any_rank: Callable[[bool], bool] = bool,
         on_failure: Callable[[str], None] | None = None,
+        captures_shards: bool = False,
         new_graph: Callable[[], Graph] | None = None,
     ) -> None:
         self._step, self._parameters, self._warmup = step, list(parameters), warmup
         if not self._parameters:
             raise VitrailError("There are no parameters to compute gradients for; pass model.parameters().")
         self._any_rank, self._on_failure, self._new_graph = any_rank, on_failure or _warn, new_graph
-        self._given_stream = stream
+        self._given_stream, self._captures_shards = stream, captures_shards
         self.reset()
 
     def reset(self) -> None:
@@ -128,7 +131,7 @@ class CapturedStep:
         # One stream for ordinary calls and the capture: autograd remembers on which stream a parameter was first used.
         self._stream = torch.cuda.Stream(self._device) if on_gpu and self._given_stream is None else self._given_stream
         sharded = any(hasattr(one, "full_tensor") for one in self._parameters)
-        self._captures = not sharded and (on_gpu or self._new_graph is not None)
+        self._captures = (self._captures_shards or not sharded) and (on_gpu or self._new_graph is not None)
 
     @property
     def captured(self) -> bool:
@@ -166,7 +169,7 @@ class CapturedStep:
         torch._foreach_copy_(captured.inputs, inputs)
         with _device(self._device):
             captured.graph.replay()
-        added = [(one.grad, gradient) for one, gradient in gradients if one.grad is not None]
+        added = [(local(one.grad), local(gradient)) for one, gradient in gradients if one.grad is not None]
         if added:
             torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
         for parameter, gradient in gradients:
@@ -176,7 +179,7 @@ class CapturedStep:
 
     def _move_sums(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """Move gradients that are there already, and lie where a replay writes, to tensors of their own."""
-        overwritten = [one for one, new in gradients if one.grad is not None and one.grad.data_ptr() == new.data_ptr()]
+        overwritten = [one for one, new in gradients if one.grad is not None and _address(one.grad) == _address(new)]
         if not overwritten:
             return
         old = [one.grad for one in overwritten if one.grad is not None]
@@ -184,7 +187,7 @@ class CapturedStep:
             if parameter not in self._sums:
                 self._sums[parameter] = torch.empty_like(gradient)
             parameter.grad = self._sums[parameter]
-        torch._foreach_copy_([self._sums[one] for one in overwritten], old)
+        torch._foreach_copy_([local(self._sums[one]) for one in overwritten], [local(one) for one in old])
 
     def _capture(self, inputs: tuple[Tensor, ...], shape: Hashable, state: Hashable) -> bool:
         """Try to capture the step; where that fails on any rank, every rank runs normally from now on."""
@@ -221,7 +224,7 @@ class CapturedStep:
         """Return what decides which gradients are computed, and where the parameters lie; cheap enough for every call."""
         kind = self._device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind), torch.is_grad_enabled()
-        return autocast, tuple((one.requires_grad, one.data_ptr()) for one in self._parameters)
+        return autocast, tuple((one.requires_grad, _address(one)) for one in self._parameters)
 
 
 @contextmanager
@@ -242,6 +245,10 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def _device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU the current one for a while."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _address(tensor: Tensor) -> int:
+    return local(tensor).data_ptr()
 
 
 def _shapes(tensors: tuple[Tensor, ...]) -> Hashable:

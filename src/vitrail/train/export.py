@@ -14,10 +14,11 @@ from vitrail.tasks import Masked, Meter, Regress
 from vitrail.tasks.multilabel import LabelMeter
 from vitrail.train.config import Recipe, ScheduleSpec
 from vitrail.train.optimizers import explain
-from vitrail.train.parallel import World, whole
+from vitrail.train.parallel import World
 from vitrail.train.prepare import Prepared
 from vitrail.train.pretext import save_parts
 from vitrail.train.run import RunFolder
+from vitrail.train.shards import whole
 
 
 def export_model(

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.train.config import Decay, OptimSpec
-from vitrail.train.parallel import local, sharded_like
 from vitrail.train.parameter_groups import Group, parameter_groups
+from vitrail.train.shards import local, sharded_like
 
 
 def convert_decay(weight_decay: float, lr: float, source: Decay, target: Decay) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
 from vitrail.train.captured_step import on_stream
+from vitrail.train.shards import forget_incomplete_step, fsdp_streams
 
 Mode = Literal["single", "ddp", "fsdp", "hybrid"]
 
@@ -143,18 +144,26 @@ class Runner:
         self._forward: nn.Module = Forward(model)
         self._units: list[Any] = []
         """What FSDP2 gathers as one."""
+        self.keeps_gathered = False
+        """Whether FSDP2's blocks stay gathered from forward to backward."""
         self._sums_gradients = True
         if world.sharded:
             if keep_gathered is None:
                 memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
                 keep_gathered = fits_gathered(model, low_precision, memory)
+            self.keeps_gathered = keep_gathered
             self._units = _shard(model, mesh or mesh_of(world), low_precision, keep_gathered)
         elif world.mode == "ddp":
             self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
             self.renew()
 
     def renew(self) -> None:
-        """Wrap the model again, on all ranks: after an incomplete step DDP would wait for the rest of its gradients."""
+        """Make the engine ready for a new step after an incomplete one, on all ranks.
+
+        DDP wraps the model again, since it would wait for the rest of its gradients; FSDP2 forgets what it waits for.
+        """
+        if self.world.sharded:
+            forget_incomplete_step(self.model)
         if self.world.mode != "ddp":
             return
         ids = [self.world.device.index] if self.world.device.type == "cuda" else None
@@ -172,6 +181,15 @@ class Runner:
         elif isinstance(self._forward, nn.parallel.DistributedDataParallel) and not last:
             return self._forward.no_sync()
         return nullcontext()
+
+    def join_streams(self) -> None:
+        """Let the current stream wait for FSDP2's own. During a capture they belong to it, and no graph may end before they do."""
+        if not self.world.sharded or self.world.device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self.world.device)
+        for stream in fsdp_streams(self.model):
+            stream.wait_stream(current)  # only a stream that takes part in the capture can be waited for
+            current.wait_stream(stream)
 
     def reshard(self) -> None:
         """Free gathered weights. After a forward pass without a backward pass FSDP2 keeps some, and would use them again even if
@@ -204,15 +222,16 @@ def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None, keep_
     """FSDP2: every block is a unit, the rest the root. Returns the units."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+    from vitrail.models.vit import Block
+
     # Blocks travel and compute in low precision, gradients are summed in float32. The root stays in float32: through the
     # position table it decides the precision of the residual stream, which is so the same as without sharding.
     inner = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks_of(model):
         policy = inner if low_precision is not None else MixedPrecisionPolicy()
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered, mp_policy=policy)
-        if keep_gathered:
-            # So the fused path may save what it made of the weights for backward.
-            block.stays_gathered = True  # type: ignore[assignment]
+        if isinstance(block, Block):
+            block.stays_gathered = keep_gathered
         if hasattr(block, "forward_pending"):  # the fused path enters a block here, so here too its weights are gathered
             register_fsdp_forward_method(block, "forward_pending")
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
@@ -227,26 +246,3 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     for stage in getattr(model, "stages", ()):
         found += list(stage)
     return found
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its shards; for one that has none, the tensor itself."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, sharing its memory; for one that is not sharded, the tensor itself."""
-    # Not to_local(), which wraps it anew where gradients are on, and costs more.
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
-
-
-def sharded_like(tensor: Any, shard: Tensor) -> Tensor:
-    """A shard of this rank as part of a tensor that is sharded like `tensor`; if that is not sharded, the shard itself."""
-    if not hasattr(tensor, "device_mesh"):
-        return shard
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )

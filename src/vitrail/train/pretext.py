@@ -22,7 +22,7 @@ from vitrail.models.masked import MaskedPatches, Pretraining
 from vitrail.tasks.masked import Masked, compute_baseline
 from vitrail.tasks.patch_targets import Colours, PatchTarget, PixelValues
 from vitrail.train.config import Recipe, TaskSpec
-from vitrail.train.parallel import whole
+from vitrail.train.shards import whole
 
 FOLDER = "reconstruction"
 _WEIGHTS, _CONFIG = "parts.safetensors", "config.json"

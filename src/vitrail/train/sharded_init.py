@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.positions import SinCosPositions, sincos_table
-from vitrail.train.parallel import whole
+from vitrail.train.shards import whole
 
 Initialise = Callable[[Any], None]
 

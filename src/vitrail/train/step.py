@@ -132,12 +132,13 @@ class Step:
 
     def backward(self, batch: Batch) -> Tensor:
         """Add a micro-batch's gradient; returns its part of the step's mean loss."""
-        # Under DDP a replay sums gradients over ranks, which only the last micro-batch of a step may do.
-        whole = self.world.mode != "ddp" or batch.micro_steps == 1
-        if self._captured is not None and whole and batch.total == self.recipe.batch:
-            return self._captured(batch.images, batch.targets)  # type: ignore[no-any-return]
-        with on_stream(self.runner.stream), self.runner.accumulating(batch.completes_step):
-            return self._backward(batch.images, batch.targets, batch.total)
+        # With an engine a replay sums gradients over ranks, which only the last micro-batch of a step should do.
+        whole = self.world.mode == "single" or batch.micro_steps == 1
+        with self.runner.accumulating(batch.completes_step):
+            if self._captured is not None and whole and batch.total == self.recipe.batch:
+                return self._captured(batch.images, batch.targets)  # type: ignore[no-any-return]
+            with on_stream(self.runner.stream):
+                return self._backward(batch.images, batch.targets, batch.total)
 
     def why_not_captured(self) -> str:
         """Why the step could not be captured as a CUDA graph; empty where it could, and after the first call."""
@@ -159,17 +160,29 @@ class Step:
         return loss.detach()
 
     def _make_captured(self) -> CapturedStep | None:
-        """Forward and backward as a CUDA graph, on one GPU or under DDP, whose all-reduces are captured with them."""
-        recipe, world = self.recipe, self.world
-        if world.device.type != "cuda" or world.sharded or self.scaler is not None or recipe.compile or not recipe.cuda_graph:
+        """Forward and backward as a CUDA graph, on one GPU, and under DDP or FSDP2 with their collectives.
+
+        Under FSDP2 only where blocks stay gathered: large models do not wait for the CPU.
+        """
+        recipe, world, runner = self.recipe, self.world, self.runner
+        if world.device.type != "cuda" or self.scaler is not None or recipe.compile or not recipe.cuda_graph:
             return None
+        if world.sharded and not runner.keeps_gathered:
+            return None
+
+        def step(images: Tensor, targets: Tensor) -> Tensor:
+            loss = self._backward(images, targets, recipe.batch)
+            runner.join_streams()
+            return loss
+
         return CapturedStep(
-            lambda images, targets: self._backward(images, targets, recipe.batch),
+            step,
             self.optimizer.parameters,
             warmup=DDP_WARMUP if world.mode == "ddp" else WARMUP,
-            stream=self.runner.stream,
+            stream=runner.stream,
             any_rank=world.any,
             on_failure=self._capture_failed,
+            captures_shards=True,
         )
 
     def _capture_failed(self, reason: str) -> None:

@@ -89,7 +89,7 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     if options.num_queries is None and dtype == pending.x.dtype and can_use_folded(block, pending.x):
         return folded_block(block, pending)
     sharded = is_sharded(block)
-    refold = sharded and "stays_gathered" not in block.__dict__  # FSDP2 frees the parameters once the block is done
+    refold = sharded and not block.stays_gathered  # FSDP2 frees the parameters once the block is done
     keep = options.keep or (None, None)
     x, y = residual_norm(*pending, block.norm1.eps, dtype)
     branch = _attention(block.attention, block.norm1, y, options, refold)

@@ -58,7 +58,7 @@ def main(capability: int) -> None:
     from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
     from vitrail.models.fused.patchify import patchify
     from vitrail.models.fused.prefix_positions import add_prefix_and_positions
-    from vitrail.models.fused.residual_norm import residual_norm, residual_stats
+    from vitrail.models.fused.residual_norm import residual_centred, residual_norm
 
     one = torch.ones(192)
     for keep, drawn in ((None, None), (torch.ones(2), torch.tensor(3))):
@@ -68,7 +68,8 @@ def main(capability: int) -> None:
         for tanh in (True, False):
             gelu(low(4, 768), torch.zeros(768), tanh, drawn, 0.1)
             gelu_backward(low(4, 768), torch.zeros(768), low(4, 768), tanh, drawn, 0.1)
-    residual_stats(low(2, 5, 192), low(2, 5, 192), low(192), None, None, 0.0, 1e-6)
+    for mean in (None, torch.zeros(2, 5)):
+        residual_centred(low(2, 5, 192), low(2, 5, 192), low(192), None, None, 0.0, 1e-6, mean)
     if capability >= 89:  # older GPUs have no fp8
         quantise(low(4, 192))
         gelu_fp8(low(4, 768), torch.zeros(768), False)
@@ -102,10 +103,10 @@ def hopper_matmuls() -> None:
 
     for rows in (100, 512):  # tiles of 64 rows and of 128
         x, weight = low(rows, 128), low(256, 128)
-        norm = torch.zeros(rows), torch.ones(rows), torch.zeros(256)
+        rstd = torch.ones(rows)
         matmul_bias(x, weight, low(256))
-        matmul_bias(x, weight, low(256), *norm)
-        matmul_bias_gelu(x, weight, torch.zeros(256), rows == 512, *norm)
+        matmul_bias(x, weight, low(256), rstd)
+        matmul_bias_gelu(x, weight, torch.zeros(256), rows == 512, rstd)
         for tanh in (True, False):
             matmul_bias_gelu(x, weight, torch.zeros(256), tanh)
             matmul_bias_gelu_with_grad(x, weight, torch.zeros(256), tanh)

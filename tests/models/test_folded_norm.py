@@ -1,14 +1,11 @@
 """Layer norms folded into linear layers, against float64.
 
-The matmul kernel needs a Hopper GPU. Without one the formula of its epilogue is evaluated by torch, and a stand-in that uses it
-takes the kernel's place in a model.
+The matmul kernel needs a Hopper GPU. Without one a stand-in that computes the same in torch takes its place.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
-import types
 from typing import Any
 
 import pytest
@@ -28,21 +25,11 @@ MEANS = [0.0, 20.0, 100.0]  # of a token's channels, whose standard deviation is
 WIDTH = 192
 
 
-def evaluate_kernel_formula(acc: Tensor, mean: Tensor, rstd: Tensor, row_sums: Tensor) -> Tensor:
-    """The epilogue's own lines, as torch computes them."""
-    from vitrail.models.fused import hopper_matmul
-
-    formula = types.FunctionType(hopper_matmul.normalise.fn.__code__, {})
-    return formula(acc, mean, rstd, row_sums)  # type: ignore[no-any-return]
-
-
-def matmul_in_torch(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None = None, rstd: Tensor | None = None, row_sums: Tensor | None = None
-) -> Tensor:
-    """`matmul_bias` as the kernel computes it: float32 accumulation, the epilogue's formula, one rounding."""
+def matmul_in_torch(x: Tensor, weight: Tensor, bias: Tensor, rstd: Tensor | None = None) -> Tensor:
+    """`matmul_bias` as the kernel computes it: float32 accumulation, the epilogue, one rounding."""
     acc = x.flatten(0, -2).float() @ weight.float().t()
-    if mean is not None and rstd is not None and row_sums is not None:
-        acc = evaluate_kernel_formula(acc, mean, rstd, row_sums)
+    if rstd is not None:
+        acc *= rstd.flatten()[:, None]
     return (acc + bias.float()).to(x.dtype).view(*x.shape[:-1], -1)
 
 
@@ -67,7 +54,20 @@ def worst_row(found: Tensor, exact: Tensor) -> float:
     return float(((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
 
 
-def errors(mean: float, dtype: torch.dtype, tanh: bool | None, matmul: Any, matmul_gelu: Any) -> tuple[float, float]:
+def centre_in_torch(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`residual_centred` without a branch."""
+    mean = x.double().mean(-1)
+    centred = (x.double() - mean[..., None]).to(x.dtype)
+    return centred, (centred.double().square().mean(-1) + eps).rsqrt().float(), mean.float()
+
+
+def centre_in_a_kernel(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    from vitrail.models.fused.residual_norm import residual_centred
+
+    return residual_centred(x, None, None, None, None, 0.0, eps, None)
+
+
+def errors(mean: float, dtype: torch.dtype, tanh: bool | None, matmul: Any, matmul_gelu: Any, centre: Any) -> tuple[float, float]:
     """The error of a folded norm and linear layer against float64, and that of torch's own in low precision."""
     from vitrail.models.fused.folded_norm import _folded
 
@@ -79,11 +79,10 @@ def errors(mean: float, dtype: torch.dtype, tanh: bool | None, matmul: Any, matm
 
     with torch.no_grad():
         exact = plain(copy.deepcopy(norm).double(), copy.deepcopy(linear).double(), x.double())
-        folded, layer = FoldedNorm(norm), _folded(norm, linear).to(dtype)
-        rows = x.double().flatten(0, -2)
-        statistics = rows.mean(-1).float(), (rows.var(-1, correction=0) + norm.eps).rsqrt().float()
-        given = (layer.weight, layer.bias, *(() if tanh is None else (tanh,)), *statistics, folded.row_sums(layer.weight))
-        found = (matmul if tanh is None else matmul_gelu)(x, *given)
+        layer = _folded(norm, linear).to(dtype)
+        centred, rstd, _ = centre(x, norm.eps)
+        given = (layer.weight, layer.bias, *(() if tanh is None else (tanh,)), rstd)
+        found = (matmul if tanh is None else matmul_gelu)(centred, *given)
         torchs = plain(norm.to(dtype), linear.to(dtype), x)
     return worst_row(found, exact), worst_row(torchs, exact)
 
@@ -96,8 +95,8 @@ def gelu_in_torch(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool, *norm: An
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("tanh", [None, True, False], ids=["bias", "tanh", "erf"])
-def test_the_epilogues_formula_is_exact_for_any_mean(tanh: bool | None, mean: float, dtype: torch.dtype) -> None:
-    ours, torchs = errors(mean, dtype, tanh, matmul_in_torch, gelu_in_torch)
+def test_folding_is_exact_for_any_mean(tanh: bool | None, mean: float, dtype: torch.dtype) -> None:
+    ours, torchs = errors(mean, dtype, tanh, matmul_in_torch, gelu_in_torch, centre_in_torch)
     assert ours <= torchs and ours < 0.01
 
 
@@ -105,28 +104,34 @@ def test_the_epilogues_formula_is_exact_for_any_mean(tanh: bool | None, mean: fl
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("tanh", [None, True, False], ids=["bias", "tanh", "erf"])
-def test_the_kernels_epilogue_is_exact_for_any_mean(tanh: bool | None, mean: float, dtype: torch.dtype) -> None:
+def test_the_kernels_are_exact_for_any_mean(tanh: bool | None, mean: float, dtype: torch.dtype) -> None:
     from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu
 
-    ours, torchs = errors(mean, dtype, tanh, matmul_bias, matmul_bias_gelu)
+    ours, torchs = errors(mean, dtype, tanh, matmul_bias, matmul_bias_gelu, centre_in_a_kernel)
     assert ours <= 2 * torchs and ours < 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("adds", [True, False])
-def test_statistics_are_those_of_the_stored_residual(adds: bool, mean: float) -> None:
-    from vitrail.models.fused.residual_norm import residual_stats
+def test_tokens_are_stored_without_their_mean(adds: bool, mean: float) -> None:
+    from vitrail.models.fused.residual_norm import residual_centred
 
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter has no bfloat16
     x, branch = tokens(mean, dtype), tokens(0.0, dtype)
     bias = torch.linspace(-1, 1, WIDTH, device=DEVICE).to(dtype)
-    total, row_mean, rstd = residual_stats(x, *((branch, bias) if adds else (None, None)), None, None, 0.0, 1e-6)
-    assert torch.equal(total, (x.float() + branch.float() + bias.float()).to(dtype) if adds else x)
-    stored = total.double().flatten(0, -2)
-    assert row_mean.dtype == rstd.dtype == torch.float32
-    assert (row_mean - stored.mean(-1)).abs().max() < 1e-7 * max(mean, 1) * 4
-    assert (rstd * (stored.var(-1, correction=0) + 1e-6).sqrt() - 1).abs().max() < 1e-5
+    before = torch.full(x.shape[:-1], 7.0, device=DEVICE)
+    given = (branch, bias) if adds else (None, None)
+    exact = x.double() + branch.double() + bias.double() if adds else x.double()
+    for subtracted in (None, before):
+        centred, rstd, row_mean = residual_centred(x, *given, None, None, 0.0, 1e-6, subtracted)
+        expected = exact.mean(-1) if subtracted is None else exact.mean(-1) + 7
+        assert centred.dtype == dtype and row_mean.dtype == rstd.dtype == torch.float32
+        assert row_mean.shape == rstd.shape == x.shape[:-1] and (row_mean - expected).abs().max() < 1e-6 * max(mean, 1) * 4
+        error = (centred.double() - (exact - exact.mean(-1, keepdim=True))).abs()
+        assert (error <= torch.finfo(dtype).eps * centred.double().abs() / 2 + 1e-6 * max(mean, 1) * 4).all()  # rounded once
+        assert (rstd * (centred.double().square().mean(-1) + 1e-6).sqrt() - 1).abs().max() < 1e-5
+    assert torch.equal(before, torch.full_like(before, 7.0))
 
 
 def block(**changes: Any) -> Block:
@@ -171,7 +176,8 @@ def test_a_folded_block_in_kernels(mean: float, gelu: str, monkeypatch: pytest.M
         exact = copy.deepcopy(plain).double()(start) - start
         pending = folded_block(folded.to(low), PendingResidual(x, branch, bias))
         assert pending.branch is not None and pending.bias is not None and pending.keep is None and pending.seed is None
-        ours = pending.x.double() + pending.branch.double() + pending.bias.double() - start
+        assert pending.mean is not None and pending.mean.shape == x.shape[:-1]
+        ours = (pending.x.double() + pending.mean[..., None].double() - start) + pending.branch.double() + pending.bias.double()
         torchs = plain.to(low)(x + (branch + bias)).double() - start
     assert worst_row(ours, exact) <= 2 * worst_row(torchs, exact)
 
@@ -209,42 +215,6 @@ def test_only_plain_blocks_are_folded(change: str) -> None:
     assert torch.equal(changed(x), expected) and type(changed.norm1) is nn.LayerNorm
 
 
-def test_row_sums_follow_the_weight() -> None:
-    made = block()
-    fold_norms(made)
-    norm, linear = made.norm1, made.attention.qkv
-    assert isinstance(norm, FoldedNorm)
-
-    def is_right(norm: Any, linear: Any) -> bool:
-        sums = norm.row_sums(linear.weight)
-        exact = linear.weight.double().sum(1)
-        return sums.dtype == torch.float32 and bool((sums - exact).abs().max() <= 1e-6)
-
-    first = norm.row_sums(linear.weight)
-    assert is_right(norm, linear) and norm.row_sums(linear.weight) is first  # computed once
-    with torch.no_grad():
-        linear.weight[3] += 1
-    assert is_right(norm, linear) and norm.row_sums(linear.weight) is first  # in place, for captured graphs
-    made.to(torch.bfloat16)
-    assert is_right(norm, linear) and norm.row_sums(linear.weight).abs().max() > 1e-4  # of the rounded weight
-    made.to(torch.float32)
-    linear.weight.data = torch.ones_like(linear.weight)
-    assert is_right(norm, linear)
-    linear.weight = nn.Parameter(torch.full_like(linear.weight, 2.0))
-    assert is_right(norm, linear)
-    linear.load_state_dict({name: value + 1 for name, value in linear.state_dict().items()})
-    assert is_right(norm, linear)
-    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        with torch.no_grad():
-            copied.attention.qkv.weight *= 3
-        assert is_right(copied.norm1, copied.attention.qkv) and is_right(norm, linear)
-    with torch.inference_mode():
-        linear.weight = nn.Parameter(torch.ones_like(linear.weight), requires_grad=False)
-        assert is_right(norm, linear)
-        linear.weight[0] = 5
-        assert is_right(norm, linear)
-
-
 def test_when_the_folded_block_is_used(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import selection
 
@@ -277,15 +247,18 @@ def test_a_copy_with_folded_norms(gelu: str, shift: float, fusing: None, monkeyp
     model.kernels = "plain"
     with torch.no_grad():
         model.patches.bias += shift  # means far from zero
-        expected, represented = model(images), model.features(images).pre_logits
+        expected, features = model(images), model.features(images, layers=[0, 1])
     model.kernels = "auto"
     copied = gpu_copy(model, torch.device(DEVICE), LOW)
     monkeypatch.setattr(selection, "use_norm_epilogue", lambda x, biased, gelu: (biased, gelu) == (576, 768))
     tolerance = (1e-5 + CLOSE) * max(1, shift / 4)  # the residual itself is rounded
     assert near(copied(images), expected, tolerance)
     assert calls == ["matmul_bias", "matmul_bias_gelu"] * 2  # the last block computes the class token only
+    found = copied.features(images, layers=[0, 1])  # tokens themselves have their means
+    assert len(calls) == 4 + 6 and near(found.pre_logits, features.pre_logits, tolerance)
+    assert all(near(found.layers[number], tokens, tolerance) for number, tokens in features.layers.items())
     calls.clear()
-    assert near(copied.model.features(images).pre_logits, represented, tolerance)  # with gradients
+    assert near(copied.model.features(images).pre_logits, features.pre_logits, tolerance)  # with gradients
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         assert near(model(images), expected, tolerance)  # its norms have weights of their own
     assert not calls

@@ -90,10 +90,10 @@ def test_fake_rules() -> None:
 
     def run(device: str) -> list[Tensor]:
         x, weight, bias = (torch.zeros(size, dtype=torch.bfloat16, device=device) for size in ((2, 5, 64), (128, 64), (128,)))
-        norm = torch.zeros(10, device=device), torch.ones(10, device=device), torch.zeros(128, device=device)
+        rstd = torch.ones(2, 5, device=device)
         hidden, gelu_grad = matmul_bias_gelu_with_grad(x, weight, bias, True)
         gelu = matmul_bias_gelu(x, weight, bias, False)
-        folded = matmul_bias(x, weight, bias, *norm), matmul_bias_gelu(x, weight, bias, False, *norm)
+        folded = matmul_bias(x, weight, bias, rstd), matmul_bias_gelu(x, weight, bias, False, rstd)
         return [matmul_bias(x, weight, bias), gelu, hidden, gelu_grad, *folded, *matmul_gelu_backward(x, weight.t(), gelu_grad)]
 
     for device, mode in (("meta", contextlib.nullcontext()), ("cpu", FakeTensorMode())):
@@ -131,12 +131,15 @@ def test_the_kernels_pass_their_self_test(check: str, low: torch.dtype) -> None:
     assert getattr(selection, check)(torch.device(DEVICE), low) < 0.6 * selection._TOLERANCE
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor, *norm: Tensor) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, rstd: Tensor | None = None) -> Tensor:
     acc = x.float() @ weight.float().t()
-    if norm:
-        mean, rstd, row_sums = norm
-        acc = (acc - mean[:, None] * row_sums) * rstd[:, None]
-    return acc + bias.float()
+    return (acc if rstd is None else acc * rstd[:, None]) + bias.float()
+
+
+def _centred(x: Tensor, branch: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.float() + branch.float() + bias.float()
+    centred = (total - total.mean(-1, keepdim=True)).to(x.dtype)
+    return centred, (centred.float().square().mean(-1) + 1e-6).rsqrt(), total.mean(-1) + rest[-1]
 
 
 def _gelu(x: Tensor, tanh: bool) -> Tensor:
@@ -165,6 +168,7 @@ RIGHT: dict[str, Any] = {
     "matmul_bias_gelu": lambda x, weight, bias, tanh, *norm: _gelu(_linear(x, weight, bias, *norm), tanh).to(x.dtype),
     "matmul_bias_gelu_with_grad": _with_grad,
     "matmul_gelu_backward": _backward,
+    "residual_centred": _centred,
 }
 WRONG: dict[str, tuple[str, Any]] = {
     "last row of a bias": ("matmul_bias", lambda *given: _spoil_last_row(RIGHT["matmul_bias"](*given))),
@@ -178,18 +182,13 @@ WRONG: dict[str, tuple[str, Any]] = {
     "derivative": ("matmul_bias_gelu_with_grad", lambda *given: (_with_grad(*given)[0], _spoil_last_row(_with_grad(*given)[1]))),
     "gradient": ("matmul_gelu_backward", lambda *given: (_spoil_last_row(_backward(*given)[0]), _backward(*given)[1])),
     "bias gradient": ("matmul_gelu_backward", lambda *given: (_backward(*given)[0], 1.05 * _backward(*given)[1])),
-    "no mean": (
-        "matmul_bias",
-        lambda x, weight, bias, mean=None, *norm: RIGHT["matmul_bias"](
-            x, weight, bias, *([] if mean is None else [0 * mean, *norm])
-        ),
-    ),
-    "no mean before GELU": (
+    "no norm": ("matmul_bias", lambda x, weight, bias, *norm: RIGHT["matmul_bias"](x, weight, bias)),
+    "no norm before GELU": (
         "matmul_bias_gelu",
-        lambda x, weight, bias, tanh, mean=None, *norm: RIGHT["matmul_bias_gelu"](
-            x, weight, bias, tanh, *([] if mean is None else [0 * mean, *norm])
-        ),
+        lambda x, weight, bias, tanh, *norm: RIGHT["matmul_bias_gelu"](x, weight, bias, tanh),
     ),
+    "tokens not centred": ("residual_centred", lambda x, *given: (x, *_centred(x, *given)[1:])),
+    "mean not kept": ("residual_centred", lambda *given: (*_centred(*given)[:2], _centred(*given)[2] - given[-1])),
 }
 
 
@@ -198,15 +197,10 @@ WRONG: dict[str, tuple[str, Any]] = {
 def test_the_self_test_finds_what_is_wrong(case: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import hopper_gelu_backward, hopper_matmul, residual_norm, selection
 
-    def stats(x: Tensor, branch: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        total = (x.float() + branch.float() + bias.float()).to(x.dtype)
-        rows = total.float().flatten(0, -2)
-        return total, rows.mean(-1), (rows.var(-1, correction=0) + 1e-6).rsqrt()
-
+    modules = {"matmul_gelu_backward": hopper_gelu_backward, "residual_centred": residual_norm}
     wrong = dict([WRONG[case]]) if case else {}
     for name, run in {**RIGHT, **wrong}.items():
-        monkeypatch.setattr(hopper_gelu_backward if name == "matmul_gelu_backward" else hopper_matmul, name, run)
-    monkeypatch.setattr(residual_norm, "residual_stats", stats)
+        monkeypatch.setattr(modules.get(name, hopper_matmul), name, run)
     monkeypatch.setattr(selection, "_ROWS", 1037)
     device = torch.device("cpu")
     worst = max(selection._difference(device, torch.bfloat16), selection._norm_epilogue_difference(device, torch.bfloat16))

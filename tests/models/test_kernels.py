@@ -131,14 +131,15 @@ def test_gelu_to_seven_digits(tanh: bool) -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_residual_and_statistics_of_its_rows(adds: bool) -> None:
-    from vitrail.models.fused.residual_norm import residual_stats
+def test_residual_without_its_mean(adds: bool) -> None:
+    from vitrail.models.fused.residual_norm import residual_centred
 
     x, branch, bias = (torch.randn(size, device=DEVICE) + 3 for size in ((2, 7, 100), (2, 7, 100), (100,)))
     expected = x.double() + branch.double() + bias.double() if adds else x.double()
-    total, mean, rstd = residual_stats(x, *((branch, bias) if adds else (None, None)), None, None, 0.0, 1e-6)
-    assert near(total, expected, 1e-6) and near(mean, expected.mean(-1).flatten(), 1e-6)
-    assert near(rstd, expected.var(-1, correction=0).add(1e-6).rsqrt().flatten(), 2e-6)
+    mean = expected.mean(-1)
+    centred, rstd, found = residual_centred(x, *((branch, bias) if adds else (None, None)), None, None, 0.0, 1e-6, mean.float())
+    assert near(centred, expected - mean[..., None], 1e-6) and near(found, 2 * mean, 1e-6)
+    assert near(rstd, expected.var(-1, correction=0).add(1e-6).rsqrt(), 2e-6)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

@@ -63,9 +63,9 @@ CASES: dict[str, list[Case]] = {
         lambda: (rand(2, 5, 24), rand(2, 5, 24), rand(24), torch.ones(2, device=DEVICE), seed(), 0.3, 1e-6, LOW),
         lambda: (rand(5, 2, 24).transpose(0, 1), rand(5, 2, 24).transpose(0, 1), None, None, None, 0.0, 1e-6, LOW),
     ],
-    "residual_stats": [
-        lambda: (rand(2, 5, 24), None, None, None, None, 0.0, 1e-6),
-        lambda: (rand(5, 2, 24).transpose(0, 1), rand(2, 5, 24), rand(24), None, None, 0.0, 1e-6),
+    "residual_centred": [
+        lambda: (rand(2, 5, 24), None, None, None, None, 0.0, 1e-6, None),
+        lambda: (rand(5, 2, 24).transpose(0, 1), rand(2, 5, 24), rand(24), None, None, 0.0, 1e-6, rand(5, 2, dtype=F32).t()),
     ],
     "residual_norm_backward": [
         lambda: (rand(2, 5, 24), rand(10, dtype=F32), rand(2, 5, 24), None, None, None, 0.0, F32, None, None),

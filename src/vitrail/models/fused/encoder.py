@@ -31,6 +31,8 @@ class PendingResidual(NamedTuple):
     seed: Tensor | None = None
     rate: float = 0.0
     """Of the dropout, where there is a seed."""
+    mean: Tensor | None = None
+    """Subtracted from every token [image, token] of x. Norms do not see it (`folded_norm.py`)."""
 
 
 class BlockOptions(NamedTuple):
@@ -91,27 +93,28 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     sharded = is_sharded(block)
     refold = sharded and not block.stays_gathered  # FSDP2 frees the parameters once the block is done
     keep = options.keep or (None, None)
-    x, y = residual_norm(*pending, block.norm1.eps, dtype)
+    x, y = residual_norm(*pending[:-1], block.norm1.eps, dtype)
     branch = _attention(block.attention, block.norm1, y, options, refold)
+    mean = pending.mean
     if options.num_queries is not None:
-        x = x[:, : options.num_queries]
+        x, mean = x[:, : options.num_queries], None if mean is None else mean[:, : options.num_queries]
     attention_bias, rate = block.attention.out.bias, block.dropout.p
     x, y = residual_norm(x, branch, attention_bias, keep[0], options.seeds[0], rate, block.norm2.eps, dtype)
     branch = _mlp(block.mlp, block.norm2, y, options, refold)
     bias: Tensor | None = block.mlp.down.bias
     if sharded and bias is not None:
         bias = bias.clone()
-    return PendingResidual(x, branch, bias, keep[1], options.seeds[2], block.mlp.dropout.p)
+    return PendingResidual(x, branch, bias, keep[1], options.seeds[2], block.mlp.dropout.p, mean)
 
 
 def settle(pending: PendingResidual) -> Tensor:
-    """Return the tokens, with the pending branch added."""
+    """Return the tokens, with the pending branch and what was subtracted added."""
     from vitrail.models.fused.branches import residual_norm
 
-    dtype = matmul_dtype(pending.x)
-    if pending.branch is None or dtype is None:
-        return pending.x
-    return residual_norm(*pending, 1.0, dtype)[0]
+    dtype, x = matmul_dtype(pending.x), pending.x
+    if pending.branch is not None and dtype is not None:
+        x, _ = residual_norm(*pending[:-1], 1.0, dtype)
+    return x if pending.mean is None else (x + pending.mean[..., None]).to(x.dtype)
 
 
 def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
@@ -119,7 +122,7 @@ def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
     from vitrail.models.fused.branches import residual_norm
 
     dtype = pending.x.dtype
-    _, y = residual_norm(*pending, norm.eps, dtype)
+    _, y = residual_norm(*pending[:-1], norm.eps, dtype)
     return torch.addcmul(norm.bias.to(dtype), y, norm.weight.to(dtype))
 
 

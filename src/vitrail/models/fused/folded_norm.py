@@ -1,13 +1,14 @@
 """Layer norms folded into the linear layers after them, for inference.
 
-A layer norm and a linear layer compute W (γ ∘ (x − mean) · rstd + β) + b. Here γ and β go into the weight and the bias once, and
-mean and rstd are applied to the output:
+A layer norm and a linear layer compute W (γ ∘ (x − mean) · rstd + β) + b. Here γ and β go into the weight and the bias once, the
+mean is subtracted where the residual is written, and rstd is applied to the output:
 
-    rstd · (W' x − mean · row_sums(W')) + b',    W' = W ∘ γ,    b' = b + W β
+    rstd · W' (x − mean) + b',    W' = W ∘ γ,    b' = b + W β
 
-so that the residual itself is multiplied, and normalised tokens are neither rounded nor written. The row sums are those of W' as it
-is stored, after rounding: then the formula is exact for any mean. The mean of every row of W' is subtracted before rounding, which
-changes nothing in exact arithmetic and keeps the two terms small.
+so that the residual itself is multiplied, and normalised tokens are not written. The residual may lose its mean because only norms
+read it, which subtract the mean anyway; `PendingResidual.mean` keeps it for whoever reads the tokens themselves. Rounded after the
+subtraction, tokens with a large mean lose nothing. The mean of every row of W' is subtracted, too, before rounding: that changes
+nothing in exact arithmetic, and the mean that rounding leaves in a token is not multiplied by anything large.
 
 Without the kernel for it, a folded block still computes the same: `FoldedNorm` normalises, and the linear layer follows.
 """
@@ -15,14 +16,11 @@ Without the kernel for it, a folded block still computes the same: `FoldedNorm` 
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from vitrail.models.fused.launch import is_fake
 
 if TYPE_CHECKING:
     from vitrail.models.fused.encoder import PendingResidual
@@ -32,40 +30,8 @@ if TYPE_CHECKING:
 class FoldedNorm(nn.LayerNorm):
     """A layer norm without weight and bias: they were folded into the linear layer after it."""
 
-    _cached: tuple[weakref.ref[Tensor], tuple[int, int], Tensor] | None = None
-
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__(norm.normalized_shape, eps=norm.eps, elementwise_affine=False)
-
-    def row_sums(self, weight: Tensor) -> Tensor:
-        """Return the sums of the rows of the next layer's weight, in float32. Computed again whenever the weight has changed."""
-        if type(weight) is not nn.Parameter and is_fake(weight):
-            return weight.new_empty(len(weight), dtype=torch.float32)
-        if weight.is_inference():  # has no version counter, so that a change could not be seen
-            return _row_sums(weight)
-        state, cached = (weight._version, weight.data_ptr()), self._cached
-        if cached is not None and cached[0]() is weight and cached[1] == state:
-            return cached[2]
-        with torch.inference_mode(False):
-            sums = _row_sums(weight)
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # computed only when the graph is replayed
-            return sums
-        if cached is not None and cached[2].shape == sums.shape and cached[2].device == sums.device:
-            sums = cached[2].copy_(sums)  # in place: a captured CUDA graph may read it
-        self._cached = weakref.ref(weight), state, sums
-        return sums
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FoldedNorm:
-        self._cached = None  # `.to()` leaves the weight's version as it is
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_cached"}
-
-
-def _row_sums(weight: Tensor) -> Tensor:
-    return weight.detach().sum(dim=1, dtype=torch.float64).float()
 
 
 @torch.no_grad()
@@ -144,13 +110,12 @@ def folded_block(block: Block, pending: PendingResidual) -> PendingResidual:
     """Compute a block whose norms are folded, in no more passes over memory than there are matmuls, attention and two additions."""
     from vitrail.models.fused.branches import attend
     from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu
-    from vitrail.models.fused.residual_norm import residual_stats
+    from vitrail.models.fused.residual_norm import residual_centred
 
-    attention, mlp, norm1, norm2 = block.attention, block.mlp, block.norm1, block.norm2
-    assert isinstance(norm1, FoldedNorm) and isinstance(norm2, FoldedNorm)
+    attention, mlp = block.attention, block.mlp
     qkv, out, up, down = attention.qkv, attention.out, mlp.up, mlp.down
-    x, mean, rstd = residual_stats(*pending, norm1.eps)
-    values, _ = attend(matmul_bias(x, qkv.weight, qkv.bias, mean, rstd, norm1.row_sums(qkv.weight)), None, attention.heads, False)
-    x, mean, rstd = residual_stats(x, F.linear(values, out.weight), out.bias, None, None, 0.0, norm2.eps)
-    hidden = matmul_bias_gelu(x, up.weight, up.bias, mlp.approximate == "tanh", mean, rstd, norm2.row_sums(up.weight))
-    return type(pending)(x, F.linear(hidden, down.weight), down.bias)
+    x, rstd, mean = residual_centred(*pending[:-1], block.norm1.eps, pending.mean)
+    values, _ = attend(matmul_bias(x, qkv.weight, qkv.bias, rstd), None, attention.heads, False)
+    x, rstd, mean = residual_centred(x, F.linear(values, out.weight), out.bias, None, None, 0.0, block.norm2.eps, mean)
+    hidden = matmul_bias_gelu(x, up.weight, up.bias, mlp.approximate == "tanh", rstd)
+    return type(pending)(x, F.linear(hidden, down.weight), down.bias, mean=mean)

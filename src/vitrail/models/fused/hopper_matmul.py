@@ -3,8 +3,8 @@
 GELU's input is never written. Where a gradient is needed its derivative is, which is all that the backward pass
 (`hopper_gelu_backward.py`) reads.
 
-With `mean`, `rstd` and `row_sums` the epilogue also applies the layer norm before the matmul, so that normalised tokens are never
-written (`folded_norm.py`): LN(x) Wᵀ = rstd · (x Wᵀ − mean · row_sums(W)).
+With `rstd` the epilogue also multiplies each row by its own factor. For tokens with mean zero that is all that is left of the layer
+norm before the matmul, so that normalised tokens are never written (`folded_norm.py`).
 """
 
 from __future__ import annotations
@@ -63,12 +63,6 @@ def _gelu(x, TANH: gl.constexpr):
 
 
 @gluon.jit
-def normalise(acc, mean, rstd, row_sum):
-    """Return what x Wᵀ becomes when the rows of x are normalised: W's rows sum to `row_sum`."""
-    return (acc - mean[:, None] * row_sum[None, :]) * rstd[:, None]
-
-
-@gluon.jit
 def _store(matrix, value, smem, m, n):
     tma.store_wait(1)  # the other buffer may still be being read
     smem.store(value.to(matrix.dtype))
@@ -77,14 +71,12 @@ def _store(matrix, value, smem, m, n):
 
 
 @gluon.jit
-def _epilogue(acc, mean, rstd, row_sums, bias, gelu_grad, out, smem, grad_smem, m, n, M, GELU: gl.constexpr):
+def _epilogue(acc, rstd, bias, gelu_grad, out, smem, grad_smem, m, n, M, GELU: gl.constexpr):
     """Store half a tile, and GELU's derivative into `gelu_grad`, if there is one."""
-    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     if rstd is not None:
         row = m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-        row_mean, row_rstd = gl.load(mean + row, mask=row < M, other=0.0), gl.load(rstd + row, mask=row < M, other=0.0)
-        acc = normalise(acc, row_mean, row_rstd, gl.load(row_sums + n + column))
-    acc += gl.load(bias + n + column).to(gl.float32)[None, :]
+        acc *= gl.load(rstd + row, mask=row < M, other=0.0)[:, None]
+    acc += gl.load(bias + n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))).to(gl.float32)[None, :]
     if GELU is None:
         _store(out, acc, smem, m, n)
     else:
@@ -97,7 +89,7 @@ def _epilogue(acc, mean, rstd, row_sums, bias, gelu_grad, out, smem, grad_smem, 
 @gluon.jit
 def _consumer(args, CONSUMER: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constexpr):
     """Run one of the two consumer warpgroups: every other tile of this program."""
-    a_smem, b_smem, full, empty, order_barriers, out_smem, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K = args
+    a_smem, b_smem, full, empty, order_barriers, out_smem, rstd, bias, gelu_grad, out, M, N, K = args
     BLOCK_M: gl.constexpr = a_smem.shape[1]
     BLOCK_N: gl.constexpr = b_smem.shape[1]
     k_steps = gl.cdiv(K, a_smem.shape[2])
@@ -111,19 +103,19 @@ def _consumer(args, CONSUMER: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.con
         stages_before += 2 * k_steps
         order_phase ^= 1
         right_smem = smem2 if gelu_grad is None else smem1
-        _epilogue(left, mean, rstd, row_sums, bias, gelu_grad, out, smem1, smem2, m, n, M, GELU)
-        _epilogue(right, mean, rstd, row_sums, bias, gelu_grad, out, right_smem, smem2, m, n + BLOCK_N // 2, M, GELU)
+        _epilogue(left, rstd, bias, gelu_grad, out, smem1, smem2, m, n, M, GELU)
+        _epilogue(right, rstd, bias, gelu_grad, out, right_smem, smem2, m, n + BLOCK_N // 2, M, GELU)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _matmul_bias_kernel(
-    a, b, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K,
+    a, b, rstd, bias, gelu_grad, out, M, N, K,
     STAGES: gl.constexpr, GELU: gl.constexpr, PROGRAMS: gl.constexpr,
 ):  # fmt: skip
     a_smem, b_smem, out_smem = alloc_smem(STAGES, a), alloc_smem(STAGES, b), alloc_smem(4, out)
     full, empty, order_barriers = alloc_mbarriers(STAGES), alloc_mbarriers(STAGES), alloc_mbarriers(2)
-    args = (a_smem, b_smem, full, empty, order_barriers, out_smem, mean, rstd, row_sums, bias, gelu_grad, out, M, N, K)
+    args = (a_smem, b_smem, full, empty, order_barriers, out_smem, rstd, bias, gelu_grad, out, M, N, K)
     gl.warp_specialize(
         [
             (_consumer, (args, 0, GELU, PROGRAMS)),
@@ -143,38 +135,26 @@ def _fake_matmul_with_grad(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tenso
     return _fake_matmul(x, weight), _fake_matmul(x, weight)
 
 
-_NORM = "Tensor? mean=None, Tensor? rstd=None, Tensor? row_sums=None"
+@op("matmul_bias(Tensor x, Tensor weight, Tensor bias, Tensor? rstd=None) -> Tensor", _fake_matmul)
+def matmul_bias(x: Tensor, weight: Tensor, bias: Tensor, rstd: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b. `rstd` (float32) holds a factor for each row of x. Has no gradient."""
+    return _launch(x, weight, bias, None, rstd, None)
 
 
-@op(f"matmul_bias(Tensor x, Tensor weight, Tensor bias, {_NORM}) -> Tensor", _fake_matmul)
-def matmul_bias(
-    x: Tensor, weight: Tensor, bias: Tensor,
-    mean: Tensor | None = None, rstd: Tensor | None = None, row_sums: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """x Wᵀ + b. With the last three (float32) x is normalised first. Has no gradient."""
-    return _launch(x, weight, bias, None, mean, rstd, row_sums, None)
-
-
-@op(f"matmul_bias_gelu(Tensor x, Tensor weight, Tensor bias, bool tanh, {_NORM}) -> Tensor", _fake_matmul)
-def matmul_bias_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor, tanh: bool,
-    mean: Tensor | None = None, rstd: Tensor | None = None, row_sums: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """GELU(x Wᵀ + b), rounded once. With the last three (float32) x is normalised first. Has no gradient."""
-    return _launch(x, weight, bias, tanh, mean, rstd, row_sums, None)
+@op("matmul_bias_gelu(Tensor x, Tensor weight, Tensor bias, bool tanh, Tensor? rstd=None) -> Tensor", _fake_matmul)
+def matmul_bias_gelu(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool, rstd: Tensor | None = None) -> Tensor:
+    """GELU(x Wᵀ + b), rounded once. `rstd` (float32) holds a factor for each row of x. Has no gradient."""
+    return _launch(x, weight, bias, tanh, rstd, None)
 
 
 @op("matmul_bias_gelu_with_grad(Tensor x, Tensor weight, Tensor bias, bool tanh) -> (Tensor, Tensor)", _fake_matmul_with_grad)
 def matmul_bias_gelu_with_grad(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """GELU(x Wᵀ + b) and GELU's derivative there, each rounded once."""
     gelu_grad = x.new_empty(*x.shape[:-1], len(weight))
-    return _launch(x, weight, bias, tanh, None, None, None, gelu_grad), gelu_grad
+    return _launch(x, weight, bias, tanh, None, gelu_grad), gelu_grad
 
 
-def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor, tanh: bool | None,
-    mean: Tensor | None, rstd: Tensor | None, row_sums: Tensor | None, gelu_grad: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _launch(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool | None, rstd: Tensor | None, gelu_grad: Tensor | None) -> Tensor:
     N, K = weight.shape
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     M = x.numel() // K
@@ -183,7 +163,7 @@ def _launch(
     _matmul_bias_kernel[(programs,)](
         tma_descriptor(x.reshape(M, K), block_m, BLOCK_K),
         tma_descriptor(weight, BLOCK_N, BLOCK_K),
-        mean, rstd, row_sums, bias,
+        rstd, bias,
         None if gelu_grad is None else tma_descriptor(gelu_grad.view(M, N), block_m, BLOCK_N // 2),
         tma_descriptor(out.view(M, N), block_m, BLOCK_N // 2),
         M, N, K, STAGES=_STAGES, GELU=None if tanh is None else "tanh" if tanh else "erf", PROGRAMS=programs, **LAUNCH,

@@ -23,10 +23,10 @@ from vitrail.models.fused.ops import once_differentiable, op
 
 @triton.jit
 def _norm_forward_kernel(
-    x, branch, bias, keep, seed, x_out, y, mean_out, rstd_out,
+    x, branch, bias, keep, seed, x_out, y, rstd_out, mean_in, mean_out,
     tokens, eps, rate,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_KEEP: tl.constexpr,
-    DROPS: tl.constexpr, NORMS: tl.constexpr,
+    DROPS: tl.constexpr, NORMS: tl.constexpr, HAS_MEAN: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.arange(0, PADDED)
     mask = column < WIDTH
@@ -41,17 +41,20 @@ def _norm_forward_kernel(
         if DROPS:
             added *= keep_factor(seed, offset, rate)
         value += added
-        stored = value.to(x_out.dtype.element_ty)
-        tl.store(x_out + offset, stored, mask=mask)
-        if not NORMS:  # the statistics of what a matmul will read
-            value = stored.to(tl.float32)
+        if NORMS:
+            tl.store(x_out + offset, value.to(x_out.dtype.element_ty), mask=mask)
     mean = tl.sum(value) / WIDTH
     centred = tl.where(mask, value - mean, 0.0)
+    if not NORMS:
+        stored = centred.to(x_out.dtype.element_ty)
+        tl.store(x_out + offset, stored, mask=mask)
+        centred = stored.to(tl.float32)  # the deviation of what a matmul will read
+        if HAS_MEAN:
+            mean += tl.load(mean_in + row)
+        tl.store(mean_out + row, mean)
     rstd = tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
     if NORMS:
         tl.store(y + offset, (centred * rstd).to(y.dtype.element_ty), mask=mask)
-    else:
-        tl.store(mean_out + row, mean)
     tl.store(rstd_out + row, rstd)
 
 
@@ -109,48 +112,47 @@ def _residual_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sum (empty without a branch), the normalised sum, and one over each row's standard deviation."""
     total, y, rstd = _empty(x, branch, bias, keep, seed, rate, eps, dtype)
-    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, y, None, rstd)
+    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, y, rstd, None, None)
     return total, y, rstd
 
 
-def _empty_stats(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = (torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device) for _ in range(2))
-    return _empty_sum(x, branch), mean, rstd
+def _empty_centred(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
+    mean: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rstd, new_mean = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), rstd, new_mean
 
 
 @op(
-    "residual_stats(Tensor x, Tensor? branch, Tensor? bias, Tensor? keep, Tensor? seed, float rate, float eps)"
+    "residual_centred(Tensor x, Tensor? branch, Tensor? bias, Tensor? keep, Tensor? seed, float rate, float eps, Tensor? mean)"
     " -> (Tensor, Tensor, Tensor)",
-    _empty_stats,
+    _empty_centred,
 )
-def _residual_stats(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total, mean, rstd = _empty_stats(x, branch, bias, keep, seed, rate, eps)
-    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, None, mean, rstd)
-    return total, mean, rstd
+def residual_centred(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
+    mean: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return x + keep · dropout(branch + bias) with each row's mean subtracted, its rstd, and its mean. Not differentiable.
 
-
-def residual_stats(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + keep · dropout(branch + bias), and mean and rstd of its rows, as stored, in float32. Not differentiable."""
-    total, mean, rstd = _residual_stats(x, branch, bias, keep, seed, rate, eps)
-    return x if branch is None else total, mean, rstd
+    rstd is that of the rows as stored. `mean` [image, token] is what was subtracted from x before; the new one includes it. Both
+    are float32.
+    """
+    total, rstd, new_mean = _empty_centred(x, branch, bias, keep, seed, rate, eps, mean)
+    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, None, rstd, mean, new_mean)
+    return total, rstd, new_mean
 
 
 def _launch_forward(
     x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    total: Tensor, y: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    total: Tensor, y: Tensor | None, rstd: Tensor, mean: Tensor | None, new_mean: Tensor | None,
 ) -> None:  # fmt: skip
     width = x.shape[-1]
-    _norm_forward_kernel[(len(rstd),)](
-        x.contiguous(), None if branch is None else branch.contiguous(), bias, keep, seed, total, y, mean, rstd,
-        x.shape[1], eps, rate,
+    _norm_forward_kernel[(rstd.numel(),)](
+        x.contiguous(), None if branch is None else branch.contiguous(), bias, keep, seed, total, y, rstd,
+        None if mean is None else mean.contiguous(), new_mean, x.shape[1], eps, rate,
         WIDTH=width, PADDED=next_power_of_2(width), ADDS=branch is not None, HAS_BIAS=bias is not None,
-        HAS_KEEP=keep is not None, DROPS=seed is not None, NORMS=y is not None, num_warps=4,
+        HAS_KEEP=keep is not None, DROPS=seed is not None, NORMS=y is not None, HAS_MEAN=mean is not None, num_warps=4,
     )  # fmt: skip
 
 

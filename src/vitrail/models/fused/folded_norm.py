@@ -6,7 +6,7 @@ mean is subtracted where the residual is written, and rstd is applied to the out
     rstd · W' (x − mean) + b',    W' = W ∘ γ,    b' = b + W β
 
 so that the residual itself is multiplied, and normalised tokens are not written. The residual may lose its mean because only norms
-read it, which subtract the mean anyway; `PendingResidual.mean` keeps it for whoever reads the tokens themselves. Rounded after the
+read it, which subtract the mean anyway; `PendingResidual.mean` keeps it for readers of the tokens themselves. Rounded after the
 subtraction, tokens with a large mean lose nothing. The mean of every row of W' is subtracted, too, before rounding: that changes
 nothing in exact arithmetic, and the mean that rounding leaves in a token is not multiplied by anything large.
 

@@ -58,6 +58,7 @@ def main(capability: int) -> None:
     from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
     from vitrail.models.fused.patchify import patchify
     from vitrail.models.fused.prefix_positions import add_prefix_and_positions
+    from vitrail.models.fused.qk_norm import qk_norm
     from vitrail.models.fused.residual_norm import residual_centred, residual_norm
 
     one = torch.ones(192)
@@ -76,6 +77,8 @@ def main(capability: int) -> None:
     patchify(torch.zeros(2, 3, 28, 42), (14, 14), torch.bfloat16)
     folded, offset = fold_norm(torch.zeros(64, 192), one[:64], one, one, torch.bfloat16)
     unfold_norm(folded.float(), offset, torch.zeros(64, 192), one, one)
+    head_norms = [torch.zeros(80).requires_grad_() for _ in range(4)]
+    qk_norm(low(2, 5, 480).requires_grad_(), 2, head_norms, 1e-6).sum().backward()
     add_prefix_and_positions(low(2, 4, 192).requires_grad_(), torch.zeros(5, 192)).sum().backward()
     CrossEntropy.apply(low(3, 40).requires_grad_(), torch.tensor([0, 1, 2])).sum().backward()
     if capability in (90, 100):
@@ -92,9 +95,10 @@ def attention_of_few_tokens() -> None:
 
     for tokens, num_queries in ((50, 50), (65, 65), (197, 197), (197, 1)):
         q, kv = (low(2, tokens, 384), None) if num_queries == tokens else (low(2, num_queries, 128), low(2, tokens, 256))
-        for whole_heads in (True, False):
-            out, lse = attention_forward(q, kv, 2, whole_heads)
-        attention_backward(q, kv, out, out, lse, 2)
+        for norms in ((), (torch.zeros(64),) * 4):
+            for whole_heads in (True, False):
+                out, lse = attention_forward(q, kv, 2, norms, 1e-6, whole_heads)
+            attention_backward(q, kv, out, out, lse, 2, norms, 1e-6)
 
 
 def hopper_matmuls() -> None:

@@ -24,9 +24,11 @@ EVERYWHERE = {
     "_patchify_kernel",
     "_prefix_positions_backward_kernel",
     "_prefix_positions_forward_kernel",
+    "_qk_norm_backward_kernel",
+    "_qk_norm_kernel",
     "_unfold_norm_kernel",
 }
-ATTENTION = {"_attention_backward_kernel", "_attention_forward_kernel"}
+ATTENTION = {"_attention_backward_kernel", "_attention_forward_kernel", "_norm_gradients_kernel"}
 HOPPER = {"_hopper_attention_kernel", "_matmul_bias_kernel", "_matmul_gelu_backward_kernel"}
 
 

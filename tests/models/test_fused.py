@@ -84,6 +84,8 @@ CASES: dict[str, dict[str, Any]] = {
     "registers": {"registers": 2},
     "no bias": {"qkv_bias": False},
     "sincos": {"position": "sincos2d"},
+    "qk norm": {"qk_norm": True},
+    "qk norm, no bias, mean": {"qk_norm": True, "qkv_bias": False, "pooling": "mean", "heads": 6},
     "wide heads": {"heads": 2},
 }
 
@@ -266,7 +268,7 @@ def test_learning_without_labels_goes_the_same_way(kind: str, fusing: None) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"attention_dropout": 0.1}, {"qk_norm": True}, {"layer_scale": 1e-4}, {"attention": "axial"}, {"position": "relative"}],
+    [{"attention_dropout": 0.1}, {"layer_scale": 1e-4}, {"attention": "axial"}, {"position": "relative"}],
     ids=lambda change: next(iter(change)),
 )
 def test_what_kernels_do_not_know_takes_the_plain_path(change: dict[str, Any], fusing: None, blocks_fused: list[nn.Module]) -> None:
@@ -281,7 +283,7 @@ def test_a_block_needs_the_self_test_of_its_own_shape(monkeypatch: pytest.Monkey
     block = create_model("ViT-Ti/16", outputs=0, image_size=32, width=64, depth=1, heads=2, mlp=96).blocks[0]
     x = torch.zeros(1, 4, 64)
     assert dispatch.fuses_block(block, x, torch.bfloat16)
-    assert asked == [(x.device, torch.bfloat16, 64, 96, 2, True)]
+    assert asked == [(x.device, torch.bfloat16, 64, 96, 2, True, False)]
 
 
 def test_cpus_and_float32_take_the_plain_path() -> None:

@@ -76,9 +76,9 @@ def test_attention_gradients(images: int, tokens: int, heads: int, channels: int
         results.append((value, dq, dkv, torch.cat([dq.sum(1), dkv.sum(1)], -1)))
     with torch.no_grad():
         out, lse = attention_forward(q, kv, heads)
-        dq, dkv, sums = attention_backward(q, kv, out, grad_out, lse, heads)
+        dq, dkv, sums, _ = attention_backward(q, kv, out, grad_out, lse, heads)
         if not few:  # all side by side gives the same
-            together, none, same = attention_backward(torch.cat([q, kv], -1), None, out, grad_out, lse, heads)
+            together, none, same, _ = attention_backward(torch.cat([q, kv], -1), None, out, grad_out, lse, heads)
             assert torch.equal(together, torch.cat([dq, dkv], -1)) and not none.numel() and torch.equal(same, sums)
     for found, rounded, exact in zip((out, dq, dkv, sums), *results, strict=True):
         assert is_accurate(found, rounded, exact, 10 * FLOAT32)
@@ -176,7 +176,7 @@ def test_attention_over_few_tokens(images: int, tokens: int, heads: int, channel
     scores = q64 @ k64.transpose(-1, -2) * channels**-0.5
     exact = (scores.softmax(-1) @ v64).transpose(1, 2).flatten(2)
     for whole_heads in (True, False):
-        out, lse = attention_forward(q, kv, heads, whole_heads)
+        out, lse = attention_forward(q, kv, heads, whole_heads=whole_heads)
         assert is_accurate(out, rounded, exact) and near(lse, scores.logsumexp(-1), 1e-5)
     assert sum(split_pow2(tokens)) >= tokens and all(part == 0 or part.bit_count() == 1 for part in split_pow2(tokens))
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.models.test_fused import DEVICE, LOW, near
 
@@ -90,12 +91,19 @@ CASES: dict[str, list[Case]] = {
         lambda: (rand(12, 5).t(), torch.arange(10, device=DEVICE)[::2]),
     ],
     "cross_entropy_backward": [lambda: (rand(5, 12), torch.arange(5, device=DEVICE), rand(5, dtype=F32), rand(5, dtype=F32))],
+    "qk_norm": [
+        lambda: (rand(2, 5, 72), 2, head_norms(12), 1e-6),
+        lambda: (rand(5, 2, 96).transpose(0, 1), 2, head_norms(16), 1e-6),
+    ],
+    "qk_norm_backward": [lambda: (rand(2, 5, 72), rand(5, 2, 72).transpose(0, 1), 2, head_norms(12), 1e-6)],
     "attention_forward": [
+        lambda: (rand(2, 5, 96), None, 2, head_norms(16), 1e-6),
         lambda: (rand(2, 5, 96), None, 2),
-        lambda: (rand(2, 1, 32), rand(2, 5, 64), 2, True),
-        lambda: (rand(5, 2, 96).transpose(0, 1), None, 2, False),
+        lambda: (rand(2, 1, 32), rand(2, 5, 64), 2, None, 0.0, True),
+        lambda: (rand(5, 2, 96).transpose(0, 1), None, 2, None, 0.0, False),
     ],
     "attention_backward": [
+        lambda: (rand(2, 5, 96), None, rand(2, 5, 32), rand(2, 5, 32), rand(2, 2, 5, dtype=F32), 2, head_norms(16), 1e-6),
         lambda: (rand(2, 5, 96), None, rand(2, 5, 32), rand(2, 5, 32), rand(2, 2, 5, dtype=F32), 2),
         lambda: (rand(2, 1, 32), rand(2, 5, 64), rand(2, 1, 32), rand(1, 2, 32).transpose(0, 1), rand(2, 2, 1, dtype=F32), 2),
     ],
@@ -106,6 +114,10 @@ GLUON = {"matmul_bias", "matmul_bias_gelu", "matmul_bias_gelu_with_grad", "matmu
 
 def keep() -> Tensor:
     return torch.ones(2, device=DEVICE)
+
+
+def head_norms(channels: int) -> list[Tensor]:
+    return [rand(channels, dtype=F32) for _ in range(4)]
 
 
 def in_fp8(*size: int) -> tuple[Tensor, Tensor]:
@@ -126,15 +138,15 @@ def test_every_operator_is_tested() -> None:
 def test_operators_keep_their_contract(name: str, number: int) -> None:
     """Nothing given is changed or aliased, and the fake rule agrees with the kernel in shape, precision and strides."""
     args, operator = CASES[name][number](), getattr(torch.ops.vitrail, name).default
-    before = [one.clone() if isinstance(one, Tensor) else one for one in args]
+    given = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
+    before = [one.clone() for one in given]
     results = as_tuple(operator(*args))
-    given = [one for one in args if isinstance(one, Tensor)]
-    for one, two in zip(given, (one for one in before if isinstance(one, Tensor)), strict=True):
+    for one, two in zip(given, before, strict=True):
         assert torch.equal(one.float(), two.float())
     filled = [one for one in (*given, *results) if one.numel()]
     assert len({one.untyped_storage().data_ptr() for one in filled}) == len(filled)
     with FakeTensorMode() as mode:
-        fake = as_tuple(operator(*(mode.from_tensor(one) if isinstance(one, Tensor) else one for one in args)))
+        fake = as_tuple(operator(*tree_map_only(Tensor, mode.from_tensor, args)))
     for one, two in zip(results, fake, strict=True):
         assert (one.shape, one.dtype, one.stride(), one.device) == (two.shape, two.dtype, two.stride(), two.device)
     schema = operator._schema
@@ -208,6 +220,19 @@ def run_attention(parts: list[Any], num_queries: int | None = None, **changes: b
     return branches.attention_branch(parts[0].to(LOW), *parts[1:], HEADS, num_queries, **options)
 
 
+def norm_parts(grad: bool = True) -> list[Tensor]:
+    return [*attention_parts(grad), *((1 + rand(WIDTH // HEADS, dtype=F32) / 5).requires_grad_(grad) for _ in range(4))]
+
+
+def run_norm(parts: list[Any], num_queries: int | None = None, **changes: bool) -> Tensor:
+    options = {"fp8": False, "recompute_cheap": False, "needs_grad": True, "refold": False, **changes}
+    return branches.attention_branch(parts[0].to(LOW), *parts[1:6], HEADS, num_queries, parts[6:], 1e-6, **options)
+
+
+def run_norm_pass(parts: list[Any], num_queries: int | None = None, **changes: bool) -> Tensor:
+    return branches.qk_norm(run_linear(parts), HEADS, parts[6:], 1e-6)
+
+
 def run_mlp(parts: list[Any], num_queries: int | None = None, **changes: bool) -> Tensor:
     options = {"fp8": False, "recompute_cheap": False, "needs_grad": True, "refold": False, **changes}
     return branches.mlp_branch(parts[0].to(LOW), *parts[1:], False, None, 0.0, **options)
@@ -234,6 +259,7 @@ def run_loss(parts: list[Any], num_queries: int | None = None, **changes: bool) 
 
 FUNCTIONS = {
     "attention": (attention_parts, run_attention), "mlp": (mlp_parts, run_mlp), "linear": (attention_parts, run_linear),
+    "qk norm": (norm_parts, run_norm), "qk norm pass": (norm_parts, run_norm_pass),
     "residual": (attention_parts, run_residual), "prefix": (attention_parts, run_prefix), "loss": (attention_parts, run_loss),
 }  # fmt: skip
 
@@ -254,7 +280,11 @@ def test_a_gradient_of_a_gradient_raises(name: str) -> None:
 @pytest.mark.parametrize("refold", [False, True])
 @pytest.mark.parametrize(
     "name, number",
-    [(name, number) for name in ("attention", "mlp", "linear") for number in (1, 2, 3, 5) if (name, number) != ("linear", 5)],
+    [
+        *((name, number) for name in ("attention", "mlp", "linear") for number in (1, 2, 3, 5) if (name, number) != ("linear", 5)),
+        *(("qk norm", number) for number in (6, 7, 8)),
+        *(("qk norm pass", number) for number in (6, 8)),
+    ],
 )
 def test_a_weight_changed_in_place_before_backward_raises(name: str, number: int, refold: bool) -> None:
     make, run = FUNCTIONS[name]

@@ -7,6 +7,8 @@ many, one program takes all tiles of a head and reads the keys once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -14,15 +16,22 @@ from torch import Tensor
 
 from vitrail.models.fused.launch import ceil_div, next_power_of_2, num_sms
 from vitrail.models.fused.ops import op
+from vitrail.models.fused.qk_norm import norm_queries, normalise
 
 _MIN = 16  # rows or columns that tensor cores take
 
 
 @triton.jit
-def _load_keys(k_in, v_in, kv_offset, start, keys, row: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+def _load_keys(
+    k_in, v_in, eps, kv_offset, start, keys,
+    row: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
     key = start + tl.arange(0, SIZE)
     offset, mask = kv_offset + key[:, None] * row + tl.arange(0, WIDTH)[None, :], (key < keys)[:, None]
-    return tl.load(k_in + offset, mask=mask, other=0.0), tl.load(v_in + offset, mask=mask, other=0.0)
+    k, v = tl.load(k_in + offset, mask=mask, other=0.0), tl.load(v_in + offset, mask=mask, other=0.0)
+    if QK_NORM:
+        k = normalise(k, eps, WIDTH)[0].to(v.dtype)
+    return k, v
 
 
 @triton.jit
@@ -45,9 +54,9 @@ def _accumulate(scores, v, top, log2_scale, total, value, TRANSPOSED: tl.constex
 
 @triton.jit
 def _tile(
-    q_in, out, lse, q_offset, out_offset, lse_offset, start, log2_scale, k1, v1, k2, v2, k3, v3,
+    q_in, q_weight, q_bias, k_weight, eps, out, lse, q_offset, out_offset, lse_offset, start, log2_scale, k1, v1, k2, v2, k3, v3,
     queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, o_row: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr, QK_NORM: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Attention of some queries from `start` over the three pieces of keys and values.
 
@@ -56,6 +65,8 @@ def _tile(
     AXIS: tl.constexpr = 0 if TRANSPOSED else 1  # of the keys
     query, channel = start + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
     q = tl.load(q_in + q_offset + query[:, None] * q_row + channel[None, :], mask=(query < queries)[:, None], other=0.0)
+    if QK_NORM:
+        q = norm_queries(q, q_weight, q_bias, k_weight, eps, WIDTH)
     if TRANSPOSED:
         q = tl.trans(q)
     s1 = _scores(q, k1, 0, keys, ONE, TRANSPOSED)
@@ -82,9 +93,10 @@ def _tile(
 
 @triton.jit
 def _attention_forward_kernel(
-    q_in, k_in, v_in, out, lse, scale,
+    q_in, k_in, v_in, q_weight, q_bias, k_weight, out, lse, scale, eps,
     queries: tl.constexpr, keys: tl.constexpr, q_row: tl.constexpr, kv_row: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, TILES: tl.constexpr, TAIL: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, THREE: tl.constexpr,
+    QK_NORM: tl.constexpr,
 ):  # fmt: skip
     END: tl.constexpr = queries // QUERIES * QUERIES if TAIL > 0 else queries
     PROGRAMS: tl.constexpr = (END + QUERIES * TILES - 1) // (QUERIES * TILES)  # per head
@@ -94,37 +106,50 @@ def _attention_forward_kernel(
     kv_offset = image * keys * kv_row + head * WIDTH
     q_offset, out_offset = image * queries * q_row + head * WIDTH, image * queries * o_row + head * WIDTH
     lse_offset = (image * HEADS + head) * queries
-    k1, v1 = _load_keys(k_in, v_in, kv_offset, 0, keys, kv_row, WIDTH, ONE)
+    k1, v1 = _load_keys(k_in, v_in, eps, kv_offset, 0, keys, kv_row, WIDTH, ONE, QK_NORM)
     k2, v2, k3, v3 = k1, v1, k1, v1
     if TWO > 0:
-        k2, v2 = _load_keys(k_in, v_in, kv_offset, ONE, keys, kv_row, WIDTH, TWO)
+        k2, v2 = _load_keys(k_in, v_in, eps, kv_offset, ONE, keys, kv_row, WIDTH, TWO, QK_NORM)
     if THREE > 0:
-        k3, v3 = _load_keys(k_in, v_in, kv_offset, ONE + TWO, keys, kv_row, WIDTH, THREE)
+        k3, v3 = _load_keys(k_in, v_in, eps, kv_offset, ONE + TWO, keys, kv_row, WIDTH, THREE, QK_NORM)
     log2_scale = scale * 1.4426950408889634
     if TAIL > 0:
         _tile(
-            q_in, out, lse, q_offset, out_offset, lse_offset, END, log2_scale, k1, v1, k2, v2, k3, v3,
-            queries, keys, q_row, o_row, WIDTH, TAIL, ONE, TWO, THREE, True,
+            q_in, q_weight, q_bias, k_weight, eps, out, lse, q_offset, out_offset, lse_offset, END, log2_scale,
+            k1, v1, k2, v2, k3, v3,
+            queries, keys, q_row, o_row, WIDTH, TAIL, ONE, TWO, THREE, QK_NORM, True,
         )  # fmt: skip
     for query in range(start, min(END, start + QUERIES * TILES), QUERIES):
         _tile(
-            q_in, out, lse, q_offset, out_offset, lse_offset, query, log2_scale, k1, v1, k2, v2, k3, v3,
-            queries, keys, q_row, o_row, WIDTH, QUERIES, ONE, TWO, THREE, False,
+            q_in, q_weight, q_bias, k_weight, eps, out, lse, q_offset, out_offset, lse_offset, query, log2_scale,
+            k1, v1, k2, v2, k3, v3,
+            queries, keys, q_row, o_row, WIDTH, QUERIES, ONE, TWO, THREE, QK_NORM, False,
         )  # fmt: skip
 
 
-def _empty(q: Tensor, kv: Tensor | None, heads: int, whole_heads: bool | None = None) -> tuple[Tensor, Tensor]:
+def _empty(
+    q: Tensor, kv: Tensor | None, heads: int,
+    norms: Sequence[Tensor] | None = None, eps: float = 0.0, whole_heads: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     images, queries, width = q.shape if kv is not None else (*q.shape[:2], q.shape[2] // 3)
     out = torch.empty(images, queries, width, dtype=q.dtype, device=q.device)
     return out, torch.empty(images, heads, queries, dtype=torch.float32, device=q.device)
 
 
-@op("attention_forward(Tensor q, Tensor? kv, int heads, bool? whole_heads=None) -> (Tensor, Tensor)", _empty)
-def attention_forward(q: Tensor, kv: Tensor | None, heads: int, whole_heads: bool | None = None) -> tuple[Tensor, Tensor]:
+@op(
+    "attention_forward(Tensor q, Tensor? kv, int heads, Tensor[]? norms=None, float eps=0., bool? whole_heads=None)"
+    " -> (Tensor, Tensor)",
+    _empty,
+)
+def attention_forward(
+    q: Tensor, kv: Tensor | None, heads: int,
+    norms: Sequence[Tensor] | None = None, eps: float = 0.0, whole_heads: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return attention's output [image, query, width], and the logarithms of softmax's denominators [image, head, query].
 
     Give queries [image, query, width] with keys and values side by side [image, key, 2 · width], or all three side by side as `q`
-    [image, token, 3 · width]. `whole_heads`: whether one program takes all tiles of a head; default: where that is faster.
+    [image, token, 3 · width]. `norms`: weight and bias of the queries' norm, then of the keys' (`qk_norm`).
+    `whole_heads`: whether one program takes all tiles of a head; default: where that is faster.
     """
     out, lse = _empty(q, kv, heads)
     images, queries, width = out.shape
@@ -136,9 +161,9 @@ def attention_forward(q: Tensor, kv: Tensor | None, heads: int, whole_heads: boo
         tail = _MIN if tiles > 1 and 0 < queries % tile <= _MIN else 0
     one, two, three = split_pow2(k.shape[1])
     _attention_forward_kernel[(images * heads * ceil_div(queries, tile * tiles),)](
-        q, k, v, out, lse, (width // heads) ** -0.5,
+        q, k, v, *(norms or (None,) * 4)[:3], out, lse, (width // heads) ** -0.5, eps,
         queries=queries, keys=k.shape[1], q_row=q.stride(1), kv_row=k.stride(1), HEADS=heads, WIDTH=width // heads,
-        QUERIES=tile, TILES=tiles, TAIL=tail, ONE=one, TWO=two, THREE=three, num_warps=4, num_stages=1,
+        QUERIES=tile, TILES=tiles, TAIL=tail, ONE=one, TWO=two, THREE=three, QK_NORM=bool(norms), num_warps=4, num_stages=1,
     )  # fmt: skip
     return out, lse
 

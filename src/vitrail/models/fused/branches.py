@@ -13,6 +13,7 @@ place in between. Options of the branches:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,23 +29,27 @@ from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
 from vitrail.models.fused.ops import once_differentiable, op
 from vitrail.models.fused.patchify import patchify
 from vitrail.models.fused.prefix_positions import add_prefix_and_positions
+from vitrail.models.fused.qk_norm import qk_norm
 from vitrail.models.fused.residual_norm import residual_norm
 from vitrail.models.fused.selection import use_hopper_attention, use_own_matmul
 
-__all__ = ["add_prefix_and_positions", "attention_branch", "linear", "mlp_branch", "patchify", "residual_norm"]
+__all__ = ["add_prefix_and_positions", "attention_branch", "linear", "mlp_branch", "patchify", "qk_norm", "residual_norm"]
 
 
 def attention_branch(
     y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
-    out_weight: Tensor, heads: int, num_queries: int | None, *, fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
+    out_weight: Tensor, heads: int, num_queries: int | None, qk_norms: Sequence[Tensor] = (), eps: float = 0.0,
+    *, fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
 ) -> Tensor:  # fmt: skip
     """Return the attention branch's output for normalised tokens, without the output projection's bias.
 
-    `num_queries`: compute only that many of the first tokens, from all of them; None: all.
+    `num_queries`: compute only that many of the first tokens, from all of them; None: all. `qk_norms`: weight and bias of the
+    norm of each head's queries, then of the keys'; empty: none.
     """
     return _AttentionBranch.apply(  # type: ignore[no-any-return]
-        y, norm_weight, norm_bias, qkv_weight, qkv_bias, out_weight, heads, num_queries, fp8, recompute_cheap, needs_grad, refold
-    )
+        y, norm_weight, norm_bias, qkv_weight, qkv_bias, out_weight,
+        heads, num_queries, fp8, recompute_cheap, needs_grad, refold, eps, *qk_norms,
+    )  # fmt: skip
 
 
 def mlp_branch(
@@ -74,6 +79,7 @@ class _AttentionBranch(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, qkv_weight: Tensor, qkv_bias: Tensor | None,
         out_weight: Tensor, heads: int, num_queries: int | None, fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
+        eps: float, *qk_norms: Tensor,
     ) -> Tensor:  # fmt: skip
         layer = Fp8Linear if fp8 and num_queries is None else Bf16Linear
         weight, bias = fold_norm(qkv_weight, qkv_bias, norm_weight, norm_bias, y.dtype)
@@ -83,26 +89,27 @@ class _AttentionBranch(torch.autograd.Function):
             q, kv = qkv_layer(y, bias), None
         else:
             q, kv = _project(y, weight, bias, num_queries)
-        out, lse = attend(q, kv, heads, needs_grad)
+        out, lse = attend(q, kv, heads, needs_grad, qk_norms, eps)
         if needs_grad:
             made = (None, None) if refold else (qkv_layer.weight, out_layer.weight)
             attended = (None, None) if recompute_cheap else (out, lse)
-            ctx.save_for_backward(y, norm_weight, norm_bias, qkv_weight, out_weight, *made, q, kv, *attended)
-        ctx.heads, ctx.layer = heads, layer
+            ctx.save_for_backward(y, norm_weight, norm_bias, qkv_weight, out_weight, *made, q, kv, *attended, *qk_norms)
+        ctx.heads, ctx.layer, ctx.eps = heads, layer, eps
         return out_layer(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        y, norm_weight, norm_bias, qkv_weight, out_weight, folded, cast, q, kv, out, lse = ctx.saved_tensors
+        y, norm_weight, norm_bias, qkv_weight, out_weight, folded, cast, q, kv, out, lse, *qk_norms = ctx.saved_tensors
         needs, dtype = ctx.needs_input_grad, qkv_weight.dtype
         if out is None:
-            out, lse = attend(q, kv, ctx.heads, True)
+            out, lse = attend(q, kv, ctx.heads, True, qk_norms, ctx.eps)
         dout_weight = weight_grad(grad_out, out, out_weight.dtype) if needs[5] else None
         dattended = ctx.layer(out_weight if cast is None else cast, y.dtype).grad_input(grad_out)
-        dq, dkv, sums = attention_backward(q, kv, out, dattended, lse, ctx.heads)
+        dq, dkv, sums, dnorms = attention_backward(q, kv, out, dattended, lse, ctx.heads, qk_norms, ctx.eps)
         del out, dattended
         dbias = column_sum(sums, dtype)
+        dqk_norms = (grad.to(norm.dtype) for grad, norm in zip(dnorms, qk_norms, strict=True))
         dweight, dnorm_weight, dnorm_bias = None, None, None
         if any(needs[1:4]):
             dfolded = weight_grad(dq, y[:, : dq.shape[1]], dtype)
@@ -114,7 +121,7 @@ class _AttentionBranch(torch.autograd.Function):
             if folded is None:
                 folded, _ = fold_norm(qkv_weight, None, norm_weight, norm_bias, y.dtype)
             dy = ctx.layer(folded, y.dtype).grad_input(dq) if kv is None else _project_backward(dq, dkv, folded)
-        return dy, dnorm_weight, dnorm_bias, dweight, dbias if needs[4] else None, dout_weight, *(None,) * 6
+        return dy, dnorm_weight, dnorm_bias, dweight, dbias if needs[4] else None, dout_weight, *(None,) * 7, *dqk_norms
 
 
 def _project(y: Tensor, weight: Tensor, bias: Tensor | None, num_queries: int) -> tuple[Tensor, Tensor]:
@@ -132,13 +139,16 @@ def _project_backward(dq: Tensor, dkv: Tensor, weight: Tensor) -> Tensor:
     return dy
 
 
-def attend(q: Tensor, kv: Tensor | None, heads: int, needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+def attend(
+    q: Tensor, kv: Tensor | None, heads: int, needs_grad: bool, qk_norms: Sequence[Tensor] = (), eps: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
     """Return attention's output and, where backward needs them, the logarithms of softmax's denominators.
 
-    Queries, keys and values are given as to `attention_forward`.
+    Queries, keys and values are given as to `attention_forward`. The Hopper kernel multiplies what TMA has loaded, so it cannot
+    normalise: a pass over memory before it would take longer than it saves.
     """
-    if kv is not None or not use_hopper_attention(q, heads, needs_grad):
-        return attention_forward(q, kv, heads)
+    if kv is not None or qk_norms or not use_hopper_attention(q, heads, needs_grad):
+        return attention_forward(q, kv, heads, qk_norms, eps)
     from vitrail.models.fused.hopper_attention import hopper_attention
 
     return hopper_attention(q, heads, needs_grad=needs_grad)

@@ -127,23 +127,34 @@ def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
 
 
 def _attention(attention: Attention, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, refold: bool) -> Tensor:
-    from vitrail.models.fused.branches import attention_branch, linear
+    from vitrail.models.fused.branches import attention_branch, linear, qk_norm
     from vitrail.models.fused.selection import suits_own_attention
 
     qkv, out, heads, num_queries = attention.qkv, attention.out, attention.heads, options.num_queries
     entering = y, norm.weight, norm.bias, qkv.weight, qkv.bias
-    needs_grad = torch.is_grad_enabled()
-    if suits_own_attention(y, heads, num_queries, needs_grad):
+    needs_grad, (norms, eps) = torch.is_grad_enabled(), qk_norms(attention)
+    if suits_own_attention(y, heads, num_queries, needs_grad, bool(norms)):
         return attention_branch(
-            *entering, out.weight, heads, num_queries,
+            *entering, out.weight, heads, num_queries, norms, eps,
             fp8=options.fp8, recompute_cheap=options.recompute_cheap, needs_grad=needs_grad, refold=refold,
         )  # fmt: skip
     # With many tokens attention itself is much of the cost, and torch's kernels are at their best.
-    q, k, v = linear(*entering, fp8=options.fp8, refold=refold).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    projected = linear(*entering, fp8=options.fp8, refold=refold)
+    if norms:
+        projected = qk_norm(projected, heads, norms, eps)
+    q, k, v = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     with sdpa_kernel(SDPA_BACKENDS):
         attended = F.scaled_dot_product_attention(q if num_queries is None else q[:, :, :num_queries], k, v)
     fp8 = options.fp8 and num_queries is None
     return linear(attended.transpose(1, 2).flatten(2), None, None, out.weight, None, fp8=fp8, refold=refold)
+
+
+def qk_norms(attention: Attention) -> tuple[tuple[Tensor, ...], float]:
+    """Return weight and bias of the queries' norm, then of the keys', and their epsilon; nothing where there are none."""
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if q_norm is None or k_norm is None:
+        return (), 0.0
+    return (q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias), q_norm.eps
 
 
 def _mlp(mlp: Mlp, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, refold: bool) -> Tensor:

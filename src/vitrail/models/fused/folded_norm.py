@@ -103,19 +103,21 @@ def can_use_folded(block: Block, x: Tensor) -> bool:
     from vitrail.models.fused.selection import suits_own_attention, use_norm_epilogue
 
     suits = use_norm_epilogue(x, qkv["weight"].shape[0], up["weight"].shape[0])
-    return suits and suits_own_attention(x, attention.heads, None, False)
+    return suits and suits_own_attention(x, attention.heads, None, False, "q_norm" in modules)
 
 
 def folded_block(block: Block, pending: PendingResidual) -> PendingResidual:
     """Compute a block whose norms are folded, in no more passes over memory than there are matmuls, attention and two additions."""
     from vitrail.models.fused.branches import attend
+    from vitrail.models.fused.encoder import qk_norms
     from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu
     from vitrail.models.fused.residual_norm import residual_centred
 
     attention, mlp = block.attention, block.mlp
     qkv, out, up, down = attention.qkv, attention.out, mlp.up, mlp.down
     x, rstd, mean = residual_centred(*pending[:-1], block.norm1.eps, pending.mean)
-    values, _ = attend(matmul_bias(x, qkv.weight, qkv.bias, rstd), None, attention.heads, False)
+    projected = matmul_bias(x, qkv.weight, qkv.bias, rstd)
+    values, _ = attend(projected, None, attention.heads, False, *qk_norms(attention))
     x, rstd, mean = residual_centred(x, F.linear(values, out.weight), out.bias, None, None, 0.0, block.norm2.eps, mean)
     hidden = matmul_bias_gelu(x, up.weight, up.bias, mlp.approximate == "tanh", rstd)
     return type(pending)(x, F.linear(hidden, down.weight), down.bias, mean=mean)

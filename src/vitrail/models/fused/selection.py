@@ -130,7 +130,7 @@ def _difference(device: torch.device, dtype: torch.dtype) -> float:
     return largest_difference(expected, found)
 
 
-def suits_own_attention(y: Tensor, heads: int, num_queries: int | None, needs_grad: bool) -> bool:
+def suits_own_attention(y: Tensor, heads: int, num_queries: int | None, needs_grad: bool, qk_norm: bool) -> bool:
     """Return whether our attention kernels can hold so many tokens, and are right for them."""
     from vitrail.models.fused.attention_backward import fits
     from vitrail.models.fused.self_test import attention_works
@@ -138,4 +138,4 @@ def suits_own_attention(y: Tensor, heads: int, num_queries: int | None, needs_gr
     keys, channels = y.shape[1], y.shape[2] // heads
     if not fits(keys, channels, y.device):
         return False
-    return is_fake(y) or attention_works(y.device, y.dtype, num_queries or keys, keys, heads, channels, needs_grad)
+    return is_fake(y) or attention_works(y.device, y.dtype, num_queries or keys, keys, heads, channels, needs_grad, qk_norm)

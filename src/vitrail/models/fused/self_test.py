@@ -76,10 +76,11 @@ def rejected(reason: str) -> bool:
 
 
 @remember(rejected)
-def works(device: torch.device, dtype: torch.dtype, width: int, mlp: int, heads: int, tanh: bool) -> bool:
+def works(device: torch.device, dtype: torch.dtype, width: int, mlp: int, heads: int, tanh: bool, qk_norm: bool = False) -> bool:
     """Return whether blocks of this size are right, forward and backward, with and without dropout and stochastic depth."""
     message = f"Vitrail's GPU kernels for width {width} are not used here (%s). Using torch's, which are slower."
-    return passes(device, 0.0, lambda: cases.blocks_difference(device, dtype, width, mlp, heads, tanh), message)
+    args = device, dtype, width, mlp, heads, tanh
+    return passes(device, 0.0, lambda: cases.blocks_difference(*args, qk_norm=qk_norm), message)
 
 
 @remember(rejected)
@@ -98,11 +99,12 @@ def fp8_fault(device: torch.device) -> str:
 
 @remember(rejected)
 def attention_works(
-    device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, needs_grad: bool
-) -> bool:
+    device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, needs_grad: bool,
+    qk_norm: bool = False,
+) -> bool:  # fmt: skip
     """Return whether attention over so many tokens is right, with its gradients if needed: every length is compiled separately."""
     message = f"Vitrail's attention kernel for {keys} tokens is not used here (%s). Using torch's."
-    args = device, dtype, queries, keys, heads, channels, needs_grad
+    args = device, dtype, queries, keys, heads, channels, needs_grad, qk_norm
     return passes(device, _TOLERANCE, lambda: cases.attention_difference(*args), message)
 
 

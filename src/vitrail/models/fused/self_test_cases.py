@@ -36,21 +36,28 @@ class _Weights(NamedTuple):
     up_bias: Tensor
     down_weight: Tensor
     down_bias: Tensor
+    qk_norms: tuple[Tensor, ...] = ()
+    """Weight and bias of the norm of each head's queries, then of the keys'."""
 
 
 def blocks_difference(
-    device: torch.device, dtype: torch.dtype, width: int, mlp: int, heads: int, tanh: bool, *, fp8: bool = False
-) -> float:
+    device: torch.device, dtype: torch.dtype, width: int, mlp: int, heads: int, tanh: bool,
+    *, fp8: bool = False, qk_norm: bool = False,
+) -> float:  # fmt: skip
     """Return the worst row's error of two blocks' output and gradients, if it is larger than allowed; else 0.
 
     The second block computes one token only, as the last block of a classifier does.
     """
     attention_shapes: tuple[tuple[int, ...], ...] = ((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,))
     shapes = (*attention_shapes, (width,), (width,), (mlp, width), (mlp,), (width, mlp), (width,))
-    blocks = [_Weights(*(_random(shape, device) for shape in shapes)) for _ in range(2)]
+    blocks = []
+    for _ in range(2):
+        weights = _Weights(*(_random(shape, device) for shape in shapes))
+        norms = tuple(_random((width // heads,), device) for _ in range(4 if qk_norm else 0))
+        blocks.append(weights._replace(qk_norms=norms))
     x = torch.randn(_IMAGES, _TOKENS, width, device=device, dtype=torch.float32, requires_grad=True)
     grad_out = torch.randn(_IMAGES, 1, width, device=device, dtype=torch.float32)
-    leaves = [x, *(one for block in blocks for one in block)]
+    leaves = [x, *(one for block in blocks for one in (*block[:-1], *block.qk_norms))]
     worst = 0.0
     for drops in (False, True):
         seeds = torch.randint(2**62, (2, 3), device=device) if drops else None
@@ -105,6 +112,8 @@ def _plain_block(
     shape = x.shape[-1:]
     qkv = linear(F.layer_norm(x, shape, w.norm1_weight, w.norm1_bias, _EPS), w.qkv_weight, w.qkv_bias)
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    if w.qk_norms:
+        q, k = _head_norms(q, k, w.qk_norms)
     values = F.scaled_dot_product_attention(q[:, :, :num_queries], k, v).transpose(1, 2).flatten(2)
     x = x[:, :num_queries] + masks[0] * linear(values, w.out_weight, w.out_bias).float()
     hidden = linear(F.layer_norm(x, shape, w.norm2_weight, w.norm2_bias, _EPS), w.up_weight, w.up_bias)
@@ -112,12 +121,20 @@ def _plain_block(
     return x + masks[2] * linear(hidden, w.down_weight, w.down_bias).float()
 
 
+def _head_norms(q: Tensor, k: Tensor, norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return queries and keys [..., channel] after their layer norms, computed in float32."""
+    q_weight, q_bias, k_weight, k_bias = norms
+    shape = q.shape[-1:]
+    q_normed = F.layer_norm(q.float(), shape, q_weight, q_bias, _EPS)
+    return q_normed.to(q.dtype), F.layer_norm(k.float(), shape, k_weight, k_bias, _EPS).to(k.dtype)
+
+
 def _fused_blocks(
     x: Tensor, blocks: Sequence[_Weights], heads: int, tanh: bool, seeds: Tensor | None, keep: Tensor | None, dtype: torch.dtype,
     fp8: bool,
 ) -> Tensor:  # fmt: skip
     from vitrail.models.fused.attention_backward import fits
-    from vitrail.models.fused.branches import attention_branch, linear, mlp_branch, residual_norm
+    from vitrail.models.fused.branches import attention_branch, linear, mlp_branch, qk_norm, residual_norm
 
     branch, bias, seed, tokens = None, None, None, x.shape[1]
     for number, w in enumerate(blocks):
@@ -127,10 +144,13 @@ def _fused_blocks(
         norm_and_qkv = w.norm1_weight, w.norm1_bias, w.qkv_weight, w.qkv_bias
         if fits(tokens, x.shape[-1] // heads, x.device):
             branch = attention_branch(
-                y, *norm_and_qkv, w.out_weight, heads, num_queries, fp8=fp8, recompute_cheap=False, needs_grad=True, refold=False
-            )
+                y, *norm_and_qkv, w.out_weight, heads, num_queries, w.qk_norms, _EPS,
+                fp8=fp8, recompute_cheap=False, needs_grad=True, refold=False,
+            )  # fmt: skip
         else:
-            q, k, v = linear(y, *norm_and_qkv, fp8=fp8, refold=False).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+            qkv = linear(y, *norm_and_qkv, fp8=fp8, refold=False)
+            qkv = qk_norm(qkv, heads, w.qk_norms, _EPS) if w.qk_norms else qkv
+            q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
             values = F.scaled_dot_product_attention(q[:, :, :num_queries], k, v).transpose(1, 2).flatten(2)
             branch = linear(values, None, None, w.out_weight, None, fp8=fp8 and num_queries is None, refold=False)
         x, y = residual_norm(x[:, :num_queries], branch, w.out_bias, keep, drawn[0], _RATE, _EPS, dtype)
@@ -141,7 +161,7 @@ def _fused_blocks(
 
 
 def attention_difference(
-    device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, needs_grad: bool
+    device: torch.device, dtype: torch.dtype, queries: int, keys: int, heads: int, channels: int, needs_grad: bool, qk_norm: bool
 ) -> float:
     """Laid out as in the encoder: all side by side or, with fewer queries than keys, the queries in a tensor of their own."""
     from vitrail.models.fused.attention_backward import attention_backward
@@ -152,18 +172,23 @@ def attention_difference(
     kv = torch.randn(3, keys, 2 * width, device=device).to(dtype) if queries < keys else None
     leaves = [one.detach().float().requires_grad_() for one in split_qkv(q, kv)]
     in_heads = [one.unflatten(-1, (heads, channels)).transpose(1, 2) for one in leaves]
+    norms = tuple(_random((channels,), device) for _ in range(4 if qk_norm else 0))
+    if norms:
+        in_heads[:2] = _head_norms(*in_heads[:2], norms)
     scores = in_heads[0] @ in_heads[1].transpose(-2, -1) * channels**-0.5
     plain = (scores.softmax(-1) @ in_heads[2]).transpose(1, 2).flatten(2)
-    per_tile, _ = attention_forward(q, kv, heads, False)
-    fused, lse = attention_forward(q, kv, heads, True)
+    per_tile, _ = attention_forward(q, kv, heads, norms, _EPS, False)
+    fused, lse = attention_forward(q, kv, heads, norms, _EPS, True)
     worst = largest_difference([plain, plain], [per_tile, fused], channels)
     if not needs_grad:
         return worst
     grad_out = torch.randn_like(plain).to(dtype)
-    dq, dkv, _ = attention_backward(q, kv, fused, grad_out, lse, heads)
-    expected, found = torch.autograd.grad(plain, leaves, grad_out.float()), split_qkv(dq, None if kv is None else dkv)
+    dq, dkv, _, dnorms = attention_backward(q, kv, fused, grad_out, lse, heads, norms, _EPS)
+    expected, found = torch.autograd.grad(plain, [*leaves, *norms], grad_out.float()), split_qkv(dq, None if kv is None else dkv)
     start = 2 if keys == 1 else 0  # with one key the gradients of queries and keys are zero, and rounding errors all there is
-    return max(worst, largest_difference(expected[start:], found[start:], channels))
+    if norms and keys > 1:
+        worst = max(worst, largest_difference([torch.stack(expected[3:])], [dnorms]))
+    return max(worst, largest_difference(expected[start:3], found[start:], channels))
 
 
 def patchify_difference(device: torch.device, dtype: torch.dtype) -> float:

@@ -79,10 +79,13 @@ def _has_plain_parts(parts: dict[str, Any], layer_scale: bool, eval_mode: bool) 
     state = attention.__dict__
     if "_split" in state or "_fused" in state or "_merge" in state:
         return False
-    if state.get("q_norm") is not None or state.get("k_norm") is not None or "q_norm" in inner or "k_norm" in inner:
-        return False
     width, hidden = _norm_width(norm1), up.__dict__["out_features"]
     if not width or _norm_width(norm2) != width:
+        return False
+    if "q_norm" in inner or "k_norm" in inner:
+        if not _has_plain_qk_norms(inner["q_norm"], inner["k_norm"], width // state["heads"]):
+            return False
+    elif state["q_norm"] is not None or state["k_norm"] is not None:
         return False
     if not (_has_plain_tensors(qkv, 3 * width, width) and _has_plain_tensors(out, width, width)):
         return False
@@ -107,6 +110,7 @@ class BlockShape(NamedTuple):
     mlp: int
     heads: int
     tanh: bool
+    qk_norm: bool
 
 
 def device_and_shape(block: nn.Module) -> tuple[torch.device, BlockShape]:
@@ -114,7 +118,8 @@ def device_and_shape(block: nn.Module) -> tuple[torch.device, BlockShape]:
     parts = block.__dict__["_modules"]
     attention, mlp = parts["attention"].__dict__, parts["mlp"].__dict__
     qkv, up = attention["_modules"]["qkv"].__dict__, mlp["_modules"]["up"].__dict__
-    shape = BlockShape(qkv["in_features"], up["out_features"], attention["heads"], mlp["approximate"] == "tanh")
+    qk_norm = "q_norm" in attention["_modules"]
+    shape = BlockShape(qkv["in_features"], up["out_features"], attention["heads"], mlp["approximate"] == "tanh", qk_norm)
     return qkv["_parameters"]["weight"].device, shape
 
 
@@ -178,6 +183,10 @@ def _has_plain_tensors(module: nn.Linear, rows: int, columns: int) -> bool:
     if weight.shape != (rows, columns) or not (type(weight) in _TENSORS or _is_own(weight)):
         return False
     return bias is None or (bias.numel() == rows and bias.stride() == _UNIT_STRIDE and (type(bias) in _TENSORS or _is_own(bias)))
+
+
+def _has_plain_qk_norms(q_norm: Any, k_norm: Any, channels: int) -> bool:
+    return is_plain_norm(q_norm, channels) and is_plain_norm(k_norm, channels) and q_norm.eps == k_norm.eps
 
 
 def _norm_width(norm: Any) -> int:

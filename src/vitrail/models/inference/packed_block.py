@@ -31,8 +31,8 @@ class BlockPrecision:
 class PackedBlock(nn.Module):
     """A block that computes a few images at a time, so that what passes between two matmuls stays in the cache.
 
-    Layer scale and attention's 1/√d are multiplied into the weights. The residual stream and the norms are float32. Only for
-    blocks that are plain (`is_plain_block`): nothing of the block given is called.
+    Layer scale and attention's 1/√d are multiplied into the weights (with `qk_norm`, into the queries' norm). The residual stream
+    and the norms are float32. Only for blocks that are plain (`is_plain_block`): nothing of the block given is called.
     """
 
     attention: None = None  # `resize` looks for axial attention, which has a grid
@@ -45,8 +45,10 @@ class PackedBlock(nn.Module):
         width = attention.out.weight.shape[0]
         # q carries 1/√d and, for a softmax by powers of two, log₂e.
         self.score_scale = math.log2(math.e) if precision.attention_bf16 else 1.0
+        scale = self.score_scale / math.sqrt(width // self.heads)
+        self.q_norm, self.k_norm = _scaled_norm(attention.q_norm, scale), _scaled_norm(attention.k_norm, 1.0)
         factor = torch.ones(3 * width, 1, dtype=torch.float32, device=attention.out.weight.device)
-        factor[:width] = self.score_scale / math.sqrt(width // self.heads)
+        factor[:width] = scale if self.q_norm is None else 1.0
         weight = self._after_norm(attention.qkv, self.norm1) * factor
         bias = None if attention.qkv.bias is None else attention.qkv.bias.detach().float() * factor[:, 0]
         qkv_dtype = torch.bfloat16 if precision.attention_bf16 else torch.float32
@@ -85,7 +87,8 @@ class PackedBlock(nn.Module):
         """Return queries of the first tokens, keys and values of all: [image, head, token, channel]."""
         qkv = self.qkv(_norm(x, self.norm1)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.contiguous().unbind(0)  # the matmuls below lose more to strides than the copy costs
-        return q[:, :, :num_queries], k, v
+        q = q[:, :, :num_queries]
+        return q if self.q_norm is None else _norm(q, self.q_norm), k if self.k_norm is None else _norm(k, self.k_norm), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """softmax(qkᵀ) v, q being scaled already: [image, head, token, channel] in float32."""
@@ -142,6 +145,16 @@ def _balanced(weight: Tensor, norm: nn.LayerNorm) -> Tensor:
 
 def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def _scaled_norm(norm: nn.LayerNorm | None, factor: float) -> nn.LayerNorm | None:
+    """Return a norm in float32 whose output is multiplied by a factor."""
+    if norm is None:
+        return None
+    made = copy.deepcopy(norm).float()
+    made.weight.data.mul_(factor)
+    made.bias.data.mul_(factor)
+    return made
 
 
 def _scaled(linear: nn.Linear, scale: nn.Module) -> tuple[Tensor, Tensor | None]:

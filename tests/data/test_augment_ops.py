@@ -14,8 +14,9 @@ from torchvision.transforms.v2 import functional as TF
 
 from tests.data.memory_splits import picture
 from vitrail.data.augment import Augment
-from vitrail.data.augment.apply import randaugment
-from vitrail.data.augment.randaugment import OPERATIONS, Operations, Rules, draw_operations, strength
+from vitrail.data.augment.apply import apply_operations, draw_operations
+from vitrail.data.augment.operations import Operations
+from vitrail.data.augment.randaugment import OPERATIONS, draw_randaugment, randaugment_arguments, randaugment_style
 from vitrail.data.types import Array
 
 H, W = 37, 44
@@ -30,14 +31,16 @@ def images() -> Array:
 
 def ours(variant: str, name: str, magnitude: float, sign: float, batch: Array, centre: tuple[float, float] = (0, 0)) -> Array:
     n = len(batch)
+    augment = Augment(randaugment=variant)  # type: ignore[arg-type]
+    names, size = OPERATIONS[variant], batch.shape[1:3]  # type: ignore[index]
     operations = Operations(
-        Rules.of(Augment(randaugment=variant), MEAN[: batch.shape[3]]),  # type: ignore[arg-type]
-        np.full((n, 1), OPERATIONS[variant].index(name)),  # type: ignore[index]
-        np.full((n, 1), float(magnitude)),
-        np.full((n, 1), sign),
+        names,
+        np.full((n, 1), names.index(name)),
+        randaugment_arguments(augment, name, np.full((n, 1), float(magnitude)), np.full((n, 1), sign), size),
+        randaugment_style(augment, MEAN[: batch.shape[3]]),
         np.tile(np.array(centre), (n, 1, 1)),
     )
-    result = randaugment(torch.from_numpy(batch.copy()).permute(0, 3, 1, 2), operations)
+    result = apply_operations(torch.from_numpy(batch.copy()).permute(0, 3, 1, 2), [operations])
     return result.permute(0, 2, 3, 1).numpy()
 
 
@@ -187,12 +190,13 @@ def test_big_vision_has_16_operations_and_no_identity() -> None:
 @pytest.mark.parametrize("variant", ["torchvision", "big-vision"])
 def test_operations_are_drawn_uniformly(variant: str) -> None:
     augment = Augment(randaugment=variant, randaugment_count=2)  # type: ignore[arg-type]
-    drawn = draw_operations(augment, MEAN, 0, 0, 0, 20_000)
+    drawn = draw_randaugment(augment, MEAN, (H, W), 0, 0, 0, 20_000)
     for k in (0, 1):
         counts = np.bincount(drawn.codes[:, k], minlength=len(OPERATIONS[variant]))  # type: ignore[index]
         assert len(counts) == len(OPERATIONS[variant])  # type: ignore[index]
         assert stats.chisquare(counts).pvalue > 1e-4
-    assert abs((drawn.signs > 0).mean() - 0.5) < 0.01
+    sheared = drawn.arguments[drawn.codes == OPERATIONS[variant].index("ShearX")]  # type: ignore[index]
+    assert abs((sheared > 0).mean() - 0.5) < 0.03
     assert abs(np.corrcoef(drawn.codes.T)[0, 1]) < 0.03
 
 
@@ -201,9 +205,9 @@ def test_each_image_of_a_batch_has_its_own_operations() -> None:
     for variant in ("torchvision", "big-vision"):
         augment = Augment(randaugment=variant)  # type: ignore[arg-type]
         batch = torch.from_numpy(np.stack([picture(i, 32, 40) for i in range(64)])).permute(0, 3, 1, 2)
-        together = randaugment(batch.clone(), draw_operations(augment, MEAN[:3], 5, 1, 100, 64))
+        together = apply_operations(batch.clone(), draw_operations(augment, MEAN[:3], (32, 40), 5, 1, 100, 64))
         for i in range(64):
-            alone = randaugment(batch[i : i + 1].clone(), draw_operations(augment, MEAN[:3], 5, 1, 100 + i, 1))
+            alone = apply_operations(batch[i : i + 1].clone(), draw_operations(augment, MEAN[:3], (32, 40), 5, 1, 100 + i, 1))
             assert (together[i].int() - alone[0].int()).abs().max() <= 1
 
 
@@ -226,5 +230,5 @@ def test_strength_of_translation_depends_on_the_side() -> None:
         ("timm", 10, "TranslateX", (100, 200), 90),
         ("timm", 5, "TranslateY", (100, 200), 22.5),
     ):
-        rules = Rules.of(Augment(randaugment=variant), MEAN)  # type: ignore[arg-type]
-        assert strength(rules, name, np.array([magnitude]), size) == expected
+        augment = Augment(randaugment=variant)  # type: ignore[arg-type]
+        assert abs(randaugment_arguments(augment, name, np.array([magnitude]), np.ones(1), size)) == expected

@@ -75,7 +75,16 @@ def test_workers_may_be_spawned() -> None:
     assert same(take(train(split, workers=1, start_method="spawn"), 3), take(train(split), 3))
 
 
-@pytest.mark.parametrize("augment", [RICH, Augment(mixup=0.2), Augment(device="gpu", randaugment="torchvision", cutmix=1)])
+@pytest.mark.parametrize(
+    "augment",
+    [
+        RICH,
+        Augment(mixup=0.2),
+        Augment(device="gpu", randaugment="torchvision", cutmix=1),
+        Augment(device="gpu", randaugment="timm", randaugment_deviation=0.5, cutmix=1),
+        Augment(three_augment=True, hue=0.1, contrast=0.4, cutmix=1),
+    ],
+)
 @pytest.mark.parametrize("micro_batch", [None, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_batches_are_the_same_for_any_number_of_ranks(ranks: int, micro_batch: int | None, augment: Augment) -> None:
@@ -165,6 +174,34 @@ def test_state_of_another_run_is_refused() -> None:
             train(stored(30), **change).load_state_dict(state)
     with pytest.raises(VitrailError, match="images"):
         train(stored(31)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("variant", ["batch", "per-sample"])
+def test_mixing_ends_after_its_fraction_of_the_run(variant: str) -> None:
+    """Before the end, batches are as if they were mixed all along; after it, as if never, but targets keep their form."""
+    split = stored(47)
+    alphas = {"mixup": 0.8, "cutmix": 1.0, "mix": variant}
+    always, never, until = (
+        train(split, Augment(smoothing=0.1, **changes))  # type: ignore[arg-type]
+        for changes in (alphas, {}, {**alphas, "mix_until": 0.6})
+    )
+    until.set_total_steps(10)  # four steps per epoch: the sixth is in the second epoch
+    expected = [*take(always, 6), *take(never, 10)[6:]]
+    assert same(take(until, 10), expected)
+    resumed = [train(split, until.transforms.augment, rank=rank, ranks=2) for rank in range(2)]
+    for loader in resumed:
+        loader.set_total_steps(10)
+        loader.load_state_dict({**until.state_dict(), "epoch": 1, "step": 1})
+    for wanted in expected[5:]:
+        parts = [take(loader, 1)[0] for loader in resumed]
+        torch.testing.assert_close(torch.cat([part.images for part in parts]), wanted.images)
+        torch.testing.assert_close(torch.cat([part.targets for part in parts]), wanted.targets)
+
+
+def test_the_end_of_mixing_needs_the_length_of_the_run() -> None:
+    with pytest.raises(VitrailError, match=r"mix_until.*length of the run"):
+        take(train(stored(20), Augment(mixup=0.2, mix_until=0.9)), 1)
+    take(train(stored(20), Augment(mix_until=0.9)), 1)  # nothing is mixed
 
 
 def test_epochs_end_and_start_at_the_right_batch() -> None:

@@ -61,7 +61,13 @@ def test_a_resumed_run_is_the_same_bit_for_bit(at, undisturbed, tmp_path, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"optim__name": "sgd", "optim__lr": 0.05}, {"precision": "bf16"}, {"precision": "fp16"}, {"data__sampling": "balanced"}],
+    [
+        {"optim__name": "sgd", "optim__lr": 0.05},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"data__sampling": "balanced"},
+        {"augment__mix_until": 0.5},
+    ],
 )
 def test_a_resumed_run_is_the_same_with_other_settings(changes, tmp_path, monkeypatch):
     recipe = small(**changes)

@@ -1,7 +1,7 @@
 """Transforms on the device: from integer pixel values to the model's input.
 
-With `Augment(device="gpu")` images are cropped and RandAugmented here, as a batch. Normalisation, erasing, label smoothing
-and mixing always happen here.
+With `Augment(device="gpu")` images are cropped, and changed by RandAugment and the like, here, as a batch. Normalisation,
+erasing, label smoothing and mixing always happen here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.augment.apply import HostToDeviceCopy, plan_randaugment, run_randaugment
+from vitrail.data.augment.apply import HostToDeviceCopy, Plan, plan_operations, run_operations
 from vitrail.data.augment.erase import draw_erasures, erase
-from vitrail.data.augment.mix import check_targets, draw_mixing, mix_images, soft_targets
+from vitrail.data.augment.mix import Mixing, check_targets, draw_mixing, mix_images, soft_targets
 from vitrail.data.augment.resample import crop_resize
 from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import Batch, HostBatch
@@ -36,14 +36,16 @@ class DeviceTransforms:
         device: torch.device | str = "cpu",
     ) -> None:
         check_targets(augment, task, classes)
-        if augment.randaugment != "none" and preprocess.bits != 8:
+        if augment.changes_pixels and preprocess.bits != 8:
             raise VitrailError(
-                f"RandAugment needs 8-bit images, but this preprocessing has {preprocess.bits} bits. "
-                "Set randaugment to 'none', or bits to 8."
+                f"RandAugment, TrivialAugment, 3-Augment and colour jitter need 8-bit images, but this preprocessing has "
+                f"{preprocess.bits} bits. Switch them off, or set bits to 8."
             )
         self.preprocess, self.augment, self.seed = preprocess, augment, seed
         self.task: Task = task
         self.classes, self.device = classes, torch.device(device)
+        self.stop_mixing_at: tuple[int, int] | None = None
+        """(Epoch, step) from which on images are not mixed. Targets stay class probabilities, as a captured graph expects."""
         mean, std = (np.array(values, dtype=np.float64) for values in (preprocess.mean, preprocess.std))
         # (x / max_value − mean) / std as one multiplication and one addition. Repeated along a row of pixels, because
         # images are channels_last in memory, and three channels are too few to vectorise over.
@@ -62,15 +64,16 @@ class DeviceTransforms:
             heights, widths = (np.full(len(batch_slice.indices), side) for side in images.shape[1:3])
             boxes = copy.add(slice_boxes(augment, self.seed, batch_slice, heights, widths))
             flips = copy.add(slice_flips(augment, self.seed, batch_slice))
-        plan = []
-        if augment.randaugment != "none" and augment.device == "gpu":
-            operations = slice_operations(augment, self.preprocess.mean, self.seed, batch_slice)
-            plan = plan_randaugment(copy, operations, size)
+        plan: Plan = []
+        if augment.changes_pixels and augment.device == "gpu":
+            plan = plan_operations(copy, slice_operations(augment, self.preprocess, self.seed, batch_slice), size)
         if augment.erase > 0:
             drawn = [draw_erasures(augment, self.seed, batch_slice.epoch, *positions, size) for positions in batch_slice.ranges]
             rectangles = copy.add(np.concatenate(drawn))
         mixing = draw_mixing(augment, self.seed, batch_slice.epoch, batch_slice.step, batch_slice.total, size)
         if mixing is not None:
+            if self.stop_mixing_at is not None and (batch_slice.epoch, batch_slice.step) >= self.stop_mixing_at:
+                mixing = Mixing.none(batch_slice.total)
             mixing = mixing.part(batch_slice.offset, batch_slice.count)
             weights, pasted = copy.add(mixing.weights), copy.add(mixing.boxes)
         params = copy.to(self.device)
@@ -84,7 +87,7 @@ class DeviceTransforms:
                 interpolation=augment.interpolation,
                 antialias=augment.antialias,
             )
-        images = run_randaugment(images, plan, params)
+        images = run_operations(images, plan, params)
         images = self._normalise(images)
         if augment.erase > 0:
             images = erase(images, params[rectangles], noise=augment.erase_fill == "noise")

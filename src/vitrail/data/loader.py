@@ -142,6 +142,11 @@ class TrainLoader(_Loader):
         """Optimiser steps per epoch."""
         return self.order.steps
 
+    def set_total_steps(self, total: int) -> None:
+        """Say how many optimiser steps the run has, so that mixing ends after the fraction `mix_until` of them."""
+        if self.transforms.augment.mix_until < 1:
+            self.transforms.stop_mixing_at = divmod(round(self.transforms.augment.mix_until * total), self.steps)
+
     @property
     def micro_batch(self) -> int | None:
         """Maximum images per rank and forward pass. Setting it restarts an incomplete optimiser step."""
@@ -200,6 +205,12 @@ class TrainLoader(_Loader):
         }
 
     def _start(self) -> Iterator[HostBatch]:
+        augment = self.transforms.augment
+        if augment.mixes and augment.mix_until < 1 and self.transforms.stop_mixing_at is None:
+            raise VitrailError(
+                f"mix_until is {augment.mix_until:g}, a fraction of the run, but the loader does not know the length of the run. "
+                "Call set_total_steps first."
+            )
         return self._host_batches(_endless_slices(self.order, self._epoch * self.steps + self._step, self._slicing))
 
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.data.augment.apply import randaugment
+from vitrail.data.augment.apply import apply_operations, draw_operations
 from vitrail.data.augment.crop import draw_boxes, draw_flips
-from vitrail.data.augment.randaugment import Operations, draw_operations
+from vitrail.data.augment.operations import Operations, concatenate
 from vitrail.data.augment.rng import Purpose, uniforms
 from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import HostBatch
@@ -54,7 +54,7 @@ class _EncodedImage:
 
 
 class TrainReader:
-    """Build a worker's batches: uint8 images, cropped, flipped and (with device="cpu") RandAugmented."""
+    """Build a worker's batches: uint8 images, cropped, flipped and, with device="cpu", changed by RandAugment and the like."""
 
     def __init__(
         self, split: Split, preprocess: Preprocess, augment: Augment, seed: int, *, skip_bad: bool, num_buffers: int
@@ -82,8 +82,8 @@ class TrainReader:
             else:
                 images, indices, bad = self._read_files(batch_slice)
             images = images.permute(0, 3, 1, 2)
-            if self.augment.randaugment != "none" and self.augment.device == "cpu":
-                randaugment(images, slice_operations(self.augment, self.preprocess.mean, self.seed, batch_slice))
+            if self.augment.changes_pixels and self.augment.device == "cpu":
+                apply_operations(images, slice_operations(self.augment, self.preprocess, self.seed, batch_slice))
         targets = torch.from_numpy(self.split.targets[indices])
         return HostBatch(images, targets, torch.from_numpy(indices[-batch_slice.count :]), batch_slice, uncropped, bad)
 
@@ -250,10 +250,12 @@ def slice_flips(augment: Augment, seed: int, batch_slice: BatchSlice) -> Array:
     return np.concatenate([draw_flips(augment, seed, batch_slice.epoch, first, count) for first, count in batch_slice.ranges])
 
 
-def slice_operations(augment: Augment, mean: tuple[float, ...], seed: int, batch_slice: BatchSlice) -> Operations:
-    parts = [draw_operations(augment, mean, seed, batch_slice.epoch, first, count) for first, count in batch_slice.ranges]
-    fields = ("codes", "magnitudes", "signs", "centres")
-    return Operations(parts[0].rules, *(np.concatenate([getattr(part, field) for part in parts]) for field in fields))
+def slice_operations(augment: Augment, preprocess: Preprocess, seed: int, batch_slice: BatchSlice) -> list[Operations]:
+    drawn = [
+        draw_operations(augment, preprocess.mean, preprocess.size, seed, batch_slice.epoch, first, count)
+        for first, count in batch_slice.ranges
+    ]
+    return [concatenate(parts) for parts in zip(*drawn, strict=True)]
 
 
 def jpeg_downscale(box: tuple[int, int, int, int], size: tuple[int, int]) -> int:

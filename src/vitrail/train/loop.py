@@ -135,7 +135,7 @@ class Loop:
 
     def _make_loader(self) -> TrainLoader:
         recipe, world = self.recipe, self.world
-        return TrainLoader(
+        loader = TrainLoader(
             self.prepared.train,
             preprocess=self.prepared.preprocess,
             augment=recipe.augment,
@@ -150,6 +150,8 @@ class Loop:
             bad_images=recipe.data.bad_images,
             device=world.device,
         )
+        loader.set_total_steps(total_steps(recipe, loader.steps))
+        return loader
 
     def _make_step(self) -> Step:
         recipe, model, draw = self.recipe, self.prepared.trained, self.prepared.initialise

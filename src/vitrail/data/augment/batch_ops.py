@@ -7,19 +7,19 @@ device.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
-Arithmetic = Literal["torchvision", "tensorflow", "pillow"]
+from vitrail.data.augment.operations import Arithmetic, WarpInterpolation
+from vitrail.data.types import Array
 
 _LUMA = (0.2989, 0.587, 0.114)
 
 
-def affine(images: Tensor, matrices: Tensor, fill: tuple[int, ...], interpolation: str = "nearest") -> Tensor:
+def affine(images: Tensor, matrices: Tensor, fill: tuple[int, ...], interpolation: WarpInterpolation = "nearest") -> Tensor:
     """Warp by matrices [n, 2, 3] (output → input coordinates, origin at the centre), and fill areas outside the image.
 
     Bilinear and bicubic interpolation is Pillow's: the cubic kernel has a = −1, and fractions are truncated.
@@ -50,6 +50,26 @@ def affine(images: Tensor, matrices: Tensor, fill: tuple[int, ...], interpolatio
     for channel, value in enumerate(fill):
         warped[:, channel].masked_fill_(outside, value)
     return warped
+
+
+def affine_pillow(images: Tensor, matrices: Array, fill: tuple[int, ...], interpolation: WarpInterpolation) -> Tensor:
+    """Warp grey or RGB images as `affine` with Pillow itself, which on a CPU takes half the time."""
+    height, width = images.shape[2:]
+    coefficients = matrices.copy()
+    centre = np.array([width / 2, height / 2])  # Pillow's origin is the corner of the image
+    coefficients[:, :, 2] += centre - coefficients[:, :, :2] @ centre
+    coefficients = coefficients.round(9)  # a shift of exactly 0 stays 0, or Pillow would truncate 200 to 199
+    colour = fill if len(fill) > 1 else fill[0]
+    resample = Image.Resampling.BILINEAR if interpolation == "bilinear" else Image.Resampling.BICUBIC
+    warped = [
+        np.asarray(
+            Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels).transform(
+                (width, height), Image.Transform.AFFINE, own.ravel().tolist(), resample=resample, fillcolor=colour
+            )
+        ).reshape(pixels.shape)
+        for pixels, own in zip(images.permute(0, 2, 3, 1).contiguous().numpy(), coefficients, strict=True)
+    ]
+    return torch.from_numpy(np.stack(warped)).permute(0, 3, 1, 2)
 
 
 def _interpolated(flat: Tensor, columns: Tensor, rows: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
@@ -109,12 +129,12 @@ def apply_lookup(images: Tensor, tables: Tensor) -> Tensor:
 
 def adjust_saturation(images: Tensor, factors: Tensor, arithmetic: Arithmetic) -> Tensor:
     """Blend with the grey image (RandAugment's Color). Images without three channels are unchanged."""
-    return _blend(images, _grey(images, arithmetic), factors, arithmetic) if images.shape[1] == 3 else images
+    return _blend(images, grey_image(images, arithmetic), factors, arithmetic) if images.shape[1] == 3 else images
 
 
 def adjust_contrast(images: Tensor, factors: Tensor, arithmetic: Arithmetic) -> Tensor:
     """Blend with the mean grey of the image."""
-    grey = _grey(images, arithmetic) if images.shape[1] == 3 else images.float().mean(1, keepdim=True)
+    grey = grey_image(images, arithmetic) if images.shape[1] == 3 else images.float().mean(1, keepdim=True)
     mean = grey.mean((1, 2, 3), keepdim=True)
     if arithmetic != "torchvision":
         mean = (mean + 0.5).floor_() if arithmetic == "pillow" else mean.floor()
@@ -170,7 +190,7 @@ def cutout(images: Tensor, centres: Tensor, half: Tensor, fill: tuple[int, ...])
     return images.masked_fill(inside[:, None], fill[0])
 
 
-def _grey(images: Tensor, arithmetic: Arithmetic) -> Tensor:
+def grey_image(images: Tensor, arithmetic: Arithmetic) -> Tensor:
     red, green, blue = images.float().unbind(1)
     if arithmetic == "pillow":  # ITU-R 601 in 16-bit integers, which float32 represents exactly
         return ((red * 19595 + green * 38470 + blue * 7471 + 32768) / 65536).floor_()[:, None]

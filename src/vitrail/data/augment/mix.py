@@ -31,6 +31,11 @@ class Mixing:
     boxes: Array
     """[n, 4]: top, left, bottom, right."""
 
+    @classmethod
+    def none(cls, count: int) -> Mixing:
+        """Return the mixing that leaves images and targets as they are."""
+        return cls(np.ones(count), np.zeros((count, 4)))
+
     def part(self, first: int, count: int) -> Mixing:
         return Mixing(self.weights[first : first + count], self.boxes[first : first + count])
 

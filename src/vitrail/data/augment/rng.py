@@ -27,6 +27,8 @@ class Purpose(IntEnum):
     MIX = 5
     SUBSTITUTE = 6
     MAGNITUDE = 7
+    THREE_AUGMENT = 8
+    COLOUR_JITTER = 9
 
 
 def uniforms(seed: int, epoch: int, purpose: Purpose, first: int, count: int, draws: int) -> Floats:

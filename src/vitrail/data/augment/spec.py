@@ -44,6 +44,16 @@ class Augment:
     randaugment_increasing: bool = False
     """timm: all operations become stronger as the magnitude increases (`inc1`); otherwise Posterize and Solarize become
     weaker, and the enhancing operations go from too little to too much."""
+    trivialaugment: bool = False
+    """TrivialAugment (wide): one operation per image, of torchvision's, with a random magnitude."""
+    three_augment: bool = False
+    """3-Augment of DeiT III: each image becomes grey, solarised or blurred. DeiT III adds colour jitter of 0.3."""
+    brightness: float = 0.0
+    """Colour jitter as in torchvision: brightness, contrast and saturation are multiplied by up to 1 ± this; 0 is off."""
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    """Colour jitter: largest shift of the hue, as a part of the colour circle, up to 0.5."""
     erase: float = 0.0
     """Probability of erasing a rectangle."""
     erase_area: tuple[float, float] = (0.02, 1 / 3)
@@ -59,12 +69,15 @@ class Augment:
     """`batch`: one weight per step, at least one half, as in big_vision. `per-sample`: one weight per image."""
     mix_probability: float = 1.0
     """Probability that a step (or an image) is mixed at all."""
+    mix_until: float = 1.0
+    """Fraction of the run after which images are not mixed any more."""
     smoothing: float = 0.0
     """Label smoothing: this fraction of the target is spread over all classes."""
     repeats: int = 1
     """Repeated augmentation: number of differently augmented copies of an image in a batch."""
     device: AugmentDevice = "cpu"
-    """Where images are cropped, flipped and RandAugmented: `cpu` in the loader's workers, `gpu` batched on the device."""
+    """Where images are cropped, flipped, and changed by RandAugment and the like: `cpu` in the loader's workers, `gpu` batched
+    on the device."""
 
     def __post_init__(self) -> None:
         for name in ("crop_area", "crop_aspect", "erase_area", "erase_aspect"):
@@ -79,12 +92,18 @@ class Augment:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
-        for name in ("flip", "randaugment_probability", "erase", "cutmix_probability", "mix_probability", "smoothing"):
+        for name in ("flip", "randaugment_probability", "erase", "cutmix_probability", "mix_probability", "mix_until", "smoothing"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be between 0 and 1.")
-        for name in ("mixup", "cutmix", "randaugment_magnitude", "randaugment_deviation"):
+        for name in ("mixup", "cutmix", "randaugment_magnitude", "randaugment_deviation", *_JITTER):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be 0 or more.")
+        if self.hue > 0.5:
+            raise VitrailError(f"Augment.hue is {self.hue}; it must be at most 0.5, half of the colour circle.")
+        policies = [name for name in ("trivialaugment", "three_augment") if getattr(self, name)]
+        policies += ["randaugment"] * (self.randaugment != "none")
+        if len(policies) > 1:
+            raise VitrailError(f"{' and '.join(sorted(policies))} are both on. Choose one of them.")
         for name, least in (("repeats", 1), ("randaugment_count", 0)):
             if getattr(self, name) < least:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be at least {least}.")
@@ -111,9 +130,19 @@ class Augment:
         return 0.5 if self.randaugment == "timm" else 1.0
 
     @property
+    def jitters(self) -> bool:
+        """Whether colours are jittered."""
+        return any(getattr(self, name) > 0 for name in _JITTER)
+
+    @property
+    def changes_pixels(self) -> bool:
+        """Whether operations are applied between the crop and normalisation."""
+        return self.randaugment != "none" or self.trivialaugment or self.three_augment or self.jitters
+
+    @property
     def mixes(self) -> bool:
         """Whether images are mixed, so that targets become class probabilities."""
-        return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0
+        return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0 and self.mix_until > 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -152,6 +181,7 @@ def augment_level(name: str, **changes: Any) -> Augment:
     return Augment(**{**fields, **changes})
 
 
+_JITTER = ("brightness", "contrast", "saturation", "hue")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "crop": get_args(Crop),
     "interpolation": get_args(CropInterpolation),

@@ -78,6 +78,22 @@ def test_json_for_programs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
+def test_the_best_checkpoint_and_early_stopping_are_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["train", *SHORT, "--steps", "9", "--eval-every", "0.1", "--keep-best", "loss", "--patience", "1", "--ema", "0.5"]
+    status, out, err = run(capsys, *words, "--min-improvement", "5", "--plain", "--out", str(tmp_path / "run"))
+    assert status == 0, err
+    assert "(best so far)" in out and "; raw weights: accuracy" in out
+    assert "stopped early at step 4 of 9: loss has not improved by more than 5 in 1 validation;" in out
+    assert f"{tmp_path / 'run' / 'model'}: averaged weights with the best loss" in out and "4 steps, stopped early" in out
+    status, out, _ = run(capsys, *words, "--min-improvement", "5", "--json", "--out", str(tmp_path / "run"))
+    found = json.loads(out)
+    assert found["stopped_early"] and found["model"]["metric"] == "loss" and "loss" in found["metrics"]
+    status, out, _ = run(capsys, "info", str(tmp_path / "run"))
+    assert "averaged weights with the best loss" in out
+    status, _, err = run(capsys, "train", *SHORT, "--keep-best", "acuracy", "--out", str(tmp_path / "other"))
+    assert status == 2 and "Did you mean accuracy" in err
+
+
 def test_explain_shows_the_update_and_trains_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out, _ = run(capsys, "train", "digits", "--explain", "--out", str(tmp_path / "run"))
     assert status == 0 and "p −= s·0.002·(u + 0.05·p)" in out and "Parameter groups" in out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from tests.train.small import small
 from tests.train.test_capture import StandIn
 from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
-from vitrail.train import CapturedStep
+from vitrail.train import CapturedStep, selection
 from vitrail.train import parallel as parallel_engines
 from vitrail.train.config import ModelSpec, Recipe, TaskSpec
 from vitrail.train.loop import Loop, train
@@ -31,7 +33,7 @@ ADAM = {"optim__name": "adamw", "optim__lr": 1e-3, "optim__eps": 1e-2, "optim__w
 
 
 # Blocks stay gathered, and the averaged weights are evaluated in between.
-KEPT = {"ema": 0.5, "eval_every": 0.02, "checkpoint_every": 100}
+KEPT = {"ema": 0.5, "eval_every": 0.02, "checkpoint_every": 100, "keep_best": "loss"}
 
 # One micro-batch per step, which is captured with a stand-in for the graph.
 CAPTURED = {**KEPT, "micro_batch": 15}
@@ -67,6 +69,16 @@ def run_of(parallel: str = "auto", **changes: object) -> Recipe:
 
 def distilling(out: Path, parallel: str = "auto") -> Recipe:
     return run_of(parallel, task=TaskSpec(distil="hard", teacher=str(out / "teacher")), model__distill_token=True)
+
+
+@contextmanager
+def higher_is_better() -> Iterator[None]:
+    """Let the highest loss be the best: so it is not the last, and must be restored."""
+    before, selection.lower_is_better = selection.lower_is_better, lambda metric: False
+    try:
+        yield
+    finally:
+        selection.lower_is_better = before
 
 
 def crash_at(step: int) -> None:
@@ -136,11 +148,13 @@ def begin(out: Path) -> None:
     for parallel in ("ddp", "fsdp"):
         train(run_of(parallel, **FROZEN), out / f"{parallel}-frozen")
     parallel_engines.fits_gathered, decided = (lambda *_: True), parallel_engines.fits_gathered
-    train(run_of("fsdp", **KEPT), out / "fsdp-kept")
+    with higher_is_better():
+        train(run_of("fsdp", **KEPT), out / "fsdp-kept")
     Step._make_captured, ordinary = captured, Step._make_captured  # type: ignore[method-assign]
     train(run_of("fsdp", **CAPTURED), out / "fsdp-captured")
     Step._make_captured = ordinary  # type: ignore[method-assign]
     parallel_engines.fits_gathered = decided
+    train(run_of("ddp", **{**KEPT, "patience": 1, "min_improvement": 9.0}), out / "ddp-stopped")
     train(distilling(out, "fsdp"), out / "distilled")
     crash_at(4)
     for parallel in ("ddp", "fsdp"):

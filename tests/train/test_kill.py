@@ -14,9 +14,12 @@ import pytest
 
 from tests.train.small import losses, same, small, weights
 from vitrail.train.loop import train
+from vitrail.train.run import RunFolder
 
 ROOT = Path(__file__).parents[2]
 KILLS = 20
+# With a best checkpoint to keep on the way, and validations to count.
+SETTINGS = {"steps": 80, "checkpoint_every": 1, "log_every": 1, "eval_every": 0.1, "keep_best": "loss", "patience": 99}
 # A server that has everything imported forks a run for each life: twenty cold starts would take minutes.
 SERVER = """
 import os, sys
@@ -24,7 +27,7 @@ from tests.train.small import small
 from vitrail.train.loop import train
 import torch.optim, torch._dynamo, sklearn.datasets
 torch.set_num_threads(1)
-recipe = small(steps=80, checkpoint_every=1, log_every=1)
+recipe = small(**{settings})
 for line in sys.stdin:
     life = os.fork()
     if life == 0:
@@ -42,7 +45,7 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     chance = random.Random(0)
     out = tmp_path / "run"
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(out)],
+        [sys.executable, "-c", SERVER.format(settings=SETTINGS), str(out)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         stdin=subprocess.PIPE,
@@ -70,9 +73,14 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
         server.kill()
     assert kills == KILLS
     assert reached == sorted(reached) and reached[-1] > 0
-    train(small(steps=80, checkpoint_every=1, log_every=1), tmp_path / "whole")
+    whole = train(small(**SETTINGS), tmp_path / "whole")
     assert same(weights(out), weights(tmp_path / "whole"))
     assert losses(out) == losses(tmp_path / "whole")
+    validations, expected = (
+        [one for one in RunFolder(run).records() if one["kind"] != "train"] for run in (out, tmp_path / "whole")
+    )
+    assert [{**one, "seconds": 0} for one in validations] == [{**one, "seconds": 0} for one in expected]
+    assert whole.model is not None and whole.model.checkpoint == "best"
 
 
 def newest(out: Path) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, distilling, run_of
+from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, distilling, higher_is_better, run_of
 from tests.train.small import weights
 from vitrail.train.loop import train
 from vitrail.train.run import RunFolder
@@ -71,11 +72,17 @@ def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(t
     train(run_of(**FROZEN), tmp_path / "alone-frozen")
     for engine in ("ddp", "fsdp"):
         assert close(tmp_path / f"{engine}-frozen", tmp_path / "alone-frozen") < 1e-5
-    train(run_of(**KEPT), tmp_path / "alone-kept")
+    with higher_is_better():
+        train(run_of(**KEPT), tmp_path / "alone-kept")
     assert close(tmp_path / "fsdp-kept", tmp_path / "alone-kept") < 1e-5
     train(run_of(**CAPTURED), tmp_path / "alone-captured")
     assert close(tmp_path / "fsdp-captured", tmp_path / "alone-captured") < 1e-5
-    assert len([one for one in RunFolder(tmp_path / "fsdp-kept").records() if one["kind"] == "val"]) > 1
+    ours, theirs = (RunFolder(tmp_path / name).records() for name in ("fsdp-kept", "alone-kept"))
+    assert len([one for one in ours if one["kind"] == "val"]) > 1
+    assert ours[-1]["model"]["checkpoint"] == "best" and ours[-1]["model"]["step"] == theirs[-1]["model"]["step"] < 5
+    last = [load_file(tmp_path / name / "model-last" / "model.safetensors") for name in ("fsdp-kept", "alone-kept")]
+    assert all(torch.allclose(last[0][name], value, atol=1e-5) for name, value in last[1].items())
+    assert RunFolder(tmp_path / "ddp-stopped").records()[-1]["step"] == 2
     train(distilling(tmp_path), tmp_path / "distilled-alone")
     assert close(tmp_path / "distilled", tmp_path / "distilled-alone") < 1e-5
     assert not torch.equal(*(weights(tmp_path / "distilled")[f"{head}.weight"] for head in ("head", "distill_head")))

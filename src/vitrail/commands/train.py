@@ -182,6 +182,8 @@ def as_json(result: Result) -> dict[str, object]:
         "steps": result.steps,
         "seconds": result.seconds,
         "finished": result.ended_by is None,
+        "stopped_early": result.stopped_early,
+        "model": result.model.to_dict() if result.model is not None else None,
         "headline": result.headline,
         "metrics": result.metrics,
     }

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.errors import counted
 from vitrail.train.callbacks import Callback, Record, RunInfo
 from vitrail.train.config import Recipe, differences
 from vitrail.train.loop import Result
@@ -119,18 +120,25 @@ def shown(record: Record) -> dict[str, str]:
 
 def validation_text(record: dict[str, Any]) -> str:
     """Format the metrics of a validation."""
-    percentages = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")
-    order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "patch_accuracy", "loss")
     parts = []
     if "relative_loss" in record:
         known = f"{record['constant_loss']:.4g}; targets of {record['target_entropy']:.2f} bits"
         parts.append(f"loss {record['relative_loss']:.1%} of the best constant prediction's {known}")
-    for name in order:
-        if name in record:
-            value = f"{record[name]:.2%}" if name in percentages else f"{record[name]:.4g}"
-            parts.append(f"{name.replace('_', ' ')} {value}")
+    parts += _metric_texts(record)
     parts += [f"{name.replace('shot', '-shot')} {value:.2%}" for name, value in record.items() if name.endswith("shot")]
-    return ", ".join(parts)
+    raw = _metric_texts({name.removeprefix("raw_"): value for name, value in record.items() if name.startswith("raw_")})
+    text = ", ".join(parts) + (f"; raw weights: {', '.join(raw)}" if raw else "")
+    return f"{text} (best so far)" if record.get("best") else text
+
+
+def _metric_texts(record: dict[str, Any]) -> list[str]:
+    percentages = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")
+    order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "patch_accuracy", "loss")
+    return [
+        f"{name.replace('_', ' ')} {f'{record[name]:.2%}' if name in percentages else f'{record[name]:.4g}'}"
+        for name in order
+        if name in record
+    ]
 
 
 def remaining(record: Record, info: RunInfo) -> str:
@@ -185,10 +193,13 @@ def print_result(result: Result, console: Console) -> None:
     if result.ended_by is not None:
         return
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
-    console.print(f"\n[bold]{result.out}[/bold] {state}: {result.steps} steps", highlight=False, soft_wrap=True)
+    early = ", stopped early" if result.stopped_early else ""
+    console.print(f"\n[bold]{result.out}[/bold] {state}: {counted(result.steps, 'step')}{early}", highlight=False, soft_wrap=True)
     if result.metrics:
         metrics, images = validation_text(result.metrics), result.metrics["images"]
         console.print(f"[bold green]{metrics}[/bold green] on {images:.0f} images", highlight=False, soft_wrap=True)
+    if result.model is not None:
+        console.print(f"{result.out / 'model'}: {result.model.describe()}", highlight=False, soft_wrap=True)
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)
     saved = RunFolder(result.out).saved_recipe()
     source = saved.data.source if saved is not None else "SOURCE"

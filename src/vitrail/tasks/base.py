@@ -33,8 +33,9 @@ class Meter(ABC):
         """Return the metrics over everything added."""
 
 
-# Headlines of which less is better.
-LOWER_IS_BETTER = ("mae", "relative_loss")
+def lower_is_better(metric: str) -> bool:
+    """Tell the direction of a metric by its name: losses and errors go down, the rest up."""
+    return metric in ("mae", "raw_mae") or metric.endswith(("loss", "error"))
 
 
 class Sums(Meter):
@@ -81,6 +82,10 @@ class Task(ABC):
     def predict(self, run: Callable[..., Any], images: Tensor, indices: Tensor) -> Any:
         """Return what the meter needs of validation images; `indices` are their positions in the split."""
         return run(images)
+
+    def metric_names(self) -> tuple[str, ...]:
+        """Return the metrics of the meter by which one checkpoint is better than another, the headline first."""
+        return (self.headline, "loss")
 
     def train_metrics(self, loss: float) -> dict[str, float]:
         """Return further metrics to log with a mean training loss."""

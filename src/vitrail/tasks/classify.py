@@ -46,6 +46,9 @@ class Classify(Task):
     def meter(self) -> ClassMeter:
         return ClassMeter(self)
 
+    def metric_names(self) -> tuple[str, ...]:
+        return ("accuracy", "balanced_accuracy", *(("top5_accuracy",) if self.outputs > 5 else ()), "loss")
+
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "activation": self.activation}
 

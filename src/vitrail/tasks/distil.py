@@ -89,6 +89,9 @@ class Distil(Task):
     def meter(self) -> Meter:
         return self.labels.meter()
 
+    def metric_names(self) -> tuple[str, ...]:
+        return self.labels.metric_names()
+
     def to(self, device: Any) -> Task:
         self.teacher.to(device)
         self.labels.to(device)

@@ -119,6 +119,9 @@ class Masked(Task):
         self.target.to(device)
         return self
 
+    def metric_names(self) -> tuple[str, ...]:
+        return ("relative_loss", *(("patch_accuracy",) if isinstance(self.target, Colours) else ()), "loss")
+
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, **self.settings}
 

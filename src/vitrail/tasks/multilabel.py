@@ -23,6 +23,9 @@ class MultiLabel(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(outputs.float(), targets.float(), reduction="none").sum(1)
 
+    def metric_names(self) -> tuple[str, ...]:
+        return ("map", "f1", "loss")
+
     def meter(self) -> LabelMeter:
         return LabelMeter(self)
 

@@ -46,6 +46,9 @@ class Regress(Task):
     def meter(self) -> NumberMeter:
         return NumberMeter(self)
 
+    def metric_names(self) -> tuple[str, ...]:
+        return ("mae", "r2", "loss")
+
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "targets": list(self.names), "mean": self.mean.tolist(), "std": self.std.tolist()}
 

@@ -103,4 +103,5 @@ class WeightsAndBiases(Callback):
 def scalars(record: Record) -> dict[str, float]:
     """Return the numbers of a record, those of its speed included."""
     flat = {**record, **record.get("speed", {})}
-    return {name: value for name, value in flat.items() if isinstance(value, int | float) and name != "step"}
+    numbers = {name: value for name, value in flat.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {name: value for name, value in numbers.items() if name != "step"}

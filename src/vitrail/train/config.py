@@ -224,7 +224,17 @@ class Recipe:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: with every validation."""
     keep: int = 2
-    """Number of checkpoints to keep."""
+    """Number of checkpoints to keep, the newest ones."""
+    keep_best: str | None = None
+    """Also keep the checkpoint with the best validation metric: accuracy, loss, map, mae and so on; with averaging raw_accuracy
+    and so on for the raw weights. None: only the newest ones."""
+    final_model: Literal["auto", "best", "last"] = "auto"
+    """Which checkpoint `model/` holds in the end; auto: the best if `keep_best` is set, else the last."""
+    patience: int = 0
+    """Early stopping: stop after so many validations in a row in which the metric of `keep_best` (None: the task's main metric)
+    has not improved; 0: never."""
+    min_improvement: float = 0.0
+    """What counts as an improvement for `patience`: more than this, in the metric's own unit (0.001 is 0.1 % accuracy)."""
     log_every: int = 10
     """Steps between lines in metrics.jsonl."""
     lr_grid: tuple[float, ...] = ()
@@ -327,6 +337,7 @@ def check(recipe: Recipe) -> None:
         raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a fraction of the training split, from 0 to below 1.")
     if not 0 < recipe.data.fraction <= 1:
         raise VitrailError(f"data.fraction is {recipe.data.fraction}; it is a part of the training split, above 0 and at most 1.")
+    _check_selection(recipe)
     _check_optimiser(recipe.optim)
     _check_distillation(recipe.task)
     _check_masked(recipe)
@@ -348,6 +359,17 @@ def _literals(hint: Any) -> tuple[Any, ...]:
         inner = get_args(hint)
         return () if str in inner else tuple(choice for one in inner for choice in _literals(one))
     return ()
+
+
+def _check_selection(recipe: Recipe) -> None:
+    if recipe.patience < 0 or recipe.min_improvement < 0:
+        raise VitrailError("patience and min_improvement are 0 or more.")
+    if recipe.min_improvement and not recipe.patience:
+        raise VitrailError("min_improvement is for early stopping: add --patience, the number of validations to wait.")
+    if recipe.final_model == "best" and recipe.keep_best is None:
+        raise VitrailError("final_model is best, but no checkpoint is kept as the best: add --keep-best METRIC, such as accuracy.")
+    if recipe.eval_every == 0 and (recipe.keep_best is not None or recipe.patience):
+        raise VitrailError("keep_best and patience compare validations, but eval_every is 0: there is only one, at the end.")
 
 
 def _check_optimiser(optim: OptimSpec) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vitrail.files import atomic_file
-from vitrail.tasks.base import LOWER_IS_BETTER
+from vitrail.tasks.base import lower_is_better
 from vitrail.train.run import RunFolder
 
 
@@ -28,7 +28,7 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
         at = [one["step"] for one in measured]
         loss.plot(at, [one["loss"] for one in measured], color="#c8553d", marker=".", label="validation")
         quality.plot(at, [one[headline] for one in measured], color="#c8553d", marker=".")
-        best = (min if headline in LOWER_IS_BETTER else max)(measured, key=lambda one: one[headline])
+        best = (min if lower_is_better(headline) else max)(measured, key=lambda one: one[headline])
         quality.set_title(f"{headline.replace('_', ' ')}, best {best[headline]:.4g} at step {best['step']}", fontsize=10)
     else:
         quality.text(0.5, 0.5, "no validation split", ha="center", va="center", transform=quality.transAxes)

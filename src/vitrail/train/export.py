@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,35 +23,47 @@ from vitrail.train.shards import whole
 
 
 def export_model(
-    run: RunFolder, recipe: Recipe, prepared: Prepared, world: World, metrics: dict[str, float], meter: Meter | None, step: int
+    run: RunFolder,
+    folder: Path,
+    recipe: Recipe,
+    prepared: Prepared,
+    world: World,
+    metrics: dict[str, float],
+    meter: Meter | None,
+    checkpoint: dict[str, Any],
+    described: str,
 ) -> None:
-    """Write `model/`. Every rank takes part, since each may hold a shard of the weights; the main one writes."""
+    """Write the weights as they are now to a checkpoint folder; `checkpoint` and `described` say which they are.
+
+    Every rank takes part, since each may hold a shard of the weights; the main one writes.
+    """
     from vitrail.checkpoints import save
 
     model, task = plain_copy(prepared.model), prepared.task
-    if prepared.wrapper is not None and isinstance(task, Masked):
+    if prepared.wrapper is not None and isinstance(task, Masked) and folder == run.model:
         save_parts(run.path, prepared.wrapper, task, write=world.main)
     if not world.main:
         return
     if isinstance(task, Regress):
         unstandardise(model, task)
-    described = task.describe()
+    task_info = task.describe()
     if isinstance(meter, LabelMeter):
-        described["thresholds"] = [round(one, 6) for one in meter.thresholds()]
+        task_info["thresholds"] = [round(one, 6) for one in meter.thresholds()]
     provenance = {
         "recipe": recipe.name,
         "start": recipe.model.start,
         "data": prepared.source,
-        "steps": step,
+        "steps": checkpoint["step"],
         "batch": recipe.batch,
-        "weights": f"mean with decay {recipe.ema:g}" if recipe.ema else "last step",
-        "validation": metrics,
-        "task": described,
+        "weights": f"{described}{f'; mean with decay {recipe.ema:g}' if checkpoint['weights'] == 'averaged' else ''}",
+        "checkpoint": checkpoint,
+        "validation": {name: value if math.isfinite(value) else None for name, value in metrics.items()},  # JSON has no NaN
+        "task": task_info,
         "vitrail": our_version(),
     }
     alone = isinstance(task, Masked)  # there were no labels, and there is no head to name
     save(
-        run.model,
+        folder,
         model,
         preprocess=prepared.preprocess,
         classes=None if alone else prepared.classes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +16,12 @@ from vitrail.data.batch import Batch
 from vitrail.data.loader import TrainLoader
 from vitrail.errors import VitrailError
 from vitrail.models import Model, ViTConfig
-from vitrail.tasks import Meter
 from vitrail.train.averaging import Average
 from vitrail.train.callbacks import Callback, MetricsFile, RunInfo
 from vitrail.train.config import Recipe
 from vitrail.train.determinism import deterministic, threads
-from vitrail.train.export import export_model, resolved
+from vitrail.train.export import resolved
+from vitrail.train.final_model import SavedModel, write_models
 from vitrail.train.fp8 import use_fp8
 from vitrail.train.moving_average import MovingAverage
 from vitrail.train.optimizers import Optimizer
@@ -31,12 +31,13 @@ from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
 from vitrail.train.run import RunFolder
 from vitrail.train.schedules import describe_schedule, in_steps
+from vitrail.train.selection import Selection, check_metric
 from vitrail.train.sharded_init import fill_shards, twin_of
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.speed import Clock
 from vitrail.train.step import Step, chosen_precision, shard_dtype
 from vitrail.train.stopping import Stop
-from vitrail.train.validate import validate
+from vitrail.train.validate import Validation, Validator
 
 Evaluator = Callable[[Model], dict[str, float]]
 MakeEvaluator = Callable[[Prepared, World], Evaluator]
@@ -56,6 +57,9 @@ class Result:
     """The signal that interrupted it, or None when it is finished."""
     before: bool = False
     """Whether it had finished before."""
+    model: SavedModel | None = None
+    """Which checkpoint `model/` holds; `metrics` are its."""
+    stopped_early: bool = False
 
 
 def train(
@@ -81,8 +85,7 @@ def train(
             changed = run.check_unchanged(recipe, allow_change)
             end = run.end()
             if end is not None and not changed:
-                metrics = {name: value for name, value in end.items() if name not in ("kind", "step", "headline", "seconds")}
-                return Result(run.path, end["step"], end["headline"], metrics, end["seconds"], before=True)
+                return finished(run, end)
             loop = Loop(recipe, run, world, prepared or prepare(recipe, on_meta=world.sharded), callbacks, evaluators)
             try:
                 return loop.run_to_the_end()
@@ -107,7 +110,10 @@ class Loop:
         self.recipe, self.run, self.world, self.prepared = recipe, run, world, prepared
         if evaluators and world.sharded:
             raise VitrailError("Evaluators need the whole model on each device: use --parallel ddp.")
-        self.evaluators = [make(prepared, world) for make in evaluators]
+        self.validator = Validator(self, [make(prepared, world) for make in evaluators])
+        has_validation = prepared.validation is not None and len(prepared.validation) > 0
+        check_metric(recipe, prepared.task, has_validation=has_validation, has_evaluators=bool(evaluators))
+        self.selection = Selection(recipe, prepared.task)
         self.callbacks = [MetricsFile(run), *callbacks] if world.main else []
         self.precision = self._choose_precision()
         self.micro_batch = first_micro_batch(recipe, world)
@@ -118,8 +124,7 @@ class Loop:
         self.snapshots = Snapshots(run.checkpoints, world, keep=recipe.keep)
         self.done, self.skipped_steps, self.rollbacks = 0, set[int](), 0
         self.clock = Clock()
-        self._validated: tuple[int, Meter] | None = None
-        self._extra_metrics: dict[str, float] = {}
+        self._validation: Validation | None = None
 
     # Setting up
 
@@ -234,6 +239,7 @@ class Loop:
         self.done = state["step"]
         self.skipped_steps |= set(state["skipped_steps"])
         self.step.load_state(state)
+        self.selection.load_state(state.get("selection"))
         self.go_to(self.done)
         if self.world.main:
             self.run.forget_after(self.done)
@@ -260,7 +266,7 @@ class Loop:
         if self.done == 0 and self.recipe.on_nonfinite == "rollback":
             self._save()  # there must be something to roll back to
         with Stop().handling_signals() as stop:
-            while self.done < self.total:
+            while self.done < self.total and not self.selection.stops:
                 self._next_step()
                 if self.done - window.first == 1 and window.fresh:
                     window.restart()  # the first step compiled, tuned and allocated
@@ -304,18 +310,22 @@ class Loop:
                 return
 
     def _log_and_save(self, window: MovingAverage) -> None:
-        last = self.done == self.total
-        if last or self.done % self.recipe.log_every == 0:
+        logs = self.done == self.total or self.done % self.recipe.log_every == 0
+        if logs:
             self.tell("trained", window.record())
-        if last or self._due(self._eval_interval()):
-            self._validate()
-        if self._saves():
+        best = self._validates() and self._validate()
+        if self.selection.stops and not logs:
+            self.tell("trained", window.record())
+        if self._saves() or best or self.selection.stops:
             with self.clock.paused():
                 self._save()
 
     def _checks_nonfinite(self) -> bool:
         """Return whether to check for non-finite gradients: on a CPU always, on a GPU when it is synchronised anyway."""
-        return self.world.device.type == "cpu" or self.done % self.recipe.log_every == 0 or self._saves()
+        return self.world.device.type == "cpu" or self.done % self.recipe.log_every == 0 or self._saves() or self._validates()
+
+    def _validates(self) -> bool:
+        return self.done == self.total or self._due(self._eval_interval())
 
     def _saves(self) -> bool:
         interval = self.recipe.checkpoint_every or self._eval_interval() or max(self.total // 10, 1)
@@ -327,40 +337,31 @@ class Loop:
     def _eval_interval(self) -> int:
         return round(max(self.recipe.eval_every * self.loader.steps, 1)) if self.recipe.eval_every else 0
 
-    def _validate(self) -> None:
-        split = self.prepared.validation
-        if split is None or len(split) == 0:
-            return
-        with self.clock.paused(), self._averaged():
-            meter = validate(
-                self.step.runner,
-                self.prepared.task,
-                split,
-                self.prepared.preprocess,
-                batch=self._eval_batch(),
-                precision=self.precision,
-                workers=self.recipe.data.workers,
-                bad_images=self.recipe.data.bad_images,
-            )
-            for evaluator in self.evaluators:
-                self._extra_metrics |= evaluator(self.prepared.model)
-        self._validated = (self.done, meter)
-        metrics = {**meter.metrics(), **self._extra_metrics}
-        self.tell("validated", {"kind": "val", "step": self.done, "epoch": self.done / self.loader.steps, **metrics})
+    def _validate(self) -> bool:
+        """Validate and log; return whether the checkpoint of this step is to be kept as the best."""
+        with self.clock.paused():
+            self._validation = self.validator.measure(self.done)
+        if self._validation is None:
+            return False
+        metrics = self._validation.metrics
+        best = self.selection.update(metrics, self.done) and self.selection.keeps_best
+        record = {"kind": "val", "step": self.done, "epoch": self.done / self.loader.steps, **metrics}
+        self.tell("validated", {**record, "best": True} if best else record)
         if metrics.get("predicted_classes") == 1 and self.prepared.task.outputs > 1:
             self.say(
                 "warning: the model predicts the same class for every image. Lower the learning rate, or use a longer warm-up."
             )
-
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
-        return self.step.average.applied() if self.step.average is not None else contextlib.nullcontext()
-
-    def _eval_batch(self) -> int:
-        return min(self.micro_batch, 512)
+        return best
 
     def _save(self) -> None:
-        state = {**self.step.state(), "skipped_steps": sorted(self.skipped_steps), "ranks": self.world.ranks}
-        self.snapshots.save(self.done, self.step.tensors(), state)
+        state = {
+            **self.step.state(),
+            "skipped_steps": sorted(self.skipped_steps),
+            "ranks": self.world.ranks,
+            "selection": self.selection.state(),
+        }
+        best = self.selection.best if self.selection.keeps_best else None
+        self.snapshots.save(self.done, self.step.tensors(), state, best=None if best is None else best.step)
 
     # Ending
 
@@ -381,24 +382,26 @@ class Loop:
 
     def _finish(self) -> Result:
         self.snapshots.finish()
-        if self._validated is None or self._validated[0] != self.done:
-            self._validate()
-        meter = self._validated[1] if self._validated is not None else None
-        metrics = {**meter.metrics(), **self._extra_metrics} if meter is not None else {}
-        with self._averaged():
-            export_model(self.run, self.recipe, self.prepared, self.world, metrics, meter, self.done)
+        if self.selection.stops and self.done < self.total:
+            self.say(f"stopped early at step {self.done} of {self.total}: {self.selection.reason()}")
+        validation = self._validation
+        if validation is None or validation.step != self.done:  # resumed after its last step
+            validation = self.validator.measure(self.done)
+        saved, metrics = write_models(self, validation)
         seconds = sum(one["speed"]["seconds"] for one in self.run.records() if one["kind"] == "train")
         task = self.prepared.task
+        end = {"kind": "end", "step": self.done, "headline": task.headline, "seconds": round(seconds, 3)}
+        end |= {"stopped_early": self.done < self.total, "model": saved.to_dict(), **metrics}
         if self.world.main:
             from vitrail.train.curves import draw_curves
 
             draw_curves(self.run, headline=task.headline)
-            self.run.add({"kind": "end", "step": self.done, "headline": task.headline, "seconds": round(seconds, 3), **metrics})
+            self.run.add(end)
             if self.loader.bad:
                 count = self.loader.save_bad_images(str(self.run.path / "bad-images.txt"))
                 self.say(f"{count} images could not be read and were replaced; see bad-images.txt")
         self.world.barrier()
-        return Result(self.run.path, self.done, task.headline, metrics, seconds)
+        return dataclasses.replace(finished(self.run, end), before=False)
 
     def close(self) -> None:
         self.step.reset_capture()  # NCCL waits for graphs that hold its operations
@@ -415,6 +418,21 @@ class Loop:
     def tell(self, event: str, what: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(what)
+
+
+def finished(run: RunFolder, end: dict[str, Any]) -> Result:
+    """Return the result of a finished run, from the last record of its metrics.jsonl."""
+    others = ("kind", "step", "headline", "seconds", "stopped_early", "model")
+    return Result(
+        run.path,
+        end["step"],
+        end["headline"],
+        {name: value for name, value in end.items() if name not in others},
+        end["seconds"],
+        before=True,
+        model=SavedModel(**end["model"]) if "model" in end else None,
+        stopped_early=end.get("stopped_early", False),
+    )
 
 
 def total_steps(recipe: Recipe, per_epoch: int) -> int:

@@ -36,6 +36,7 @@ class Snapshots:
         self.folder, self.world, self.keep = folder, world, keep
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Any] | None = None
+        self._best: int | None = None
         # Its own group: a checkpoint in the background must not mix its messages with the gradients'.
         self._group: Any = dist.new_group(backend="gloo") if world.ranks > 1 else None
         if world.main and folder.exists():
@@ -49,9 +50,13 @@ class Snapshots:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Begin to write a checkpoint. What is saved is copied before this returns, so training may continue."""
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *, best: int | None = None) -> None:
+        """Begin to write a checkpoint. What is saved is copied before this returns, so training may continue.
+
+        Older checkpoints are removed once it is complete, but not that of the step `best`.
+        """
         self.finish()
+        self._best = best
         copies = {name: _copy(value) for name, value in tensors.items()}
         state = {**state, "tensors": shapes(tensors)}
         self._pending = self._writer.submit(self._write, step, copies, state)
@@ -81,7 +86,8 @@ class Snapshots:
             self._write_together(step, tensors, state)
         if self.world.main:
             for old in self.steps()[self.keep :]:
-                shutil.rmtree(self.path(old), ignore_errors=True)
+                if old != self._best:
+                    shutil.rmtree(self.path(old), ignore_errors=True)
 
     def _write_together(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write all ranks' parts into one folder, which the main rank seals and names."""
@@ -100,7 +106,9 @@ class Snapshots:
     def load(self, tensors: dict[str, Tensor], step: int | None = None) -> dict[str, Any] | None:
         """Read the newest valid checkpoint (or that of a step) into `tensors`; its state, or None where there is none."""
         candidates = self.steps() if step is None else [step]
-        chosen = self.world.broadcast(next((one for one in candidates if self._is_whole(one)), None) if self.world.main else None)
+        then = "" if step is not None else "; resuming from the one before it"
+        whole = next((one for one in candidates if self._is_whole(one, then)), None) if self.world.main else None
+        chosen = self.world.broadcast(whole)
         if chosen is None:
             return None
         path = self.path(chosen)
@@ -112,10 +120,10 @@ class Snapshots:
             load_shards(dict(tensors), checkpoint_id=str(path), no_dist=self._group is None, process_group=self._group)
         return state
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_whole(self, step: int, then: str) -> bool:
         fault = damage(self.path(step))
         if fault:
-            log.warning("The checkpoint of step %d is corrupted (%s); resuming from the one before it.", step, fault)
+            log.warning("The checkpoint of step %d is corrupted (%s)%s.", step, fault, then)
         return not fault
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vitrail.errors import VitrailError
-from vitrail.tasks.base import LOWER_IS_BETTER
+from vitrail.tasks.base import lower_is_better
 from vitrail.train.config import Recipe
 from vitrail.train.loop import train
 
@@ -27,7 +27,7 @@ def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> Recipe:
         result = train(attempt, out / "sweep" / f"lr-{lr:g}")
         if result.ended_by is not None:
             raise VitrailError(f"The sweep was interrupted at learning rate {lr:g}; run the same command again to resume.")
-        sign = -1.0 if result.headline in LOWER_IS_BETTER else 1.0
+        sign = -1.0 if lower_is_better(result.headline) else 1.0
         scores[lr] = sign * result.metrics[result.headline]
         say(f"learning rate {lr:g}: {result.headline} {result.metrics[result.headline]:.4f} on the held-out part")
     best = max(scores, key=lambda lr: scores[lr])

@@ -2,15 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
 from vitrail.data.loader import EvalLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Split
+from vitrail.models import Model
 from vitrail.models.features import evaluating
 from vitrail.tasks import Meter, Task
 from vitrail.train.parallel import Runner
+from vitrail.train.selection import RAW
 from vitrail.train.step import autocast
+
+if TYPE_CHECKING:
+    from vitrail.train.loop import Loop
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The metrics at one step, of the weights that are saved; with averaging also of the raw weights, named `raw_…`."""
+
+    step: int
+    meter: Meter
+    raw_meter: Meter | None
+    metrics: dict[str, float]
+
+    def of_weights(self, *, raw: bool) -> tuple[Meter, dict[str, float]]:
+        """Return the meter and the metrics of one set of weights, under their plain names."""
+        if raw and self.raw_meter is not None:
+            return self.raw_meter, self.raw_meter.metrics()
+        return self.meter, {name: value for name, value in self.metrics.items() if not name.startswith(RAW)}
+
+
+class Validator:
+    """Validates a run in progress: the weights that are saved, and with averaging the raw weights too."""
+
+    def __init__(self, loop: Loop, evaluators: Sequence[Callable[[Model], dict[str, float]]] = ()) -> None:
+        self.loop, self.evaluators = loop, list(evaluators)
+
+    def measure(self, step: int) -> Validation | None:
+        """Return the metrics, the same on every rank; None without validation images."""
+        loop, split = self.loop, self.loop.prepared.validation
+        if split is None or len(split) == 0:
+            return None
+        average = loop.step.average
+        raw = self._meter(split) if average is not None else None
+        with nullcontext() if average is None else average.applied():
+            meter = self._meter(split)
+            metrics = meter.metrics()
+            for evaluator in self.evaluators:
+                metrics |= evaluator(loop.prepared.model)
+        if raw is not None:
+            of_raw = raw.metrics()
+            metrics |= {RAW + name: of_raw[name] for name in loop.prepared.task.metric_names() if name in of_raw}
+        # Ranks add the same sums in different orders, and decisions must not depend on the last bit.
+        return Validation(step, meter, raw, loop.world.broadcast(metrics))
+
+    def _meter(self, split: Split) -> Meter:
+        loop = self.loop
+        return validate(
+            loop.step.runner,
+            loop.prepared.task,
+            split,
+            loop.prepared.preprocess,
+            batch=min(loop.micro_batch, 512),
+            precision=loop.precision,
+            workers=loop.recipe.data.workers,
+            bad_images=loop.recipe.data.bad_images,
+        )
 
 
 @torch.no_grad()

@@ -37,6 +37,21 @@ def test_imagenet_equals_torchvision_exactly(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("size", [224, 384])
+def test_deit_equals_its_evaluation_exactly(shape: tuple[int, int], size: int) -> None:
+    image = picture(2, *shape)
+    theirs = transforms.Compose(
+        [
+            transforms.Resize(int(size / 0.875), interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.CenterCrop(size),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    assert torch.equal(preset("deit", size=size)(image), theirs(Image.fromarray(image)))
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("size", [224, 384])
 def test_timm_equals_timm_exactly(shape: tuple[int, int], size: int) -> None:
     image = picture(2, *shape)
     theirs = timm.data.create_transform(

@@ -90,6 +90,31 @@ def test_augreg_levels() -> None:
     assert recipe_named("augreg-vit-ti16-imagenet21k").augment.randaugment == "none"
 
 
+def test_deit_is_that_of_its_code() -> None:
+    """The defaults of DeiT's main.py, and its command for DeiT-small: 4 GPUs with batches of 256."""
+    recipe = recipe_named("deit-s16-imagenet")
+    augment, optim, schedule = recipe.augment, recipe.optim, recipe.schedule
+    assert (recipe.epochs, recipe.batch, recipe.ema, recipe.task.distil) == (300, 1024, 0.99996, "none")
+    assert (optim.name, optim.lr, optim.weight_decay, optim.clip) == ("adamw", 5e-4 * 1024 / 512, 0.05, None)
+    assert (optim.beta1, optim.beta2, optim.eps, optim.decay_on) == (0.9, 0.999, 1e-8, "kernels")
+    assert (schedule.kind, schedule.warmup, schedule.end) == ("cosine", "5ep", 1e-5)
+    assert (augment.randaugment, augment.randaugment_magnitude, augment.randaugment_count) == ("timm", 9, 2)
+    assert (augment.randaugment_deviation, augment.randaugment_increasing, augment.operation_probability) == (0.5, True, 0.5)
+    assert (augment.mix, augment.mixup, augment.cutmix, augment.mix_probability) == ("batch", 0.8, 1.0, 1.0)
+    assert (augment.cutmix_probability, augment.mix_until, augment.smoothing, augment.repeats) == (0.5, 1.0, 0.1, 3)
+    assert (augment.erase, augment.erase_fill, augment.jitters, augment.interpolation) == (0.25, "noise", False, "bicubic")
+    assert (augment.erase_area, augment.erase_aspect) == ((0.02, 1 / 3), (0.3, 10 / 3))
+    assert (augment.crop_area, augment.crop_aspect, augment.flip) == ((0.08, 1.0), (3 / 4, 4 / 3), 0.5)
+    config = config_of(recipe.model, outputs=1000)
+    assert (config.stochastic_depth, config.dropout, config.gelu, config.pooling) == (0.1, 0.0, "erf", "class")
+    assert parameters(config) == 22_050_664
+    distilled = recipe_named("deit-s16-imagenet-distilled")
+    assert (distilled.task.distil, distilled.task.distil_weight) == ("hard", 0.5)
+    assert distilled.replace(name="", model=recipe.model, task=recipe.task, compile=False, expected="") == recipe.replace(
+        name="", expected=""
+    )
+
+
 @pytest.mark.parametrize(("images", "steps"), [(90, 100), (1_000, 250), (5_000, 500), (50_000, 10_000), (1_300_000, 20_000)])
 def test_length_follows_the_number_of_images(images: int, steps: int) -> None:
     recipe = any_folder("REF", "FOLDER", images=images)

@@ -219,6 +219,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
     },
+    # DeiT: the same with bicubic interpolation, and crop_pct 0.875.
+    "deit": {
+        "resize": "short-side",
+        "interpolation": "bicubic",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+    },
     # Mean and std of the training set; at 32 pixels its images are not resized.
     "cifar": {
         "resize": "square",
@@ -246,8 +253,8 @@ def preset(name: str, *, size: int | tuple[int, int] | None = None, channels: in
 
 
 def _short_side(name: str, crop: int) -> int:
-    if name == "timm":
-        return int(crop / 0.9)
+    if name in ("timm", "deit"):
+        return int(crop / (0.9 if name == "timm" else 0.875))
     if name == "big-vision" and crop == 384:
         return 448  # its transfer recipes: resize_small(448) | central_crop(384)
     return round(crop * 256 / 224)

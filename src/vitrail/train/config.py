@@ -53,6 +53,8 @@ class ModelSpec:
     runs. None: paper."""
     head_bias: float | None = None
     """Initial bias of the head: −10 or −6.9 for sigmoid losses over many classes."""
+    gelu: Literal["tanh", "erf"] | None = None
+    """Form of GELU: tanh as in JAX and the paper's code, erf (exact) as in timm and DeiT."""
     registers: int | None = None
     distill_token: bool | None = None
     layer_scale: float | None = None
@@ -85,7 +87,7 @@ class DataSpec:
     """Train on this fraction of the training split, the same part of every class. Smaller fractions are subsets of larger ones and
     do not depend on the seed."""
     preprocess: str = "auto"
-    """A preset (google-vit, big-vision, timm, imagenet, cifar). `auto`: the checkpoint's own, else google-vit."""
+    """A preset (google-vit, big-vision, timm, imagenet, deit, cifar). `auto`: the checkpoint's own, else google-vit."""
     sampling: Literal["shuffle", "balanced", "in-order"] = "shuffle"
     """Order of training images; `balanced` draws every class equally often."""
     workers: int | None = None

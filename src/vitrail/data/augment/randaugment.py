@@ -122,9 +122,9 @@ def _torchvision(name: str, level: Array, signs: Array, size: tuple[int, int]) -
     if name == "Rotate":
         return signs * 30.0 * level
     if name == "Posterize":
-        return np.rint(8 - 4 * level)
-    arguments: Array = 255.0 * (1 - level) if name == "Solarize" else 1 + signs * 0.9 * level
-    return arguments
+        bits: Array = np.rint(8 - 4 * level)
+        return bits
+    return 255.0 * (1 - level) if name == "Solarize" else 1 + signs * 0.9 * level
 
 
 def trivialaugment_arguments(name: str, magnitudes: Array, signs: Array) -> Array:

@@ -7,6 +7,7 @@ side by side, as the weight gradient of the matmul before reads them, together w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from vitrail.models.fused.attention_forward import split_qkv
 from vitrail.models.fused.launch import next_power_of_2, shared_memory, sm_major
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import attention_flops, op
 from vitrail.models.fused.qk_norm import norm_gradients, norm_queries, normalise, normalise_backward
 
 MAX_TOKENS = 256
@@ -127,6 +128,7 @@ def _empty(
     "attention_backward(Tensor q, Tensor? kv, Tensor out, Tensor dout, Tensor lse, int heads, Tensor[]? norms=None, float eps=0.)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _empty,
+    functools.partial(attention_flops, matmuls=5),  # the scores again, and the gradients of weights, values, queries and keys
 )
 def attention_backward(
     q: Tensor, kv: Tensor | None, out: Tensor, dout: Tensor, lse: Tensor, heads: int,

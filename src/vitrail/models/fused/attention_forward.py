@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.models.fused.launch import ceil_div, next_power_of_2, num_sms
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import attention_flops, op
 from vitrail.models.fused.qk_norm import norm_queries, normalise
 
 _MIN = 16  # rows or columns that tensor cores take
@@ -140,6 +140,7 @@ def _empty(
     "attention_forward(Tensor q, Tensor? kv, int heads, Tensor[]? norms=None, float eps=0., bool? whole_heads=None)"
     " -> (Tensor, Tensor)",
     _empty,
+    attention_flops,
 )
 def attention_forward(
     q: Tensor, kv: Tensor | None, heads: int,

@@ -26,7 +26,7 @@ from vitrail.models.fused.column_sum import column_sum
 from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
 from vitrail.models.fused.fp8 import Bf16Linear, Fp8Linear, Fp8Tensor
 from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
-from vitrail.models.fused.ops import once_differentiable, op
+from vitrail.models.fused.ops import matmul_flops, once_differentiable, op
 from vitrail.models.fused.patchify import patchify
 from vitrail.models.fused.prefix_positions import add_prefix_and_positions
 from vitrail.models.fused.qk_norm import qk_norm
@@ -252,7 +252,11 @@ def _empty_weight_grad(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tenso
     return torch.empty(grad_out.shape[-1], x.shape[-1], dtype=dtype, device=x.device)
 
 
-@op("weight_grad(Tensor grad_out, Tensor x, ScalarType dtype) -> Tensor", _empty_weight_grad)
+@op(
+    "weight_grad(Tensor grad_out, Tensor x, ScalarType dtype) -> Tensor",
+    _empty_weight_grad,
+    lambda grad_out, x, *rest, **named: matmul_flops(grad_out, x[-1:]),
+)
 def weight_grad(grad_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return grad_outᵀ x over all rows, accumulated in float32 and rounded once to `dtype`."""
     left, right = grad_out.flatten(0, -2).t(), x.flatten(0, -2)

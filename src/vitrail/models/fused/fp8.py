@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.models.fused.launch import ceil_div, next_power_of_2
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import matmul_flops, op
 from vitrail.models.fused.selection import use_own_matmul
 
 E4M3 = torch.float8_e4m3fn
@@ -72,6 +72,7 @@ def _empty_matmul(
 @op(
     "fp8_matmul(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, Tensor? bias, ScalarType dtype) -> Tensor",
     _empty_matmul,
+    lambda left, left_scale, right, *rest, **named: matmul_flops(left, right),
 )
 def fp8_matmul(
     left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, bias: Tensor | None, dtype: torch.dtype

@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vitrail.models.fused.attention_forward import split_pow2
 from vitrail.models.fused.hopper_pingpong import alloc_mbarriers, alloc_smem, tma_load, tma_store
 from vitrail.models.fused.launch import ceil_div, num_sms
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import attention_flops, op
 
 _BLOCK_M = 64  # queries of one tile; also the width of a head
 _PADDED_KEYS = 256  # loaded, of which up to 224 are multiplied
@@ -161,7 +161,11 @@ def _empty_outputs(qkv: Tensor, heads: int, needs_grad: bool, programs: int | No
     return qkv.new_empty(images, tokens, width), qkv.new_empty(shape, dtype=torch.float32)
 
 
-@op("hopper_attention(Tensor qkv, int heads, bool needs_grad, int? programs=None) -> (Tensor, Tensor)", _empty_outputs)
+@op(
+    "hopper_attention(Tensor qkv, int heads, bool needs_grad, int? programs=None) -> (Tensor, Tensor)",
+    _empty_outputs,
+    lambda qkv, *rest, **named: attention_flops(qkv, None),
+)
 def hopper_attention(qkv: Tensor, heads: int, needs_grad: bool, programs: int | None = None) -> tuple[Tensor, Tensor]:
     """Attention over queries, keys and values side by side [image, token, 3 · width].
 

@@ -32,7 +32,7 @@ from vitrail.models.fused.hopper_pingpong import (
     tma_store,
 )
 from vitrail.models.fused.launch import ceil_div, num_sms
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import matmul_flops, op
 
 _STAGES = 4
 
@@ -100,7 +100,11 @@ def _fake(grad_out: Tensor, weight: Tensor, gelu_grad: Tensor) -> tuple[Tensor, 
     return torch.empty_like(gelu_grad), gelu_grad.new_empty(weight.shape[1], dtype=torch.float32)
 
 
-@op("matmul_gelu_backward(Tensor grad_out, Tensor weight, Tensor gelu_grad) -> (Tensor, Tensor)", _fake)
+@op(
+    "matmul_gelu_backward(Tensor grad_out, Tensor weight, Tensor gelu_grad) -> (Tensor, Tensor)",
+    _fake,
+    lambda grad_out, weight, *rest, **named: matmul_flops(grad_out, weight[::-1]),
+)
 def matmul_gelu_backward(grad_out: Tensor, weight: Tensor, gelu_grad: Tensor) -> tuple[Tensor, Tensor]:
     """(grad_out W) ∘ gelu_grad in the precision of gelu_grad, and its sum over rows in float32."""
     grad_hidden = torch.empty_like(gelu_grad)

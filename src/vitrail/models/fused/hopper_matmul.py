@@ -35,7 +35,7 @@ from vitrail.models.fused.hopper_pingpong import (
     tma_store,
 )
 from vitrail.models.fused.launch import num_sms
-from vitrail.models.fused.ops import op
+from vitrail.models.fused.ops import matmul_flops, op
 
 _STAGES = 5
 
@@ -135,19 +135,23 @@ def _fake_matmul_with_grad(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tenso
     return _fake_matmul(x, weight), _fake_matmul(x, weight)
 
 
-@op("matmul_bias(Tensor x, Tensor weight, Tensor bias, Tensor? rstd=None) -> Tensor", _fake_matmul)
+@op("matmul_bias(Tensor x, Tensor weight, Tensor bias, Tensor? rstd=None) -> Tensor", _fake_matmul, matmul_flops)
 def matmul_bias(x: Tensor, weight: Tensor, bias: Tensor, rstd: Tensor | None = None) -> Tensor:
     """x Wᵀ + b. `rstd` (float32) holds a factor for each row of x. Has no gradient."""
     return _launch(x, weight, bias, None, rstd, None)
 
 
-@op("matmul_bias_gelu(Tensor x, Tensor weight, Tensor bias, bool tanh, Tensor? rstd=None) -> Tensor", _fake_matmul)
+@op("matmul_bias_gelu(Tensor x, Tensor weight, Tensor bias, bool tanh, Tensor? rstd=None) -> Tensor", _fake_matmul, matmul_flops)
 def matmul_bias_gelu(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool, rstd: Tensor | None = None) -> Tensor:
     """GELU(x Wᵀ + b), rounded once. `rstd` (float32) holds a factor for each row of x. Has no gradient."""
     return _launch(x, weight, bias, tanh, rstd, None)
 
 
-@op("matmul_bias_gelu_with_grad(Tensor x, Tensor weight, Tensor bias, bool tanh) -> (Tensor, Tensor)", _fake_matmul_with_grad)
+@op(
+    "matmul_bias_gelu_with_grad(Tensor x, Tensor weight, Tensor bias, bool tanh) -> (Tensor, Tensor)",
+    _fake_matmul_with_grad,
+    matmul_flops,
+)
 def matmul_bias_gelu_with_grad(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """GELU(x Wᵀ + b) and GELU's derivative there, each rounded once."""
     gelu_grad = x.new_empty(*x.shape[:-1], len(weight))

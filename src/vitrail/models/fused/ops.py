@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,12 +22,15 @@ R = TypeVar("R")
 _LIBRARY = torch.library.Library("vitrail", "FRAGMENT")
 _PLAIN = (Tensor, nn.Parameter)
 
+Shape = Sequence[int]
 
-def op(schema: str, fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+
+def op(schema: str, fake: Callable[P, R], flops: Callable[..., int] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register the decorated function as an operator; its first argument is a tensor, on whose device kernels are launched.
 
     `schema` is `name(Tensor x, Tensor? bias, float eps) -> (Tensor, Tensor)`, with the defaults of the function; `fake` takes the
-    same arguments and returns empty tensors of the right shape, precision and strides.
+    same arguments and returns empty tensors of the right shape, precision and strides. `flops` takes them too, shapes instead of
+    tensors and `out_shape` besides, and returns the floating-point operations of the matmuls inside, for torch's FlopCounterMode.
 
     Calls with plain tensors go straight to the function, which saves the dispatcher's 3 µs. Fake tensors, dispatch modes and
     torch.compile see the operator.
@@ -42,6 +47,8 @@ def op(schema: str, fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable
         _LIBRARY.impl(name, guarded, "CompositeExplicitAutograd")
         torch.library.register_fake(f"vitrail::{name}", fake, lib=_LIBRARY)
         operator = getattr(torch.ops.vitrail, name).default
+        if flops is not None:
+            register_flop_formula(getattr(torch.ops.vitrail, name))(flops)
 
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,6 +60,17 @@ def op(schema: str, fake: Callable[P, R]) -> Callable[[Callable[P, R]], Callable
         return call
 
     return register
+
+
+def matmul_flops(x: Shape, weight: Shape, *rest: Any, **named: Any) -> int:
+    """Count x [..., in] times a weight [out, in]."""
+    return 2 * math.prod(x) * weight[0]
+
+
+def attention_flops(q: Shape, kv: Shape | None, *rest: Any, matmuls: int = 2, **named: Any) -> int:
+    """Count the matmuls of attention, each as large as queries times keys; tensors as in `attention_forward`."""
+    images, queries, width = q if kv is not None else (q[0], q[1], q[2] // 3)
+    return 2 * matmuls * images * queries * (q if kv is None else kv)[1] * width
 
 
 _NO_GUARD = contextlib.nullcontext()

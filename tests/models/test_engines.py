@@ -51,13 +51,23 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recompute", "kept"), [(None, False), (None, True), ("nothing", False), ("matmuls", False)])
+@pytest.mark.parametrize(
+    ("recompute", "kept", "fields"),
+    [
+        (None, False, {}),
+        (None, True, {}),
+        ("nothing", False, {}),
+        ("matmuls", False, {}),
+        (None, False, {"qk_norm": True}),
+        ("matmuls", False, {"qk_norm": True}),
+    ],
+)
 def test_sharded_blocks_are_fused_and_compute_the_same(
-    recompute: Any, kept: bool, images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None
+    recompute: Any, kept: bool, fields: dict[str, Any], images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None
 ) -> None:
     from vitrail.train.parallel import Runner, World
 
-    model = tiny().train()
+    model = tiny(**fields).train()
     plain = logits(model, images, "plain")
     plain.square().sum().backward()
     expected = {name: one.grad for name, one in model.named_parameters()}

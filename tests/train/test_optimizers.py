@@ -96,12 +96,13 @@ def test_a_step_can_be_skipped_on_the_device(name):
 
 
 def test_only_kernels_decay():
-    network = model(pooling="map", registers=2, layer_scale=0.1)
+    network = model(pooling="map", registers=2, layer_scale=0.1, qk_norm=True)
     groups = parameter_groups(network, OptimSpec(weight_decay=0.1))
     decayed = {name for group in groups if group.decays for name in group.names}
     assert {"patches.weight", "head.weight", "blocks.0.attention.qkv.weight", "blocks.2.mlp.down.weight"} <= decayed
     spared = {name for name, _ in network.named_parameters()} - decayed
     assert {"registers", "pool.probe", "norm.weight", "head.bias", "blocks.0.norm1.weight", "blocks.1.scale1.weight"} <= spared
+    assert {"blocks.0.attention.q_norm.weight", "blocks.0.attention.k_norm.bias"} <= spared
     assert any(name.startswith("positions.") for name in spared)
     assert sum(group.values for group in groups) == sum(one.numel() for one in network.parameters())
     everything = parameter_groups(network, OptimSpec(weight_decay=0.1, decay_on="all"))

@@ -41,6 +41,7 @@ from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.loader import TrainLoader
 from vitrail.data.preprocess import preset
 from vitrail.data.sampler import BatchSlice
+from vitrail.data.split import stratified
 from vitrail.data.types import Split
 
 Row = dict[str, Any]
@@ -101,6 +102,7 @@ def cpu_rows(options: argparse.Namespace) -> list[Row]:
         "JPEG folder, float32: Vitrail / torchvision": ("vitrail JPEG float32", "torchvision JPEG float32", 1.5),
         "packed / JPEG folder, uint8, cropped on the CPU": ("vitrail packed uint8", "vitrail JPEG uint8", 10),
         "packed / JPEG folder, uint8, cropped on the GPU": ("vitrail packed whole", "vitrail JPEG uint8", 10),
+        "packed, hold-out left out / all images, cropped on the GPU": ("vitrail packed part whole", "vitrail packed whole", 0.9),
         "packed / JPEG folder, float32, cropped on the CPU": ("vitrail packed float32", "vitrail JPEG float32", 10),
     }
     for name, (fast, slow, target) in ratios.items():
@@ -146,10 +148,13 @@ def pack_photos(photos: Path, packed: Path) -> None:
 def make_loaders(photos: Path, packed: Path, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Any]]]:
     from vitrail.data.sources import open_source
 
-    def ours(reference: str, *, host: bool, device: str = "cpu") -> Callable[[], Iterator[Any]]:
+    def ours(reference: str, *, host: bool, device: str = "cpu", holdout: float = 0.0) -> Callable[[], Iterator[Any]]:
         def start() -> Iterator[Any]:
+            split = open_source(reference).split("train")
+            if holdout:
+                split = split.subset(np.setdiff1d(np.arange(len(split)), stratified(split, holdout)))
             loader = TrainLoader(
-                open_source(reference).split("train"),
+                split,
                 preprocess=preset("imagenet"),
                 augment=Augment(crop_area=(0.08, 1.0), device=device),  # type: ignore[arg-type]
                 batch=options.batch,
@@ -170,6 +175,7 @@ def make_loaders(photos: Path, packed: Path, options: argparse.Namespace) -> dic
         "vitrail packed uint8": ours(stored, host=True),
         "vitrail packed float32": ours(stored, host=False),
         "vitrail packed whole": ours(stored, host=True, device="gpu"),
+        "vitrail packed part whole": ours(stored, host=True, device="gpu", holdout=0.025),
     }
 
 
@@ -270,6 +276,19 @@ def gpu_rows(options: argparse.Namespace) -> list[Row]:
         "crop, flip, mixup": Augment(mixup=0.2, device="gpu"),
         "+ RandAugment (torchvision 2, 9)": Augment(mixup=0.2, randaugment="torchvision", randaugment_magnitude=9, device="gpu"),
         "+ RandAugment (big-vision 2, 15)": Augment(mixup=0.2, randaugment="big-vision", randaugment_magnitude=15, device="gpu"),
+        "+ RandAugment (timm 2, 9, deviation .5, bicubic)": Augment(
+            mixup=0.2,
+            randaugment="timm",
+            randaugment_magnitude=9,
+            randaugment_deviation=0.5,
+            randaugment_increasing=True,
+            interpolation="bicubic",
+            device="gpu",
+        ),
+        "+ TrivialAugment": Augment(mixup=0.2, trivialaugment=True, device="gpu"),
+        "+ 3-Augment and colour jitter": Augment(
+            mixup=0.2, three_augment=True, brightness=0.3, contrast=0.3, saturation=0.3, device="gpu"
+        ),
         "+ cutmix, erasing, smoothing, per sample": Augment(
             randaugment="big-vision",
             randaugment_magnitude=15,

@@ -14,7 +14,11 @@ from PIL import Image
 import vitrail
 from tests.train.small import Recorder, same, small, weights
 from vitrail.data.augment.spec import Augment
+from vitrail.data.loader import TrainLoader
+from vitrail.data.pack import choose_settings, pack
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sampler import batch_slices
+from vitrail.data.sources import open_source
 from vitrail.errors import VitrailError
 from vitrail.models import create_model
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
@@ -359,6 +363,30 @@ def test_initial_values_may_be_named_with_a_checkpoint(tmp_path: Path) -> None:
         torch.allclose(one, two, atol=1e-6)
         for one, two in zip(weights(tmp_path / "first").values(), weights(tmp_path / "again").values(), strict=True)
     )
+
+
+def test_held_out_images_of_a_packed_dataset(tmp_path):
+    """The same for every seed, a fraction of every class, never trained on, and read as fast as the whole."""
+    source = open_source("digits")
+    pack(source, tmp_path / "packed", choose_settings(source))
+    whole = open_source(f"packed:{tmp_path / 'packed'}").split("train")
+    held_out, trained = set(), set()
+    for seed in (0, 1):
+        recipe = small(data__source=f"packed:{tmp_path / 'packed'}", data__holdout=0.1, seed=seed, augment__device="gpu")
+        one = prepare(recipe)
+        held_out.add(tuple(one.validation.image_name(k) for k in range(len(one.validation))))
+        trained |= {one.train.image_name(k) for k in range(len(one.train))}
+        loader = TrainLoader(one.train, preprocess=one.preprocess, augment=recipe.augment, batch=32, seed=seed, workers=0)
+        order = next(iter(batch_slices(loader.order, epoch=0, step=0)))
+        host = loader.reader[order]
+        assert host.uncropped
+        names = [one.train.image_name(int(k)) for k in order.indices]
+        every = {whole.image_name(k): k for k in range(len(whole))}
+        assert all(np.array_equal(image, whole.payload(every[name])) for image, name in zip(host.images, names, strict=True))
+    assert len(held_out) == 1 and not trained & set(*held_out) and len(trained) + len(*held_out) == len(whole)
+    assert (abs(np.bincount(one.validation.targets) - 0.1 * np.bincount(whole.targets)) <= 0.5).all()
+    other = prepare(small(data__holdout=0.1, data__holdout_seed=1)).validation
+    assert {other.image_name(k) for k in range(len(other))} != set(*held_out)
 
 
 def test_a_fraction_of_the_training_images():

@@ -55,6 +55,8 @@ def test_old_settings_are_read_in_todays_words() -> None:
     other = json.loads(OLD)
     other["recipe"]["optim"]["decay"] = "times-lr"
     assert upgrade(other)["recipe"]["optim"]["decay"] == "scaled-by-lr"
+    other["recipe"]["seed"] = 7  # which selected the held-out images, too
+    assert Recipe.from_dict(upgrade(other)["recipe"]).data.holdout_seed == 7
     assert upgrade_state({"format": 1, "step": 4, "passed_over": [2]}) == {"format": FORMAT, "step": 4, "skipped_steps": [2]}
     with pytest.raises(VitrailError, match="format 9"):
         upgrade({"format": 9})

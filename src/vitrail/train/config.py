@@ -83,6 +83,8 @@ class DataSpec:
     """The split to validate on: `auto` takes val, else test."""
     holdout: float = 0.0
     """Fraction of the training split to hold out for validation, instead of using the split `validate`; 0: none."""
+    holdout_seed: int = 0
+    """Selects the held-out images, the same fraction of every class. They do not depend on `seed`."""
     fraction: float = 1.0
     """Train on this fraction of the training split, the same part of every class. Smaller fractions are subsets of larger ones and
     do not depend on the seed."""

@@ -100,7 +100,7 @@ def _both_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
     spec = recipe.data
     train = source.split(spec.train)
     if spec.holdout:
-        kept_out = stratified(train, spec.holdout, seed=recipe.seed)
+        kept_out = stratified(train, spec.holdout, seed=spec.holdout_seed)
         rest = np.setdiff1d(np.arange(len(train)), kept_out)
         return train.subset(rest), train.subset(kept_out)
     if spec.validate != "auto":

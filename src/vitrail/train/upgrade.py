@@ -40,6 +40,9 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
             value = recipe.get(part, {}).get(name)
             if value in words:
                 recipe[part][name] = words[value]
+    data = found.get("recipe", {}).get("data", {})
+    if data.get("holdout") and "holdout_seed" not in data:  # once, the seed of the run selected the held-out images
+        data["holdout_seed"] = found["recipe"].get("seed", 0)
     return {**found, "format": FORMAT}
 
 

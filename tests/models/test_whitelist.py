@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from tests.models.other_libraries import randomise
 from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near
+from vitrail.errors import VitrailError
 from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist
 from vitrail.models.layers import Mlp, PatchEmbedding
@@ -386,6 +387,38 @@ def test_low_precision_weights_take_float32_images(name: str, dtype: torch.dtype
     exact = model(images)
     found = model.to(dtype)(images)
     assert found.dtype == torch.float32 and near(found, exact, 0.1)
+
+
+@pytest.mark.parametrize("part", ["attention.qkv.bias", "attention.out.weight", "mlp.up.weight", "mlp.down.bias", "norm1.weight"])
+@pytest.mark.parametrize(
+    "tokens, other", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, None)]
+)
+def test_mixed_precisions_take_the_plain_path(
+    tokens: torch.dtype, other: torch.dtype | None, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses to multiply tokens and weights of two types. Kernels would not: they cast weights."""
+    monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
+    block, x = tiny().blocks[0].to(tokens), torch.zeros(1, 5, 32, device=DEVICE, dtype=tokens)
+    assert dispatch.fuses_block(block, x, tokens)
+    module, _, name = part.rpartition(".")
+    parameters = block.get_submodule(module)._parameters
+    parameters[name] = nn.Parameter(parameters[name].to(other or torch.float32))  # type: ignore[union-attr]
+    assert not dispatch.fuses_block(block, x, tokens)
+    with torch.autocast(DEVICE, dtype=tokens):  # casts weights as kernels do
+        assert dispatch.fuses_block(block, x, tokens) and dispatch.fuses_block(block, x.float(), tokens)
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])
+@pytest.mark.parametrize("weights, autocast", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast_to_another_precision_than_the_weights(weights: torch.dtype, autocast: torch.dtype, name: str) -> None:
+    size: dict[str, Any] = {"depth": 1} if "ViT" in name else {"layers": (1, 1, 1, 1)}
+    model = create_model(name, outputs=3, image_size=64, seed=0, **size).eval()
+    images = torch.randn(1, 3, 64, 64)
+    with torch.autocast("cpu", dtype=autocast):
+        assert model(images).isfinite().all()
+        with pytest.raises(VitrailError, match=f"weights are {weights}, but autocast computes in {autocast}"):
+            model.to(weights)(images)
+        assert model.to(autocast)(images).isfinite().all()
 
 
 # The decision

@@ -56,8 +56,16 @@ def chosen_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
 
 def in_precision_of(images: Tensor, weight: Tensor) -> Tensor:
     """Return images in the precision of the first weight they meet; under autocast, which casts by itself, as they are."""
-    autocast = not images.is_meta and torch.is_autocast_enabled(images.device.type)  # the meta device has none
-    return images if autocast else images.to(weight.dtype)
+    device = images.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # the meta device has none
+        return images.to(weight.dtype)
+    autocast = torch.get_autocast_dtype(device)
+    if device == "cpu" and weight.dtype not in (torch.float32, torch.float64, autocast):  # norms are not cast there
+        raise VitrailError(
+            f"The model's weights are {weight.dtype}, but autocast computes in {autocast}; on a CPU torch cannot mix the two. "
+            f"Leave autocast off, set it to {weight.dtype}, or convert the model with model.float()."
+        )
+    return images
 
 
 def check_images(images: Tensor, *, name: str, channels: int, size: Pair | None) -> None:

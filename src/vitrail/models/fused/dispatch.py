@@ -128,6 +128,8 @@ def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether a block runs in fused kernels on tokens that `can_fuse`, with matmuls of this precision."""
     if not whitelist.is_plain_block(block):
         return False
+    if x.dtype == dtype and not encoder.autocasts(x) and not whitelist.has_precision(block, dtype):
+        return False  # torch's modules say what they think of mixed precisions
     device, shape = whitelist.device_and_shape(block)
     return device == x.device and _block_runs(shape, x, dtype)
 

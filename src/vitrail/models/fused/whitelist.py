@@ -123,6 +123,17 @@ def device_and_shape(block: nn.Module) -> tuple[torch.device, BlockShape]:
     return qkv["_parameters"]["weight"].device, shape
 
 
+def has_precision(block: nn.Module, dtype: torch.dtype) -> bool:
+    """Tell whether all parameters of a plain block are of this type. FSDP2 may gather others than it holds: then, too."""
+    parts = block.__dict__["_modules"]
+    inner, outer = parts["attention"].__dict__["_modules"], parts["mlp"].__dict__["_modules"]
+    for module in (parts["norm1"], parts["norm2"], *inner.values(), outer["up"], outer["down"]):
+        for parameter in module.__dict__["_parameters"].values():
+            if parameter is not None and parameter.dtype != dtype:
+                return is_sharded(block)
+    return True
+
+
 def is_ordinary_call() -> bool:
     """Tell whether modules are called eagerly and by nothing but autograd's reverse mode, with classes as they were imported.
 

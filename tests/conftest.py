@@ -5,6 +5,7 @@ One thread per test process: several run side by side (pytest -n), and small mod
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -24,3 +25,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels are tried where there is no GPU, too
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported from garbage collection: each full one would look at millions of objects again."""
+    gc.collect()
+    gc.freeze()

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.models.other_libraries import TIMM, load, randomise, renamed
-from vitrail.bench import BenchPlan, Row, benchmark, peak, run, workload
+from vitrail.bench import BenchPlan, Row, benchmark, peak, run, timer, workload
 from vitrail.bench.baselines import PACKAGE, build, comparable
 from vitrail.bench.entry import Entry
 from vitrail.bench.plan import BASELINES
@@ -28,14 +29,17 @@ from vitrail.models import build_model, model_config, parameters
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
-CONFIG = model_config("Ti/16", image_size=32)
+CONFIG = model_config("Ti/16", image_size=32, depth=2)
 TINY: dict[str, Any] = {"model": ("Ti/16",), "image_size": 32, "batch": 2, "steps": 1, "rounds": 2, "device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
-def small_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the peak with matmuls that take much less than a second each."""
+def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmark models with 2 layers, and take little time for the matmul peak and for warm-up: no test looks at times."""
+    monkeypatch.setattr(benchmark, "model_config", partial(model_config, depth=CONFIG.depth))
     monkeypatch.setitem(peak._SQUARE, "cpu", 256)
+    monkeypatch.setattr(peak, "_SECONDS", 0.01)
+    monkeypatch.setattr(timer, "_MAX_WARMUP", timer._MIN_WARMUP)
 
 
 def tiny(**changes: Any) -> BenchPlan:
@@ -107,7 +111,7 @@ def test_recompute_modes(mode: str, keep: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(workload, "build_model", lambda *given, **named: models.append(real(*given, **named)) or models[-1])  # type: ignore[func-returns-value]
     built = build_workload(case(mode=mode), Inputs(CONFIG, 2, CPU))
     assert built.is_finite(built.step())
-    assert (models[0].recompute.blocks, models[0].recompute.keep) == (12, keep)
+    assert (models[0].recompute.blocks, models[0].recompute.keep) == (CONFIG.depth, keep)
 
 
 @pytest.mark.slow
@@ -148,8 +152,8 @@ def test_all_libraries_run_in_alternating_rounds_and_write_complete_rows(tmp_pat
     )
     assert named(rows[:5]) == ["vitrail default done", "vitrail loop done", *(f"{name} eager done" for name in BASELINES)]
     assert [row.task for row in rows] == ["train"] * 5 + ["infer"] * 4
-    # Patches, 12 blocks of 5 tokens (4 dense layers of width², 2 of width·mlp, and attention), head; a multiply-add is two.
-    whole = 2 * 4 * 768 * 192 + 12 * (2 * 5 * (4 * 192 * 192 + 2 * 192 * 768) + 2 * 2 * 5 * 5 * 192) + 2 * 192 * 1000
+    # Patches, 2 blocks of 5 tokens (4 dense layers of width², 2 of width·mlp, and attention), head; a multiply-add is two.
+    whole = 2 * 4 * 768 * 192 + 2 * (2 * 5 * (4 * 192 * 192 + 2 * 192 * 768) + 2 * 2 * 5 * 5 * 192) + 2 * 192 * 1000
     # In the last block ours computes only one of five tokens after the keys and values.
     skipped = 4 * 2 * (2 * 192 * 192 + 2 * 192 * 768) + 2 * 2 * 4 * 5 * 192
     for row in rows:
@@ -313,7 +317,7 @@ def test_a_different_number_of_parameters_is_noted(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("vitrail.bench.baselines.build", larger)
     rows = run(tiny())
-    assert rows[0].note == "" and rows[1].note == "5,680,561 parameters, ours has 5,680,552"
+    assert rows[0].note == "" and rows[1].note == f"{parameters(CONFIG) + 9:,} parameters, ours has {parameters(CONFIG):,}"
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_tokens_are_stored_without_their_mean(adds: bool, mean: float) -> None:
 
 
 def block(**changes: Any) -> Block:
-    model = small(depth=1, **changes).eval().requires_grad_(False)
+    model = small(depth=1, width=WIDTH, mlp=4 * WIDTH, **changes).eval().requires_grad_(False)
     return model.blocks[0]  # type: ignore[return-value]
 
 
@@ -218,7 +218,7 @@ def test_only_plain_blocks_are_folded(change: str) -> None:
 def test_when_the_folded_block_is_used(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import selection
 
-    monkeypatch.setattr(selection, "use_norm_epilogue", lambda x, biased, gelu: (biased, gelu) == (576, 768))
+    monkeypatch.setattr(selection, "use_norm_epilogue", lambda x, biased, gelu: (biased, gelu) == (3 * WIDTH, 4 * WIDTH))
     made, x = block().to(LOW), tokens(0.0, LOW)
     with torch.no_grad():
         assert not can_use_folded(made, x)
@@ -250,7 +250,8 @@ def test_a_copy_with_folded_norms(gelu: str, shift: float, fusing: None, monkeyp
         expected, features = model(images), model.features(images, layers=[0, 1])
     model.kernels = "auto"
     copied = gpu_copy(model, torch.device(DEVICE), LOW)
-    monkeypatch.setattr(selection, "use_norm_epilogue", lambda x, biased, gelu: (biased, gelu) == (576, 768))
+    widths = 3 * model.config.width, model.config.mlp
+    monkeypatch.setattr(selection, "use_norm_epilogue", lambda x, biased, gelu: (biased, gelu) == widths)
     tolerance = (1e-5 + CLOSE) * max(1, shift / 4)  # the residual itself is rounded
     assert near(copied(images), expected, tolerance)
     assert calls == ["matmul_bias", "matmul_bias_gelu"] * 2  # the last block computes the class token only

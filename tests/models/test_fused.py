@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 CLOSE = 3e-2 if torch.cuda.is_available() else 3e-6  # of the largest value
+WIDTH, MLP = (192, 768) if torch.cuda.is_available() else (48, 80)  # the interpreter's time grows with them; neither fills its tiles
 
 
 def near(a: Tensor, b: Tensor, tolerance: float = CLOSE) -> bool:
@@ -59,7 +60,7 @@ def blocks_fused(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
 
 def small(**changes: Any) -> ViT:
-    changes = {"image_size": 48, "depth": 3, "outputs": 7, "heads": 3, **changes}
+    changes = {"image_size": 48, "depth": 3, "outputs": 7, "heads": 3, "width": WIDTH, "mlp": MLP, **changes}
     model = randomise(create_model("ViT-Ti/16", seed=0, **changes)).train().to(DEVICE)
     assert isinstance(model, ViT)
     return model
@@ -157,7 +158,7 @@ def test_dropout_drops_the_same_forward_and_backward(fusing: None, monkeypatch: 
         return kept  # type: ignore[no-any-return]
 
     fused, fused_gradients = results(model, images, "auto")
-    sizes = ((10, 192), (10, 768), (10, 192)), ((1, 192), (1, 768), (1, 192))  # of the last block only one token
+    sizes = ((10, WIDTH), (10, MLP), (10, WIDTH)), ((1, WIDTH), (1, MLP), (1, WIDTH))  # of the last block only one token
     masks = [mask(seed, *size) for row, shapes in zip(seeds, sizes, strict=True) for seed, size in zip(row, shapes, strict=True)]
     assert 0.7 < float(torch.cat([one.flatten() for one in masks]).count_nonzero()) / sum(one.numel() for one in masks) < 0.8
     source = iter(masks)

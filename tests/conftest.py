@@ -31,3 +31,7 @@ def pytest_collection_finish() -> None:
     """Exempt all that was imported from garbage collection: each full one would look at millions of objects again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or some extension modules report leaks at exit

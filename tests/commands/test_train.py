@@ -188,7 +188,7 @@ def test_a_sweep_finds_the_learning_rate_and_does_not_repeat_itself(capsys: pyte
 
 @pytest.mark.slow
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "digits", "--gpus", "2", "--memory", "1"]
+    words = ["plan", "digits", "--gpus", "2", "--memory", "1", "--model.depth", "1"]
     status, out, _ = run(capsys, *words)
     assert status == 0 and "largest micro-batch" in out and "fsdp" in out
     found = json.loads(run(capsys, *words, "--json")[1])

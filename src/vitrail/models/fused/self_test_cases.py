@@ -36,7 +36,7 @@ class _Weights(NamedTuple):
     up_bias: Tensor
     down_weight: Tensor
     down_bias: Tensor
-    qk_norms: tuple[Tensor, ...] = ()
+    qk_norms: tuple[Tensor, ...]
     """Weight and bias of the norm of each head's queries, then of the keys'."""
 
 
@@ -52,9 +52,8 @@ def blocks_difference(
     shapes = (*attention_shapes, (width,), (width,), (mlp, width), (mlp,), (width, mlp), (width,))
     blocks = []
     for _ in range(2):
-        weights = _Weights(*(_random(shape, device) for shape in shapes))
-        norms = tuple(_random((width // heads,), device) for _ in range(4 if qk_norm else 0))
-        blocks.append(weights._replace(qk_norms=norms))
+        drawn = [_random(shape, device) for shape in (*shapes, *([(width // heads,)] * 4 if qk_norm else []))]
+        blocks.append(_Weights._make((*drawn[:12], tuple(drawn[12:]))))
     x = torch.randn(_IMAGES, _TOKENS, width, device=device, dtype=torch.float32, requires_grad=True)
     grad_out = torch.randn(_IMAGES, 1, width, device=device, dtype=torch.float32)
     norms = [one for block in blocks for one in block.qk_norms]
@@ -179,7 +178,7 @@ def attention_difference(
     in_heads = [one.unflatten(-1, (heads, channels)).transpose(1, 2) for one in leaves]
     norms = tuple(_random((channels,), device) for _ in range(4 if qk_norm else 0))
     if norms:
-        in_heads[:2] = _head_norms(*in_heads[:2], norms)
+        in_heads[:2] = _head_norms(in_heads[0], in_heads[1], norms)
     scores = in_heads[0] @ in_heads[1].transpose(-2, -1) * channels**-0.5
     plain = (scores.softmax(-1) @ in_heads[2]).transpose(1, 2).flatten(2)
     per_tile, _ = attention_forward(q, kv, heads, norms, _EPS, False)

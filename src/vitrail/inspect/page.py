@@ -21,7 +21,7 @@ def page(sections: Sequence[Section], about: Mapping[str, Any]) -> str:
     if len(sections) > 1:
         links = "".join(f'<a href="#{escape(section.folder)}">{escape(section.title)}</a>' for section in sections)
     return _PAGE.format(
-        title=escape(title), style=_STYLE, links=links, version=escape(about["version"]), sections="".join(map(_section, sections))
+        title=escape(title), style=STYLE, links=links, version=escape(about["version"]), sections="".join(map(_section, sections))
     )
 
 
@@ -50,7 +50,7 @@ def _anchor(section: Section, panel: Panel) -> str:
     return escape(f"{section.folder}-{panel.name}".removeprefix(".-"))
 
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #22272e; --faint: #66707b; --line: #e2e5e9; --ground: #fbfbf9; --sheet: #fff;
   --blue: #2b5f8e; --note: #fff6dd; --note-line: #e3b341; }
 @media (prefers-color-scheme: dark) { :root { --ink: #dde2e8; --faint: #98a2ad; --line: #32383f; --ground: #15181c;

@@ -1,0 +1,91 @@
+"""Fig. 5: accuracy after transfer against the compute of pre-training, for sizes of ViT, hybrid and BiT.
+
+vitrail study compute --budget 10
+"""
+
+from __future__ import annotations
+
+from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
+from vitrail.study.judge import NOT_MEASURED, cost_to_reach, frontier, interpolated, written
+from vitrail.study.ladders import FAMILIES, Ladder
+from vitrail.study.summary import Summary
+
+_LENGTHS = {1.0: 0, 0.5: 1, 0.25: 2}
+"""Lengths of pre-training, each with its priority."""
+_SIZES = ("small", "medium", "large")
+
+
+def points(ladder: Ladder) -> list[Point]:
+    return [
+        Point(
+            series=family,
+            label=f"{_SIZES[rung]}{'' if length == 1 else f', {length:g} × the steps'}",
+            pretrain=ladder.model(family, rung),
+            length=length,
+            priority=priority,
+        )
+        for family in FAMILIES
+        for rung in range(ladder.rungs)
+        for length, priority in _LENGTHS.items()
+    ]
+
+
+def _line(summary: Summary, family: str) -> list[tuple[float, float]]:
+    metric = summary.metrics[0]
+    return frontier([(x, value.mean) for _, x, value in summary.line(family, metric)])
+
+
+def judge_resnets(summary: Summary) -> Outcome:
+    if not summary.metrics or any(len(_line(summary, one)) < 2 for one in ("ViT", "BiT")):
+        return NOT_MEASURED
+    vit, bit = _line(summary, "ViT"), _line(summary, "BiT")
+    height = min(vit[-1][1], bit[-1][1])
+    needed = {"ViT": cost_to_reach(vit, height), "BiT": cost_to_reach(bit, height)}
+    assert needed["ViT"] and needed["BiT"]
+    ratio = needed["BiT"] / needed["ViT"]
+    compared = f"{ratio:.1f} times as many as" if ratio >= 1 else f"{1 / ratio:.1f} times fewer than"
+    ours = f"to reach {height:.1%}, BiT needs {compared} ViT's FLOPs"
+    if ratio >= 2:
+        return Outcome(ours, "yes")
+    return Outcome(ours, "no" if ratio < 1 else "unclear", "the pre-training set is small, where the paper too finds ResNets ahead")
+
+
+def judge_hybrids(summary: Summary) -> Outcome:
+    if not summary.metrics or any(len(_line(summary, one)) < 2 for one in ("ViT", "hybrid")):
+        return NOT_MEASURED
+    vit, hybrid = _line(summary, "ViT"), _line(summary, "hybrid")
+    low, high = max(vit[0][0], hybrid[0][0]), min(vit[-1][0], hybrid[-1][0])
+    small, large = (100 * (interpolated(hybrid, x) - interpolated(vit, x)) for x in (low, high))
+    ours = f"hybrid − ViT at equal compute: {written(small)} at {low:.1e} FLOPs, {written(large)} at {high:.1e}"
+    if small > 0 and large < small:
+        return Outcome(ours, "yes" if abs(large) < 1 else "partly", "" if abs(large) < 1 else "the gap closes, but is not closed")
+    return Outcome(
+        ours, "no", "the lead does not shrink with compute" if small > 0 else "the hybrid does not lead at small compute"
+    )
+
+
+STUDY = Study(
+    name="compute",
+    title="Compute of pre-training",
+    mirrors="Fig. 5",
+    about="Three sizes of each family, each pre-trained for up to three lengths; accuracy after transfer against the FLOPs "
+    "of the whole pre-training.",
+    points=points,
+    plot=Plot(kind="lines", x="pretrain_flops", x_label="FLOPs of pre-training", x_log=True),
+    findings=(
+        Finding(
+            number=1,
+            claim="Pre-trained on enough data, ViT beats ResNets at 2–4× less pre-training compute",
+            where="Table 2, Fig. 5",
+            paper="ViT-L/16 (JFT) 87.76 % on ImageNet for 0.68k TPUv3-core-days, BiT-L 87.54 % for 9.9k",
+            judge=judge_resnets,
+        ),
+        Finding(
+            number=3,
+            claim="Hybrids are slightly better than ViT at small compute, equal at large",
+            where="Fig. 5",
+            paper="the gap vanishes for the larger models",
+            judge=judge_hybrids,
+        ),
+    ),
+)

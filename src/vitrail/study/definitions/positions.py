@@ -1,0 +1,111 @@
+"""Table 8: position embeddings; and what the models have learned about positions (Fig. 7).
+
+vitrail study positions --budget 5
+"""
+
+from __future__ import annotations
+
+import math
+
+from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
+from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, written
+from vitrail.study.ladders import Ladder, with_model
+from vitrail.study.summary import Summary
+
+_KINDS = {"none": "none", "learned": "1-d learned", "learned-2d": "2-d learned", "relative": "relative", "sincos2d": "2-d fixed"}
+"""The last is not in the paper's table."""
+
+
+def points(ladder: Ladder) -> list[Point]:
+    return [
+        Point(
+            series="ViT",
+            label=label,
+            pretrain=with_model(ladder.model(), position=kind),
+            priority={"sincos2d": 2, "learned-2d": 1, "relative": 1}.get(kind, 0),
+        )
+        for kind, label in _KINDS.items()
+    ]
+
+
+def judge_kinds(summary: Summary) -> Outcome:
+    for metric in summary.metrics:
+        values = {label: value for label in _KINDS.values() if (entry := summary.find(label)) and (value := entry.value(metric))}
+        without = values.pop("none", None)
+        if without is None or not values:
+            continue
+        gains = {label: difference(value, without) for label, value in values.items()}
+        ours = f"none {without.text()}; " + ", ".join(f"{label} {value.text()}" for label, value in values.items())
+        spread = 100 * (max(one.mean for one in values.values()) - min(one.mean for one in values.values()))
+        smallest = min(gains.values(), key=lambda one: one[0])
+        verdict = agreement(smallest)
+        if verdict == "yes" and len(values) > 1 and spread > smallest[0]:
+            return Outcome(ours, "partly", f"positions matter, but the kinds differ by {spread:.1f} points")
+        why = f"at least {written(smallest[0])}; the kinds differ by {spread:.1f}" if len(values) > 1 else written(smallest[0])
+        return Outcome(ours, verdict, "; ".join(filter(None, (why, caution([without, *values.values()])))))
+    return NOT_MEASURED
+
+
+def judge_similarity(summary: Summary) -> Outcome:
+    entry = summary.find("1-d learned")
+    columns = ("neighbour_similarity", "mean_similarity", "line_similarity", "off_line_similarity")
+    numbers = [entry.number(column) for column in columns] if entry else [None]
+    if any(one is None for one in numbers[:2]):
+        return NOT_MEASURED
+    near, mean, line, off = (float("nan") if one is None else one for one in numbers)
+    ours = f"cosine similarity {near:.2f} between adjacent patches, {mean:.2f} between any two"
+    ours += "" if math.isnan(line) else f"; {line:.2f} within a row or column, {off:.2f} for others as far apart"
+    if near - mean < 0.02:
+        return Outcome(ours, "no", "the table is still near its random start")
+    return Outcome(ours, "yes" if line > off else "partly", "" if line > off else "rows and columns do not show")
+
+
+def judge_distance(summary: Summary) -> Outcome:
+    entry = summary.find("1-d learned")
+    columns = ("first_layer_distance", "last_layer_distance", "first_layer_nearest", "first_layer_farthest")
+    numbers = [entry.number(column) for column in columns] if entry else [None]
+    if any(one is None for one in numbers):
+        return NOT_MEASURED
+    first, last, nearest, farthest = (float(one or 0) for one in numbers)
+    ours = (
+        f"of the distance of uniform attention: heads of the first layer {nearest:.2f} to {farthest:.2f}, mean {first:.2f}; "
+        f"last layer {last:.2f}"
+    )
+    if farthest > 0.8 and last > first:
+        return Outcome(ours, "yes")
+    why = "the mean does not grow with depth" if farthest > 0.8 else "no head of the first layer attends globally"
+    return Outcome(ours, "partly" if farthest > 0.8 or last > first else "no", why)
+
+
+STUDY = Study(
+    name="positions",
+    title="Position embeddings",
+    mirrors="Table 8 and Fig. 7",
+    about="The same ViT with no position embedding and with four kinds of them.",
+    points=points,
+    plot=Plot(kind="categories"),
+    inspect=True,
+    findings=(
+        Finding(
+            number=5,
+            claim="Having position embeddings matters much, which kind hardly",
+            where="Table 8",
+            paper="none .614, 1-d .642, 2-d .640, relative .640 (5-shot ImageNet, ViT-B/16)",
+            judge=judge_kinds,
+        ),
+        Finding(
+            number=6,
+            claim="Nearby patches get similar position embeddings; rows and columns show",
+            where="Fig. 7",
+            paper="shown for ViT-L/32",
+            judge=judge_similarity,
+        ),
+        Finding(
+            number=7,
+            claim="Some heads attend globally in the lowest layers; attention distance grows with depth",
+            where="Fig. 7, 11",
+            paper="shown for ViT-L/16",
+            judge=judge_distance,
+        ),
+    ),
+)

@@ -1,0 +1,73 @@
+"""Compare results with what the paper found: differences in points, against their own uncertainty."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from vitrail.study.definition import Agreement, Metric, Outcome
+from vitrail.study.summary import Summary, Value
+
+NOT_MEASURED = Outcome("not measured", "unclear")
+
+
+def difference(one: Value, two: Value) -> tuple[float, bool]:
+    """Return one − two in points of accuracy, and whether it is more than two standard errors from 0."""
+    points = 100 * (one.mean - two.mean)
+    return points, abs(points) > 200 * math.hypot(one.error, two.error)
+
+
+def written(points: float) -> str:
+    return f"{points:+.1f} points"
+
+
+def caution(values: Sequence[Value]) -> str:
+    """Say what weakens a comparison."""
+    if all(one.std is None for one in values):
+        return "one seed: differences between seeds are not known"
+    return ""
+
+
+def best(summary: Summary, series: str, metric: Metric, *, lowest: bool = False) -> tuple[str, Value] | None:
+    """Return the best (or the weakest) point of a series, with its label."""
+    points = [(entry.label, value) for entry in summary.entries if entry.series == series and (value := entry.value(metric))]
+    pick = min if lowest else max
+    return pick(points, key=lambda one: one[1].mean) if points else None
+
+
+def interpolated(line: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the height of a line (x, y), ascending in x, at a point within it; the axis is logarithmic."""
+    for (left, low), (right, high) in itertools.pairwise(line):
+        if left <= x <= right:
+            part = 0.0 if left == right else math.log(x / left) / math.log(right / left)
+            return low + part * (high - low)
+    return line[0][1] if x < line[0][0] else line[-1][1]
+
+
+def frontier(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the best height reached up to each x."""
+    found: list[tuple[float, float]] = []
+    for x, y in sorted(line):
+        found.append((x, max(y, found[-1][1] if found else y)))
+    return found
+
+
+def cost_to_reach(line: Sequence[tuple[float, float]], height: float) -> float | None:
+    """Return the least x at which the frontier of a line reaches a height, interpolated; None if it never does."""
+    points = frontier(line)
+    if not points or points[-1][1] < height:
+        return None
+    if points[0][1] >= height:
+        return points[0][0]
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if low < height <= high:
+            return math.exp(math.log(left) + (height - low) / (high - low) * math.log(right / left))
+    return None
+
+
+def agreement(*parts: tuple[float, bool]) -> Agreement:
+    """Combine differences that should all be positive: yes if all clearly are, no if one clearly is not, unclear otherwise."""
+    if any(points < 0 and clear for points, clear in parts):
+        return "no"
+    return "yes" if all(points > 0 and clear for points, clear in parts) else "unclear"

@@ -1,0 +1,249 @@
+"""From a study and its settings to rows: which models, with which recipes, how long, so that all of it fits the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitrail.data import open_source
+from vitrail.errors import VitrailError, counted
+from vitrail.files import write_text
+from vitrail.study.definition import Point, Study, changed
+from vitrail.study.ladders import Ladder, ladder_for
+from vitrail.study.rows import LEFT_OUT, Row
+from vitrail.study.settings import StudySettings, public_name
+from vitrail.study.speeds import Speeds, cost, kind
+from vitrail.train.config import FREE, Recipe, flatten
+from vitrail.train.parallel import choose_device
+
+SHORTEST = 0.1  # of the full length: below that, points are left out instead
+SAFETY = 0.9  # of the budget is planned for
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """One point with one seed, and its two recipes."""
+
+    study: str
+    point: Point
+    seed: int
+    pretrain: Recipe | None
+    finetune: Recipe | None
+
+    @property
+    def key(self) -> str:
+        return _hashed([self.study, self.point.series, self.point.label, _identity(self.pretrain), _identity(self.finetune)])
+
+    @property
+    def pretrain_key(self) -> str:
+        """Rows with the same one share their pre-training."""
+        return _hashed(_identity(self.pretrain)) if self.pretrain is not None else f"none-{self.key}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.point.series}, {self.point.label}, seed {self.seed}"
+
+    def row(self, settings: StudySettings, **values: Any) -> Row:
+        """Return a row of results with what is known beforehand."""
+        return Row(
+            study=self.study,
+            series=self.point.series,
+            label=self.point.label,
+            x=self.point.x,
+            seed=self.seed,
+            key=self.key,
+            data=public_name(settings.data),
+            target=public_name(settings.target or ""),
+            command=settings.command(self.study),
+            **values,
+        )
+
+
+def _identity(recipe: Recipe | None) -> Any:
+    """Everything that decides a run's result."""
+    return None if recipe is None else {name: value for name, value in flatten(recipe).items() if name not in FREE}
+
+
+def _hashed(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will be run, at which length. It is stored, so that a resumed study has the same rows whatever the speed is then."""
+
+    study: Study
+    settings: StudySettings
+    ladder: Ladder
+    images: int
+    """In the pre-training set."""
+    target_images: int
+    kept: tuple[int, ...]
+    """The points that are run, by their number."""
+    scale: float = 1.0
+    """Length of the runs, relative to the full one."""
+    estimate: float | None = None
+    """Expected seconds; None if the speed was not measured."""
+
+    def rows(self, points: Iterable[int] | None = None) -> list[PlannedRow]:
+        """Return the rows, the first seed of every point before the second of any."""
+        everything = self.study.points(self.ladder)
+        chosen = [everything[number] for number in (self.kept if points is None else points)]
+        return [self._row(point, seed) for seed in range(self.settings.seeds) for point in chosen]
+
+    def left_out(self) -> list[PlannedRow]:
+        return self.rows(number for number in range(len(self.study.points(self.ladder))) if number not in self.kept)
+
+    def _row(self, point: Point, seed: int) -> PlannedRow:
+        settings, ladder = self.settings, self.ladder
+        pretrain = finetune = None
+        common = {"seed": seed, "device": settings.device, "log_every": 50}
+        if point.pretrain is not None:
+            recipe = changed(ladder.pretrain(), {**point.pretrain, **common, "data.source": settings.data})
+            seen = ladder.epochs * self.images * self.scale * point.length
+            pretrain = _with_length(recipe, seen, available=max(1, int(self.images * recipe.data.fraction)))
+        if self.study.finetune:
+            recipe = changed(ladder.finetune(), {**common, "data.source": settings.target, **point.finetune})
+            finetune = _with_length(recipe, ladder.finetune_epochs * self.target_images * self.scale, available=self.target_images)
+        return PlannedRow(self.study.name, point, seed, pretrain, finetune)
+
+    def save(self, file: Path) -> None:
+        content = {
+            "settings": self.settings.identity(),
+            "ladder": dataclasses.asdict(self.ladder),
+            "images": self.images,
+            "target_images": self.target_images,
+            "kept": list(self.kept),
+            "scale": self.scale,
+            "estimate": self.estimate,
+        }
+        write_text(file, json.dumps(content, indent=2) + "\n")
+
+
+def _with_length(recipe: Recipe, seen: float, *, available: int) -> Recipe:
+    """Set the number of steps for a number of images; small sets have small batches."""
+    batch = min(recipe.batch, available)
+    steps = max(1, round(seen / batch))
+    return recipe.replace(batch=batch, steps=steps, checkpoint_every=max(1, -(-steps // 4)))
+
+
+def full_plan(study: Study, settings: StudySettings) -> Plan:
+    """Return the whole study at its full length."""
+    train = open_source(settings.data).split("train")
+    target = open_source(settings.target or settings.data).split("train")
+    for split, source in ((train, settings.data), (target, settings.target)):
+        if len(split) == 0:
+            raise VitrailError(f"The training split of {source} has no images.")
+    if target.task != "classify":
+        raise VitrailError(f"{settings.target} has {target.task} targets; studies transfer to one class per image.")
+    ladder = ladder_for(
+        train,
+        source=settings.data,
+        image_size=settings.image_size,
+        channels=settings.channels,
+        name=settings.models,
+        device=choose_device(settings.device).type,
+        epochs=settings.epochs,
+        finetune_epochs=settings.finetune_epochs,
+    )
+    kept = tuple(range(len(study.points(ladder))))
+    return Plan(study=study, settings=settings, ladder=ladder, images=len(train), target_images=len(target), kept=kept)
+
+
+def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | None:
+    """Read the plan of an earlier run; None if there is none. One with other settings is refused."""
+    if not file.exists():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        before, now = content["settings"], json.loads(json.dumps(settings.identity()))
+        fields = {name: content[name] for name in ("images", "target_images", "scale", "estimate")}
+        plan = Plan(study=study, settings=settings, ladder=Ladder(**content["ladder"]), kept=tuple(content["kept"]), **fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise VitrailError(f"{file} is not the plan of a study ({error!r}). Choose another --out, or remove it.") from error
+    changes = [f"{name} {before.get(name)!r} → {now[name]!r}" for name in now if before.get(name) != now[name]]
+    if changes:
+        raise VitrailError(
+            f"{file.parent} holds this study with other settings: {'; '.join(changes)}. "
+            "To resume it, use its settings; for a new one, choose another --out."
+        )
+    return plan
+
+
+def fitted(plan: Plan, speeds: Speeds, seconds: float | None, jobs: int) -> Plan:
+    """Shorten a plan until it takes no more than `seconds`: first the runs, then, point by point, the grid."""
+    if seconds is None:
+        return dataclasses.replace(plan, estimate=_estimate(plan, speeds, jobs))
+    points = plan.study.points(plan.ladder)
+    kept = list(plan.kept)
+    while True:
+        shortest = dataclasses.replace(plan, kept=tuple(kept), scale=SHORTEST)
+        if _estimate(shortest, speeds, jobs) <= SAFETY * seconds:
+            break
+        last = max(kept, key=lambda number: (points[number].priority, number))
+        if points[last].priority == 0:
+            needed = _estimate(shortest, speeds, jobs) / SAFETY / 60
+            raise VitrailError(
+                f"Even the shortest form of the study {plan.study.name} ({counted(len(shortest.rows()), 'row')}) takes about "
+                f"{needed:.1f} minutes here, and {seconds / 60:.1f} are left. "
+                f"Use --budget {needed * 1.2 + 0.5:.0f}, fewer seeds or smaller models."
+            )
+        kept.remove(last)
+    low, high = SHORTEST, 1.0
+    for _ in range(20):  # the length at which it just fits
+        middle = (low + high) / 2
+        longer = dataclasses.replace(plan, kept=tuple(kept), scale=middle)
+        low, high = (middle, high) if _estimate(longer, speeds, jobs) <= SAFETY * seconds else (low, middle)
+    whole = dataclasses.replace(plan, kept=tuple(kept), scale=1.0)
+    chosen = whole if _estimate(whole, speeds, jobs) <= SAFETY * seconds else dataclasses.replace(whole, scale=low)
+    return dataclasses.replace(chosen, estimate=_estimate(chosen, speeds, jobs))
+
+
+def _estimate(plan: Plan, speeds: Speeds, jobs: int) -> float:
+    """Return the seconds a plan takes with `jobs` rows at a time: the work shared evenly, and at least the longest row."""
+    seconds = [speeds.seconds(row) for row in plan.rows()]
+    return max(sum(seconds) / jobs, max(seconds, default=0.0))
+
+
+def describe(plan: Plan, jobs: int) -> list[str]:
+    """Say what is planned, and what is left out."""
+    rows, ladder = plan.rows(), plan.ladder
+    lines = [
+        f"{plan.study.name}: {plan.study.title.lower()}, as {plan.study.mirrors} of the paper",
+        f"{public_name(plan.settings.data)} ({plan.images:,} images) → {public_name(plan.settings.target or '')} "
+        f"({plan.target_images:,} images), {ladder.name} models at {ladder.image_size} pixels",
+    ]
+    pretrain = f"{ladder.epochs * plan.scale:.3g} epochs of pre-training"
+    finetune = f", {ladder.finetune_epochs * plan.scale:.3g} of fine-tuning" if plan.study.finetune else ""
+    shortened = f" ({plan.scale:.0%} of the full length, for the budget)" if plan.scale < 1 else ""
+    lines.append(f"planned: {counted(len(rows), 'row')}, {counted(jobs, 'process', 'processes')}; {pretrain}{finetune}{shortened}")
+    if plan.estimate is not None:
+        lines[-1] += f"; about {plan.estimate / 60:.1f} minutes"
+    missing = [f"{row.point.series} {row.point.label}" for row in plan.left_out() if row.seed == 0]
+    if missing:
+        lines.append(f"left out, for the budget: {', '.join(missing)}")
+    return lines
+
+
+def left_out_rows(plan: Plan) -> list[Row]:
+    note = f"the budget of {plan.settings.budget:g} minutes was too short" if plan.settings.budget else ""
+    return [row.row(plan.settings, status=LEFT_OUT, note=note) for row in plan.left_out()]
+
+
+def probes(plan: Plan) -> list[PlannedRow]:
+    """Return the rows to measure the speed with: of each kind of run the cheapest and, if it differs much, the most expensive."""
+    by_kind: dict[str, list[tuple[float, PlannedRow]]] = {}
+    for row in plan.rows():
+        if row.seed == 0 and (recipe := row.pretrain or row.finetune) is not None:
+            by_kind.setdefault(kind(recipe), []).append((cost(recipe), row))
+    chosen = []
+    for rows in by_kind.values():
+        rows.sort(key=lambda one: one[0])
+        (low, cheapest), (high, dearest) = rows[0], rows[-1]
+        chosen += [cheapest, dearest] if high > 1.3 * low else [cheapest]
+    return chosen

@@ -1,0 +1,111 @@
+"""Means and standard deviations of a study's rows over seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vitrail.study.definition import METRICS, Metric, Study
+from vitrail.study.rows import DONE, FAILED, LEFT_OUT, Row
+
+
+@dataclass(frozen=True)
+class Value:
+    """A metric of one point: the mean over seeds."""
+
+    mean: float
+    std: float | None
+    """Over seeds; None with one seed."""
+    seeds: int
+    test_images: int
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean over seeds; with one seed, that of counting hits among the test images."""
+        if self.std is not None:
+            return self.std / math.sqrt(self.seeds)
+        return math.sqrt(max(self.mean * (1 - self.mean), 1e-6) / max(self.test_images, 1))
+
+    def text(self) -> str:
+        std = f" ± {100 * self.std:.1f}" if self.std is not None else ""
+        return f"{100 * self.mean:.1f}{std} %"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One point of a study, over its seeds."""
+
+    series: str
+    label: str
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.series} {self.label}"
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
+
+    def number(self, column: str) -> float | None:
+        """Return the mean of a column over the seeds that have it."""
+        values = [value for row in self.rows if (value := getattr(row, column)) is not None]
+        return statistics.fmean(values) if values else None
+
+    def value(self, metric: Metric) -> Value | None:
+        values = [value for row in self.rows if (value := getattr(row, metric)) is not None]
+        if not values:
+            return None
+        std = statistics.stdev(values) if len(values) > 1 else None
+        return Value(statistics.fmean(values), std, len(values), self.first.test_images or 0)
+
+
+class Summary:
+    """The results of a study, point by point."""
+
+    def __init__(self, study: Study, rows: Sequence[Row]) -> None:
+        self.study, self.rows = study, list(rows)
+        grouped: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            if row.status == DONE:
+                grouped.setdefault((row.series, row.label), []).append(row)
+        self.entries = [Entry(series, label, tuple(group)) for (series, label), group in grouped.items()]
+        self.entries.sort(key=self._order)
+        self.failed = [row for row in rows if row.status == FAILED]
+        self.left_out = [row for row in rows if row.status == LEFT_OUT]
+
+    def _order(self, entry: Entry) -> tuple[int, float]:
+        seen = list(dict.fromkeys(row.series for row in self.rows))
+        x = entry.number(self.study.plot.x) if self.study.plot.kind == "lines" else None
+        return seen.index(entry.series), 0.0 if x is None else x
+
+    @property
+    def series(self) -> list[str]:
+        return list(dict.fromkeys(entry.series for entry in self.entries))
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics that were measured, in the order of the study's panels."""
+        return [one for one in self.study.plot.metrics if any(entry.value(one) is not None for entry in self.entries)]
+
+    def line(self, series: str, metric: Metric) -> list[tuple[Entry, float, Value]]:
+        """Return the points of a series with their places, in the order of the axis; a shared point is part of every line."""
+        shared = self.study.plot.in_every_line
+        found = []
+        for entry in self.entries:
+            value, x = entry.value(metric), entry.number(self.study.plot.x)
+            if entry.series in (series, shared) and value is not None and x is not None:
+                found.append((entry, x, value))
+        return sorted(found, key=lambda one: one[1])
+
+    def find(self, label: str, series: str | None = None) -> Entry | None:
+        """Return the point of that name."""
+        return next((one for one in self.entries if one.label == label and series in (None, one.series)), None)
+
+
+def metric_name(metric: Metric, rows: Sequence[Row]) -> str:
+    """Return what an axis says: `5-shot accuracy on the target`."""
+    shots = next((row.shots for row in rows if row.shots), None)
+    return METRICS[metric].replace("few-shot", f"{shots}-shot") if shots else METRICS[metric]

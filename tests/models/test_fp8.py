@@ -14,7 +14,7 @@ from vitrail.errors import VitrailError
 from vitrail.models import BiT, ViT, create_model, model_config
 from vitrail.train.config import ModelSpec, Recipe
 from vitrail.train.fp8 import use_fp8
-from vitrail.train.memory import Subject, simulate
+from vitrail.train.memory import SimulatedModel, simulate
 from vitrail.train.parallel import World
 from vitrail.train.plan import make_plan
 
@@ -171,9 +171,11 @@ def test_resnets_have_no_such_layers() -> None:
 
 @pytest.mark.slow
 def test_a_plan_knows_it() -> None:
-    sizes = [simulate(Subject(model_config("ViT-Ti/16", outputs=10)), 64, precision=precision) for precision in ("fp8", "bf16")]
+    sizes = [
+        simulate(SimulatedModel(model_config("ViT-Ti/16", outputs=10)), 64, precision=precision) for precision in ("fp8", "bf16")
+    ]
     # GELU is a pass of its own there, which computes its value again and keeps one tensor instead of two.
     assert 0.7 < sizes[0].activations / sizes[1].activations < 0.85
     plan = make_plan(Recipe(model=ModelSpec(name="ViT-Ti/16", depth=1), batch=64, precision="fp8"), gpus=1, memory=80, outputs=10)
-    alone = simulate(Subject(model_config("ViT-Ti/16", outputs=10, depth=1)), 64, precision="fp8")
+    alone = simulate(SimulatedModel(model_config("ViT-Ti/16", outputs=10, depth=1)), 64, precision="fp8")
     assert plan.precision == "fp8" and plan.needs[0].activations == alone.activations

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 CLOSE = 3e-2 if torch.cuda.is_available() else 3e-6  # of the largest value
-WIDTH, MLP = (192, 768) if torch.cuda.is_available() else (48, 80)  # the interpreter's time grows with them; neither fills its tiles
+WIDTH, MLP = (192, 768) if torch.cuda.is_available() else (48, 80)  # the interpreter takes long for more; none fills its tiles
 
 
 def near(a: Tensor, b: Tensor, tolerance: float = CLOSE) -> bool:

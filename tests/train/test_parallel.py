@@ -79,6 +79,10 @@ def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(t
     assert close(tmp_path / "fsdp-captured", tmp_path / "alone-captured") < 1e-5
     ours, theirs = (RunFolder(tmp_path / name).records() for name in ("fsdp-kept", "alone-kept"))
     assert len([one for one in ours if one["kind"] == "val"]) > 1
+    for one, two in zip(
+        *([one["attention"] for one in records if one["kind"] == "val"] for records in (ours, theirs)), strict=True
+    ):
+        assert all(one[name] == pytest.approx(two[name], abs=1e-4) for name in ("entropy", "score_std", "uniform_entropy"))
     assert ours[-1]["model"]["checkpoint"] == "best" and ours[-1]["model"]["step"] == theirs[-1]["model"]["step"] < 5
     last = [load_file(tmp_path / name / "model-last" / "model.safetensors") for name in ("fsdp-kept", "alone-kept")]
     assert all(torch.allclose(last[0][name], value, atol=1e-5) for name, value in last[1].items())

@@ -128,6 +128,9 @@ def validation_text(record: dict[str, Any]) -> str:
     parts += [f"{name.replace('shot', '-shot')} {value:.2%}" for name, value in record.items() if name.endswith("shot")]
     raw = _metric_texts({name.removeprefix("raw_"): value for name, value in record.items() if name.startswith("raw_")})
     text = ", ".join(parts) + (f"; raw weights: {', '.join(raw)}" if raw else "")
+    if "attention_entropy" in record:
+        entropies = f"{record['attention_entropy']:.2f} of {record['attention_uniform_entropy']:.2f}"
+        text += f"; attention entropy {entropies}, score std {record['attention_score_std']:.2f}"
     return f"{text} (best so far)" if record.get("best") else text
 
 

@@ -43,8 +43,16 @@ class Attention(nn.Module):
     def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the output, and the attention [batch, head, query, key] that produced it. Without dropout."""
         q, k, v = self._split(x)
-        weights = _softmax_scores(q, k, bias)
+        weights = _scores(q, k, self._with_mask(bias, x)).softmax(dim=-1)
         return self._merge(weights.to(v.dtype) @ v), weights
+
+    def scores(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return qkᵀ/√d [batch, head, query, key] with the bias, before softmax; −inf where a query may not look."""
+        q, k, _ = self._split(x)
+        return _scores(q, k, self._with_mask(bias, x))
+
+    def _with_mask(self, bias: Tensor | None, x: Tensor) -> Tensor | None:
+        return bias
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [batch, head, token, channel], as views into one matmul's output: nothing is copied.
@@ -94,10 +102,10 @@ class AxialAttention(Attention):
         self.prefix = config.prefix
         self.grid = config.grid
 
-    def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _with_mask(self, bias: Tensor | None, x: Tensor) -> Tensor:
         outside = ~self.neighbourhood(x.device)
         mask = torch.zeros(outside.shape, dtype=x.dtype, device=x.device).masked_fill(outside, float("-inf"))
-        return super().with_weights(x, mask if bias is None else mask + bias)
+        return mask if bias is None else mask + bias
 
     def neighbourhood(self, device: torch.device) -> Tensor:
         """True where a query [row] may look at a key [column]."""
@@ -170,8 +178,12 @@ class AttentionPool(nn.Module):
 
     def weights(self, tokens: Tensor) -> Tensor:
         """Return the probe's attention [batch, head, 1, token]."""
+        return self.scores(tokens).softmax(dim=-1)
+
+    def scores(self, tokens: Tensor) -> Tensor:
+        """Return the probe's scores qkᵀ/√d [batch, head, 1, token], before softmax."""
         q, k, _ = self._split(tokens)
-        return _softmax_scores(q, k, None)
+        return _scores(q, k, None)
 
     def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q = self.q(self.probe).unflatten(-1, (self.heads, -1)).transpose(1, 2).expand(tokens.shape[0], -1, -1, -1)
@@ -184,8 +196,6 @@ def attention_for(config: ViTConfig, block: int) -> Attention:
     return AxialAttention(config, axis=block % 2) if config.attention == "axial" else Attention(config)
 
 
-def _softmax_scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     scores = (q @ k.transpose(-2, -1)).float() * math.sqrt(1 / q.shape[-1])
-    if bias is not None:
-        scores = scores + bias
-    return scores.softmax(dim=-1)
+    return scores if bias is None else scores + bias

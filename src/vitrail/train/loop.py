@@ -16,6 +16,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.loader import TrainLoader
 from vitrail.errors import VitrailError
 from vitrail.models import Model, ViTConfig
+from vitrail.train.attention_stats import AttentionStats
 from vitrail.train.averaging import Average
 from vitrail.train.callbacks import Callback, MetricsFile, RunInfo
 from vitrail.train.config import Recipe
@@ -125,6 +126,7 @@ class Loop:
         self.done, self.skipped_steps, self.rollbacks = 0, set[int](), 0
         self.clock = Clock()
         self._validation: Validation | None = None
+        self.warned_of_collapse = False
 
     # Setting up
 
@@ -240,6 +242,7 @@ class Loop:
         self.skipped_steps |= set(state["skipped_steps"])
         self.step.load_state(state)
         self.selection.load_state(state.get("selection"))
+        self.warned_of_collapse = state.get("warned_of_collapse", False)
         self.go_to(self.done)
         if self.world.main:
             self.run.forget_after(self.done)
@@ -346,12 +349,24 @@ class Loop:
         metrics = self._validation.metrics
         best = self.selection.update(metrics, self.done) and self.selection.keeps_best
         record = {"kind": "val", "step": self.done, "epoch": self.done / self.loader.steps, **metrics}
+        attention = self._validation.attention
+        if attention is not None:
+            record |= attention.record()
         self.tell("validated", {**record, "best": True} if best else record)
         if metrics.get("predicted_classes") == 1 and self.prepared.task.outputs > 1:
             self.say(
                 "warning: the model predicts the same class for every image. Lower the learning rate, or use a longer warm-up."
             )
+        self._warn_of_collapse(attention)
         return best
+
+    def _warn_of_collapse(self, attention: AttentionStats | None) -> None:
+        """Say once in a run that attention has collapsed."""
+        config = self.prepared.model.config
+        text = "" if attention is None else attention.warning(qk_norm=isinstance(config, ViTConfig) and config.qk_norm)
+        if text and not self.warned_of_collapse:
+            self.warned_of_collapse = True
+            self.say(text)
 
     def _save(self) -> None:
         state = {
@@ -359,6 +374,7 @@ class Loop:
             "skipped_steps": sorted(self.skipped_steps),
             "ranks": self.world.ranks,
             "selection": self.selection.state(),
+            "warned_of_collapse": self.warned_of_collapse,
         }
         best = self.selection.best if self.selection.keeps_best else None
         self.snapshots.save(self.done, self.step.tensors(), state, best=None if best is None else best.step)

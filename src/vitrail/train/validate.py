@@ -15,6 +15,7 @@ from vitrail.data.types import Split
 from vitrail.models import Model
 from vitrail.models.features import evaluating
 from vitrail.tasks import Meter, Task
+from vitrail.train.attention_stats import AttentionProbe, AttentionStats
 from vitrail.train.parallel import Runner
 from vitrail.train.selection import RAW
 from vitrail.train.step import autocast
@@ -31,6 +32,8 @@ class Validation:
     meter: Meter
     raw_meter: Meter | None
     metrics: dict[str, float]
+    attention: AttentionStats | None = None
+    """Of the raw weights, which are those that are trained."""
 
     def of_weights(self, *, raw: bool) -> tuple[Meter, dict[str, float]]:
         """Return the meter and the metrics of one set of weights, under their plain names."""
@@ -44,13 +47,14 @@ class Validator:
 
     def __init__(self, loop: Loop, evaluators: Sequence[Callable[[Model], dict[str, float]]] = ()) -> None:
         self.loop, self.evaluators = loop, list(evaluators)
+        self._probe = AttentionProbe(loop)
 
     def measure(self, step: int) -> Validation | None:
         """Return the metrics, the same on every rank; None without validation images."""
         loop, split = self.loop, self.loop.prepared.validation
         if split is None or len(split) == 0:
             return None
-        average = loop.step.average
+        average, attention = loop.step.average, self._probe.measure()
         raw = self._meter(split) if average is not None else None
         with nullcontext() if average is None else average.applied():
             meter = self._meter(split)
@@ -61,7 +65,7 @@ class Validator:
             of_raw = raw.metrics()
             metrics |= {RAW + name: of_raw[name] for name in loop.prepared.task.metric_names() if name in of_raw}
         # Ranks add the same sums in different orders, and decisions must not depend on the last bit.
-        return Validation(step, meter, raw, loop.world.broadcast(metrics))
+        return Validation(step, meter, raw, loop.world.broadcast(metrics), attention)
 
     def _meter(self, split: Split) -> Meter:
         loop = self.loop

@@ -107,10 +107,10 @@ def hopper_matmuls() -> None:
 
     for rows, tanh in ((100, True), (512, False)):  # tiles of 64 rows and of 128, with both forms of GELU in every epilogue
         x, weight = low(rows, 128), low(256, 128)
-        norm = torch.zeros(rows), torch.ones(rows), torch.zeros(256)
+        rstd = torch.ones(rows)
         matmul_bias(x, weight, low(256))
-        matmul_bias(x, weight, low(256), *norm)
-        matmul_bias_gelu(x, weight, torch.zeros(256), not tanh, *norm)
+        matmul_bias(x, weight, low(256), rstd)
+        matmul_bias_gelu(x, weight, torch.zeros(256), not tanh, rstd)
         matmul_bias_gelu(x, weight, torch.zeros(256), tanh)
         matmul_bias_gelu_with_grad(x, weight, torch.zeros(256), tanh)
     matmul_gelu_backward(low(512, 128), low(128, 256), low(512, 256))

@@ -324,10 +324,10 @@ def test_attention_is_checked_for_every_length(
     real = attention_backward.attention_backward
 
     def wrong(factor: float, q: Tensor, kv: Tensor | None, *rest: Any) -> Any:
-        dq, dkv, sums = real(q, kv, *rest)
+        dq, dkv, *others = real(q, kv, *rest)
         values = split_qkv(dq, None if kv is None else dkv)[2]
         values[-1, -1, -channels:] *= factor  # of one image, token and head
-        return dq, dkv, sums
+        return dq, dkv, *others
 
     for factor in (3.0, torch.nan):
         monkeypatch.setattr(attention_backward, "attention_backward", partial(wrong, factor))

@@ -7,6 +7,7 @@ output, whatever has become of the model. With one, the same tests run on real g
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 import threading
@@ -22,8 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import vitrail
 from tests.models.test_inference import build, error, some_images
 from vitrail.errors import VitrailError
-from vitrail.models.inference import InferenceModel, for_inference
-from vitrail.models.inference.capture import MAX_CAPTURES, WARMUP_CALLS, CapturedForward, CudaGraph
+from vitrail.models.cuda_graph import CudaGraph
+from vitrail.models.inference import InferenceModel, capture, for_inference
+from vitrail.models.inference.capture import MAX_CAPTURES, WARMUP_CALLS, CapturedForward
 from vitrail.models.inference.gpu import GpuModel, gpu_copy
 
 GPU = torch.cuda.is_available()
@@ -37,55 +39,48 @@ class StandInGraph:
 
     captured, replayed, fails = 0, 0, False
 
-    def __init__(self, call: Callable[[Tensor], Tensor], images: Tensor) -> None:
+    def capture(self, run: functools.partial[Tensor]) -> Tensor:
         type(self).captured += 1
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing\nsee the manual")
-        model = call.__self__._model  # type: ignore[attr-defined]
-        self.model, self.images, self.result = copy.deepcopy(model), images.clone(), call(images).clone()
+        self.model, (self.images,) = copy.deepcopy(run.func.__self__._model), run.args  # type: ignore[attr-defined]
+        self.result = run()
+        return self.result
 
-    @staticmethod
-    def can_capture(device: torch.device) -> bool:
-        return True
-
-    def replay(self, images: Tensor) -> Tensor:
+    def replay(self) -> None:
         type(self).replayed += 1
-        self.images.copy_(images)
         time.sleep(0.001)
         with torch.autocast(DEVICE.type, enabled=False):  # a graph computes as it was captured
             self.result.copy_(self.model(self.images))
         time.sleep(0.001)
-        return self.result.clone()
-
-    def wait(self) -> None:
-        pass
 
 
 class CountedCudaGraph(CudaGraph):
     captured, replayed, fails = 0, 0, False
 
-    def __init__(self, call: Callable[[Tensor], Tensor], images: Tensor) -> None:
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
         type(self).captured += 1
-        syncs = (lambda images: call(images) * call(images).sum().item()) if self.fails else call  # .item() cannot be captured
-        super().__init__(syncs, images)
+        return super().capture((lambda: run() * run().sum().item()) if self.fails else run)  # .item() cannot be captured
 
-    def replay(self, images: Tensor) -> Tensor:
+    def replay(self) -> None:
         type(self).replayed += 1
-        return super().replay(images)
+        super().replay()
 
 
 GraphClass: Any = CountedCudaGraph if GPU else StandInGraph
+NEW_GRAPH: Any = None if GPU else StandInGraph
 
 
 @pytest.fixture(autouse=True)
-def _counted_from_zero() -> Iterator[None]:
+def _counted_from_zero(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(capture, "CudaGraph", CountedCudaGraph)
     GraphClass.captured, GraphClass.replayed, GraphClass.fails = 0, 0, False
     yield
     GraphClass.fails = False
 
 
 def make(kind: str = "Ti/16", dtype: torch.dtype = torch.float32, **changes: Any) -> InferenceModel:
-    return gpu_copy(build(kind, **changes), DEVICE, dtype, graph=GraphClass)
+    return gpu_copy(build(kind, **changes), DEVICE, dtype, NEW_GRAPH)
 
 
 def random_images(made: InferenceModel, count: int = 2, seed: int = 0) -> Tensor:
@@ -394,7 +389,7 @@ def test_autocast_does_not_change_what_a_copy_computes() -> None:
 
 def test_a_captured_forward_takes_any_model() -> None:
     model = build().to(DEVICE)
-    forward = CapturedForward(model, GraphClass)
+    forward = CapturedForward(model, NEW_GRAPH)
     images = some_images(model).to(DEVICE)
     with torch.no_grad():
         for _ in range(WARMUP_CALLS + 2):

@@ -1,7 +1,6 @@
 """Forward and backward of a training step as a CUDA graph: captured once, then replayed.
 
-A GPU finishes a small model's kernels sooner than Python can launch them one by one. A replay launches all of them at once. It
-reads its inputs from fixed tensors and writes its gradients to fixed tensors.
+A replay reads its inputs from fixed tensors and writes its gradients to fixed tensors.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vitrail.errors import VitrailError
+from vitrail.models.cuda_graph import CudaGraph, Graph
 from vitrail.train.shards import local
 
 WARMUP = 3  # ordinary calls before a capture: they compile and choose kernels, and allocate memory
@@ -24,30 +24,6 @@ DDP_WARMUP = 11  # DDP rebuilds its buckets after the first step, and times step
 _OTHER_SHAPE = 16  # calls in a row after which another shape takes the place of the captured one
 
 Step = Callable[..., Any]
-
-
-class Graph(Protocol):
-    """What `CapturedStep` needs of a CUDA graph; tests without a GPU have a stand-in."""
-
-    def capture(self, run: Callable[[], Any]) -> Any:
-        """Record what `run` launches; returns its result, whose tensors every replay writes again."""
-
-    def replay(self) -> None: ...
-
-
-class CudaGraph:
-    """A graph captured on a given stream."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream, self._graph = stream, torch.cuda.CUDAGraph()
-
-    def capture(self, run: Callable[[], Any]) -> Any:
-        # thread_local: other threads may use CUDA meanwhile. The loader's pins memory, NCCL's queries events.
-        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
-            return run()
-
-    def replay(self) -> None:
-        self._graph.replay()
 
 
 def capture(step: Step, parameters: Iterable[nn.Parameter], *, warmup: int = WARMUP) -> CapturedStep:

@@ -1,7 +1,7 @@
 """CUDA graphs of a copy's forward pass: shapes that recur are captured once and replayed.
 
-A GPU finishes a small batch sooner than Python can launch its kernels; a service that sends one image after another waits for the
-launches. A replay launches all of them at once. It computes what was captured, from the memory that was captured, so:
+A service that sends one image after another would wait for the launches. A replay computes what was captured, from the memory that
+was captured, so:
 
 - A capture belongs to a shape, to torch's settings for float32 matmuls and determinism, and to the model as it is. After every
   replay, while the GPU still works, these are compared with what was captured: the settings, the model's modules, their classes,
@@ -15,15 +15,17 @@ launches. A replay launches all of them at once. It computes what was captured, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from vitrail.models.cuda_graph import CudaGraph, Graph
 from vitrail.models.fused.ops import device_guard
 from vitrail.models.fused.whitelist import has_hooks, is_ordinary_call
 from vitrail.models.inference.replaceable import runs_known_code
@@ -36,67 +38,58 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # compared in o
 _MISSING = object()
 
 Call = Callable[[Tensor], Tensor]
+NewGraph = Callable[[], Graph]
 
 
-class Graph(Protocol):
-    """A captured call."""
+class CapturedCall:
+    """The kernels of one call, from a fixed input to a fixed output."""
 
-    def __init__(self, call: Call, images: Tensor) -> None:
-        """Capture `call(images)`."""
+    def __init__(self, call: Call, images: Tensor, new_graph: NewGraph | None) -> None:
+        self._images = images.clone()
+        with device_guard(images):
+            self._graph = CudaGraph(torch.cuda.Stream()) if new_graph is None else new_graph()
+            self._done = torch.cuda.Event() if images.is_cuda else None
+            self._result = self._capture(functools.partial(call, self._images))
 
-    @staticmethod
-    def can_capture(device: torch.device) -> bool: ...
+    def _capture(self, run: Callable[[], Tensor]) -> Tensor:
+        if not self._images.is_cuda:
+            return self._graph.capture(run)  # type: ignore[no-any-return]
+        generator = torch.cuda.default_generators[self._images.device.index]
+        before = generator.clone_state()
+        try:
+            return self._graph.capture(run)  # type: ignore[no-any-return]
+        except Exception:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            generator.graphsafe_set_state(before)  # the old state still counts as captured, and would refuse to draw
+            raise
 
     def replay(self, images: Tensor) -> Tensor:
         """Return the result for other images of the same shape, in a tensor of its own."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for replays that are still running, before the graph's memory is freed."""
-        ...
-
-
-class CudaGraph:
-    """The kernels of one call, from a fixed input to a fixed output."""
-
-    def __init__(self, call: Call, images: Tensor) -> None:
-        self._done, self._graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[images.device.index]
-        before = generator.clone_state()
-        with torch.cuda.device(images.device):
-            self._images = images.clone()
-            try:
-                # A stream of this device; thread_local, since another thread may pin memory meanwhile.
-                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-                    self._result = call(self._images)
-            except Exception:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-                generator.graphsafe_set_state(before)  # the old state still counts as captured, and would refuse to draw
-                raise
-
-    @staticmethod
-    def can_capture(device: torch.device) -> bool:
-        return device.type == "cuda"
-
-    def replay(self, images: Tensor) -> Tensor:
+        if self._done is None:
+            return self._run(images)
         with device_guard(self._images):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)  # a call on another stream may not have copied its result yet
-            self._images.copy_(images)
-            self._graph.replay()
-            result = self._result.clone()
+            result = self._run(images)
             self._done.record(stream)
         return result
 
+    def _run(self, images: Tensor) -> Tensor:
+        self._images.copy_(images)
+        self._graph.replay()
+        return self._result.clone()
+
     def wait(self) -> None:
-        self._done.synchronize()
+        """Wait for replays that are still running, before the graph's memory is freed."""
+        if self._done is not None:
+            self._done.synchronize()
 
 
 class Capture(NamedTuple):
-    """A graph, and what it was captured from."""
+    """A captured call, and what it was captured from."""
 
-    graph: Graph
+    call: CapturedCall
     state: ModelState
     settings: tuple[Any, ...]
 
@@ -107,11 +100,11 @@ class Capture(NamedTuple):
 class CapturedForward:
     """Call a model, from captured graphs where shapes recur. Safe to call from several threads.
 
-    `graph` is the class that captures; tests without a GPU give another.
+    `new_graph` makes the graphs that capture, also without a GPU: tests give a stand-in. None: CUDA graphs.
     """
 
-    def __init__(self, model: nn.Module, graph: type[Graph] = CudaGraph) -> None:
-        self._model, self._graph = model, graph
+    def __init__(self, model: nn.Module, new_graph: NewGraph | None = None) -> None:
+        self._model, self._new_graph = model, new_graph
         self._lock = threading.Lock()
         self._warned = False
         self._forget()
@@ -129,7 +122,7 @@ class CapturedForward:
             capture = self._captures.get(images.shape)
             if capture is None:
                 return None
-            result = capture.graph.replay(images)
+            result = capture.call.replay(images)
             if capture.is_current():  # compared while the GPU works
                 return result
             self._drop()
@@ -137,7 +130,7 @@ class CapturedForward:
 
     def __call__(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Compute logits of images of any device and floating-point type, by a model of the given ones."""
-        if self._graph.can_capture(device) and self._can_capture(images):
+        if (device.type == "cuda" or self._new_graph is not None) and self._can_capture(images):
             with self._lock:
                 self._capture(images, device, dtype)
             result = self.replay(images)
@@ -152,7 +145,7 @@ class CapturedForward:
 
     def _drop(self) -> None:
         for capture in self._captures.values():
-            capture.graph.wait()
+            capture.call.wait()
         self._forget()
 
     def _call(self, images: Tensor) -> Tensor:
@@ -175,12 +168,12 @@ class CapturedForward:
         state = ModelState(self._model)
         try:
             with torch.inference_mode(False), torch.no_grad():  # or a call outside inference mode could not write to the input
-                graph = self._graph(self._call, images.to(device, dtype))
+                call = CapturedCall(self._call, images.to(device, dtype), self._new_graph)
         except Exception as error:  # whatever cannot be captured can still be computed
             self._failed.add(shape)
             self._warn(shape, error)
             return
-        self._captures[shape] = Capture(graph, state, _matmul_settings())
+        self._captures[shape] = Capture(call, state, _matmul_settings())
 
     def _warn(self, shape: torch.Size, error: Exception) -> None:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -192,10 +185,10 @@ class CapturedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without captures: graphs and locks belong to this object and this process."""
-        return {"_model": self._model, "_graph": self._graph}
+        return {"_model": self._model, "_new_graph": self._new_graph}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_model"], state["_graph"])  # type: ignore[misc]
+        self.__init__(state["_model"], state["_new_graph"])  # type: ignore[misc]
 
 
 class ModelState:

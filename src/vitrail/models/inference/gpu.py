@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.models.bit import BiT
 from vitrail.models.fused.folded_norm import fold_norms
-from vitrail.models.inference.capture import CapturedForward, CudaGraph, Graph
+from vitrail.models.inference.capture import CapturedForward, NewGraph
 from vitrail.models.inference.model import InferenceModel, cast_all_but_heads
 from vitrail.models.inference.replaceable import replaceable_blocks
 from vitrail.models.vit import ViT
@@ -21,9 +21,9 @@ from vitrail.models.vit import ViT
 class GpuModel(InferenceModel):
     """A ViT on a GPU, whose recurring shapes are captured as CUDA graphs: see `capture.py`."""
 
-    def __init__(self, model: ViT, graph: type[Graph] = CudaGraph) -> None:
+    def __init__(self, model: ViT, new_graph: NewGraph | None = None) -> None:
         super().__init__(model)
-        self._captured = CapturedForward(self.model, graph)
+        self._captured = CapturedForward(self.model, new_graph)
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute logits [batch, outputs] in float32."""
@@ -39,7 +39,7 @@ class GpuModel(InferenceModel):
 
 @torch.inference_mode(False)  # or its weights would have no version, by which changes are seen
 @torch.no_grad()
-def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype, graph: type[Graph] = CudaGraph) -> InferenceModel:
+def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype, new_graph: NewGraph | None = None) -> InferenceModel:
     """Copy a model to a GPU, with weights of the given precision. A BiT is computed in float32 and not captured."""
     made = copy.deepcopy(model).to(device, torch.float32).requires_grad_(False)
     if not isinstance(made, ViT):
@@ -47,4 +47,4 @@ def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype, graph: 
     for block in replaceable_blocks(made):  # before anything is rounded
         fold_norms(block)
     cast_all_but_heads(made, dtype)
-    return GpuModel(made, graph)
+    return GpuModel(made, new_graph)

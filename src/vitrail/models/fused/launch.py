@@ -6,10 +6,13 @@ import functools
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # The kernels expect multiply-adds in one instruction. From 3.10 on Triton fuses them only on request, and 3.9 warns about it.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+PLAIN_TENSORS: frozenset[type] = frozenset({Tensor, nn.Parameter})
+"""torch's own classes of tensors: a subclass may have arithmetic of its own."""
 
 
 @functools.cache

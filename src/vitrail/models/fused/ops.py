@@ -13,14 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from vitrail.models.fused.launch import PLAIN_TENSORS
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _LIBRARY = torch.library.Library("vitrail", "FRAGMENT")
-_PLAIN = (Tensor, nn.Parameter)
 
 Shape = Sequence[int]
 
@@ -53,7 +54,7 @@ def op(schema: str, fake: Callable[P, R], flops: Callable[..., int] | None = Non
         @functools.wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             x: Any = args[0]
-            if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta or torch._C._len_torch_dispatch_stack():
+            if torch.compiler.is_compiling() or type(x) not in PLAIN_TENSORS or x.is_meta or torch._C._len_torch_dispatch_stack():
                 return operator(*args, **kwargs)  # type: ignore[no-any-return]
             return guarded(*args, **kwargs)
 

@@ -11,7 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as module_globals
 from torch.utils._device import DeviceContext
@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext
 import vitrail.models.vit  # by its name, since that module imports this package
 from vitrail.models.attention import Attention
 from vitrail.models.fused.folded_norm import FoldedNorm
+from vitrail.models.fused.launch import PLAIN_TENSORS
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS
 
@@ -158,13 +159,12 @@ def _has_function_mode() -> bool:
 
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
-_TENSORS: set[type] = {Tensor, nn.Parameter}
 _UNIT_STRIDE = (1,)  # of biases and norm weights: kernels read them without strides
 
 
 def is_plain_tensor(tensor: Any) -> bool:
     """Tell whether a tensor is torch's own (or a fake one, for planning) and not a subclass with arithmetic of its own."""
-    if type(tensor) in _TENSORS:
+    if type(tensor) in PLAIN_TENSORS:
         return True
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -191,9 +191,11 @@ def _has_plain_tensors(module: nn.Linear, rows: int, columns: int) -> bool:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or "bias" not in parameters:  # replaced by an attribute or a parametrisation
         return False
-    if weight.shape != (rows, columns) or not (type(weight) in _TENSORS or _is_own(weight)):
+    if weight.shape != (rows, columns) or not (type(weight) in PLAIN_TENSORS or _is_own(weight)):
         return False
-    return bias is None or (bias.numel() == rows and bias.stride() == _UNIT_STRIDE and (type(bias) in _TENSORS or _is_own(bias)))
+    return bias is None or (
+        bias.numel() == rows and bias.stride() == _UNIT_STRIDE and (type(bias) in PLAIN_TENSORS or _is_own(bias))
+    )
 
 
 def _has_plain_qk_norms(q_norm: Any, k_norm: Any, channels: int) -> bool:
@@ -209,7 +211,7 @@ def _norm_width(norm: Any) -> int:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None or bias is None or weight.stride() != _UNIT_STRIDE or bias.stride() != _UNIT_STRIDE:
         return 0
-    if not (type(weight) in _TENSORS or _is_own(weight)) or not (type(bias) in _TENSORS or _is_own(bias)):
+    if not (type(weight) in PLAIN_TENSORS or _is_own(weight)) or not (type(bias) in PLAIN_TENSORS or _is_own(bias)):
         return 0
     width = weight.numel()
     return width if bias.numel() == width else 0

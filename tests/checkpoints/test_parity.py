@@ -154,7 +154,7 @@ def test_hybrid_and_bit_of_timm(name: str, theirs: str, tmp_path: Path) -> None:
     close(model(images), bundle.model(images), 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["plain", "distilled", "registers", "map", "rectangle"])
+@pytest.mark.parametrize("kind", ["plain", "distilled", "registers", "map", "rectangle", "qk-norm"])
 def test_timm_loads_our_folder(kind: str, tmp_path: Path) -> None:
     config = KINDS[kind]  # with tanh GELU, which config.json can store
     bundle = bundle_of(config)

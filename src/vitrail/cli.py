@@ -33,6 +33,7 @@ COMMANDS = {
     "data check": ("vitrail.commands.data:check", "Check every image of a dataset."),
     "data split": ("vitrail.commands.data:split", "Split a dataset, stratified by class."),
     "data pack": ("vitrail.commands.data:pack", "Decode and resize a dataset once, for fast training."),
+    "data sheet": ("vitrail.commands.data_sheet:sheet", "Show training images as a recipe augments them."),
     "doctor": ("vitrail.commands.doctor:doctor", "Show what this machine supports and which extras are missing."),
 }
 

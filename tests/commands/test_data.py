@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.data.image_files import encoded, folder_of, picture
 from vitrail.cli import main
@@ -136,3 +137,14 @@ def test_markup_in_names_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run("data", "check", root, "--sheet", "None") == 1
     shown = capsys.readouterr().out
     assert "train/[red]cat/bad[1].jpg" in shown
+
+
+def test_sheet_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "digits.png"
+    options = ["--augment.randaugment", "timm", "--augment.mix-until", "0.5", "--rows", "3", "--columns", "2", "--json"]
+    code = run("data", "sheet", "digits", *options, "--sheet", str(file))
+    shown = json.loads(capsys.readouterr().out)
+    assert code == 0 and shown["sheet"] == str(file) and shown["augment"]["randaugment"] == "timm"
+    assert Image.open(file).size[0] > 3 * 100
+    assert run("data", "sheet", "deit-s16-imagenet") == 2
+    assert "--data.source" in capsys.readouterr().err

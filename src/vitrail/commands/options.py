@@ -37,7 +37,7 @@ class RunOptions:
     bad_images: BadImages = "error"
     """What to do with an image that cannot be read: stop with an error, or skip and list it."""
     preprocess: str | None = None
-    """A preset (google-vit, big-vision, timm, imagenet, cifar) that replaces the checkpoint's own preprocessing."""
+    """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing."""
 
     def bundle(self, ref: str, world: World) -> Bundle:
         """Load the checkpoint on its device."""

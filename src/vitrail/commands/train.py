@@ -81,9 +81,14 @@ def train(words: list[str]) -> int:
 train.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
 
 
+def shared_flags(words: list[str]) -> list[str]:
+    """Write flags of every command that reads images as the recipe's settings."""
+    return [SHARED.get(flag, flag) + equals + value for flag, equals, value in (word.partition("=") for word in words)]
+
+
 def parsed(recipe: Recipe, words: list[str], *, command: str, description: str | None) -> tuple[Recipe, Options]:
     """Return the recipe with the given options changed; an unknown one ends the program with a hint."""
-    words = [SHARED.get(flag, flag) + equals + value for flag, equals, value in (word.partition("=") for word in words)]
+    words = shared_flags(words)
     for length, other in (("steps", "epochs"), ("epochs", "steps")):
         if any(word.split("=")[0] == f"--{length}" for word in words):
             recipe = recipe.replace(**{other: None})  # the given one replaces that of the recipe

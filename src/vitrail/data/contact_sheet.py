@@ -14,7 +14,7 @@ from vitrail.data.types import Array, BadImage, Source, Split
 from vitrail.files import atomic_file
 
 _CELL, _GAP, _MARGIN, _HEADER = 96, 4, 190, 64
-_BACKGROUND, _TEXT, _MUTED, _ERROR = (250, 250, 247), (30, 30, 34), (120, 120, 126), (190, 40, 40)
+BACKGROUND, TEXT, MUTED, _ERROR = (250, 250, 247), (30, 30, 34), (120, 120, 126), (190, 40, 40)
 
 
 def contact_sheet(source: Source, path: Path, *, rows: int = 14, seed: int = 0) -> None:
@@ -22,16 +22,16 @@ def contact_sheet(source: Source, path: Path, *, rows: int = 14, seed: int = 0) 
     columns = {name: 6 if k == 0 else 3 for k, name in enumerate(source.splits)}
     labels = _rows(source, rows)
     width = _MARGIN + sum(columns.values()) * (_CELL + _GAP) + 16 * len(columns)
-    sheet = Image.new("RGB", (max(width, 640), _HEADER + len(labels) * (_CELL + _GAP) + 12), _BACKGROUND)
+    sheet = Image.new("RGB", (max(width, 640), _HEADER + len(labels) * (_CELL + _GAP) + 12), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
-    draw.text((12, 10), _shorten(source.describe(), 110), _TEXT, _font(16))
+    draw.text((12, 10), shorten(source.describe(), 110), TEXT, font(16))
     left = _MARGIN
     for name, count in columns.items():
-        draw.text((left, 38), name, _MUTED, _font(14))
+        draw.text((left, 38), name, MUTED, font(14))
         for row, (text, label) in enumerate(labels):
             top = _HEADER + row * (_CELL + _GAP)
             if left == _MARGIN:
-                draw.multiline_text((12, top + 8), _shorten(text, 60, wrap=22), _TEXT, _font(14))
+                draw.multiline_text((12, top + 8), shorten(text, 60, wrap=22), TEXT, font(14))
             chosen = _members(source.splits[name], label, count, seed + row)
             for column, index in enumerate(chosen):
                 _paste(sheet, source.splits[name], int(index), (left + column * (_CELL + _GAP), top))
@@ -67,7 +67,7 @@ def _paste(sheet: Image.Image, split: Split, index: int, corner: tuple[int, int]
     except BadImage:
         box = (*corner, corner[0] + _CELL - 1, corner[1] + _CELL - 1)
         draw.rectangle(box, outline=_ERROR, width=2)
-        draw.text((corner[0] + 10, corner[1] + 38), "unreadable", _ERROR, _font(13))
+        draw.text((corner[0] + 10, corner[1] + 38), "unreadable", _ERROR, font(13))
         return
     image = Image.fromarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]).convert("RGB")
     scale = _CELL / max(image.size)
@@ -77,14 +77,14 @@ def _paste(sheet: Image.Image, split: Split, index: int, corner: tuple[int, int]
     sheet.paste(image, (corner[0] + (_CELL - size[0]) // 2, corner[1] + (_CELL - size[1]) // 2))
 
 
-def _shorten(text: str, limit: int, wrap: int | None = None) -> str:
+def shorten(text: str, limit: int, wrap: int | None = None) -> str:
     text = text.encode("utf-8", "replace").decode()  # a folder name may not be valid UTF-8
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return "\n".join(text[k : k + wrap] for k in range(0, len(text), wrap)) if wrap else text
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Load DejaVu, which is installed with matplotlib and has most alphabets; Pillow's font has little beyond ASCII."""
     spec = find_spec("matplotlib")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

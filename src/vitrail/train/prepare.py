@@ -62,10 +62,7 @@ def prepare(recipe: Recipe, *, on_meta: bool = False) -> Prepared:
     """
     on_meta = on_meta and recipe.model.start is None
     notes: list[str] = []
-    if not recipe.data.source:
-        raise VitrailError(f"The recipe {recipe.name} has no images: add --data.source, such as folder:DIR.")
-    spec = recipe.data
-    source = open_source(spec.source, seed=recipe.seed, bad_images=spec.bad_images, ignore_unknown=spec.ignore_unknown_classes)
+    source = opened_source(recipe)
     notes.append(f"data: {source.describe()}")
     train, validation = chosen_splits(recipe, source)
     if recipe.task.kind in SELF_SUPERVISED:
@@ -81,6 +78,13 @@ def prepare(recipe: Recipe, *, on_meta: bool = False) -> Prepared:
     notes += warnings_for(recipe, model, len(train))
     draw = (lambda twin: initialise(twin, recipe.seed)) if on_meta else None
     return Prepared(model, task, preprocess, train, validation, train.classes, source.describe(), notes, None, draw)
+
+
+def opened_source(recipe: Recipe) -> Source:
+    spec = recipe.data
+    if not spec.source:
+        raise VitrailError(f"The recipe {recipe.name} has no images: add --data.source, such as folder:DIR.")
+    return open_source(spec.source, seed=recipe.seed, bad_images=spec.bad_images, ignore_unknown=spec.ignore_unknown_classes)
 
 
 def _draw_pretraining(wrapper: Pretraining, seed: int) -> None:

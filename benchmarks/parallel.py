@@ -181,7 +181,7 @@ def engine(mode: Mode, *, captured: bool = True, kernels: str = "auto") -> Calla
         recipe = Recipe(
             optim=OPTIM, schedule=ScheduleSpec(kind="constant"), batch=len(images), on_nonfinite="skip", cuda_graph=captured
         )
-        runner = Runner(model, world, low_precision=shard_dtype(PRECISION, device))
+        runner = Runner(model, world, param_dtype=shard_dtype(PRECISION, device))
         step = Step(runner, Classify(config.outputs), Optimizer(model, OPTIM), recipe, total=1, precision=PRECISION, average=None)
         batch = Batch(images, targets, torch.arange(len(images)), 0, 0, 0, 1, len(images))
         remark = [""]

@@ -49,7 +49,7 @@ from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, choose_device
 from vitrail.train.pretext import pretext, with_defaults
 from vitrail.train.run import RunFolder
-from vitrail.train.step import Step, chosen_precision, low_precision
+from vitrail.train.step import Step, autocast_dtype, chosen_precision
 
 Row = dict[str, Any]
 
@@ -193,7 +193,7 @@ class Steps:
         self.flops = trained.flops() if isinstance(trained, Pretraining) else needed_flops(model.config)
         trained.to(device).train()
         task.to(device)
-        runner = Runner(trained, World(device), low_precision=low_precision(self.precision))
+        runner = Runner(trained, World(device), param_dtype=autocast_dtype(self.precision))
         if options.compile:
             trained.compile()
         optimizer = Optimizer(trained, optim)

@@ -224,6 +224,19 @@ def test_few_shot_accuracy_is_measured_along_the_way(tmp_path, capsys):
     assert "5-shot" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("written", [["--data", "{photos}"], ["--data=folder:{photos}"]])
+def test_data_is_short_for_the_source(written: list[str], photos: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [word.format(photos=photos) for word in written]
+    status, out, err = run(
+        capsys, "train", "digits", *words, *SHORT, "--batch", "8", "--workers", "0", "--out", str(tmp_path / "run")
+    )
+    assert status == 0 and "data: folder" in out, err
+    saved = RunFolder(tmp_path / "run").saved_recipe()
+    assert saved is not None and saved.data.source == words[-1].removeprefix("--data=")
+    assert "--data SRC is short for" in run(capsys, "train", "--help")[1].replace("\n", " ")
+    assert run(capsys, "plan", "digits", *words)[0] == 0
+
+
 def test_the_flags_that_messages_advise_are_accepted(tmp_path, capsys):
     for number in range(24):
         split, name = ("train", "ab"[number % 2]) if number < 16 else ("val", "abc"[number % 3])

@@ -77,7 +77,7 @@ def test_sharded_blocks_are_fused_and_compute_the_same(
     if recompute:
         sharded.checkpoint_activations(2, recompute)
     low = torch.bfloat16 if DEVICE == "cuda" else None
-    run = Runner(sharded, World(torch.device(DEVICE), mode="fsdp"), low_precision=low, keep_gathered=kept)
+    run = Runner(sharded, World(torch.device(DEVICE), mode="fsdp"), param_dtype=low, keep_gathered=kept)
     for _ in range(2):  # twice: the second pass finds parameters that were freed after the first
         blocks_fused.clear()
         sharded.zero_grad()

@@ -62,7 +62,7 @@ def _recipe(given: dict[str, str]) -> Recipe:
 
 def extract_flags(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
     """Return the values of some flags, as `--flag value` or `--flag=value`, and the other words."""
-    found: dict[str, str] = {}
+    given: dict[str, str] = {}
     rest: list[str] = []
     words = list(words)
     while words:
@@ -71,7 +71,7 @@ def extract_flags(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, s
         if flag not in flags:
             rest.append(word)
         elif equals or words:
-            found[flag] = value if equals else words.pop(0)
+            given[flag] = value if equals else words.pop(0)
         else:
             raise VitrailError(f"{flag} needs a value after it.")
-    return found, rest
+    return given, rest

@@ -65,9 +65,10 @@ def train(words: list[str]) -> int:
 
     Example: vitrail train digits --optim.lr 1e-3 --epochs 20 --out runs/slow
 
-    Example: torchrun --nproc-per-node 8 -m vitrail train vit-s16-imagenet --data.source folder:/data/imagenet
+    Example: torchrun --nproc-per-node 8 -m vitrail train vit-s16-imagenet --data folder:/data/imagenet
 
-    `vitrail train --recipes` lists the recipes; default: `digits`. The defaults below are those of the recipe.
+    --data SRC is short for --data.source SRC. `vitrail train --recipes` lists the recipes; default: `digits`. The defaults below
+    are those of the recipe.
     """
     if "--recipes" in words:
         print_recipes(as_json="--json" in words)

@@ -103,7 +103,7 @@ class LiveDisplay(Callback):
 def shown(record: Record) -> dict[str, str]:
     """Format the metrics of a training record."""
     speed = record["speed"]
-    found = {
+    texts = {
         "epoch": f"{record['epoch']:.2f}",
         "loss": f"{record['loss']:.4f}",
         "of constant": f"{record['relative_loss']:.1%}" if "relative_loss" in record else "",
@@ -115,7 +115,7 @@ def shown(record: Record) -> dict[str, str]:
         "memory": f"{speed['memory'] / 2**30:.2f} GiB" if speed["memory"] else "",
         "skipped": str(record["skipped"]) if record["skipped"] else "",
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in texts.items() if value}
 
 
 def validation_text(record: dict[str, Any]) -> str:
@@ -154,21 +154,19 @@ def remaining(record: Record, info: RunInfo) -> str:
 
 def deviations(recipe: Recipe, changed: Recipe, console: Console) -> None:
     """Print where a run differs from its recipe, and that the expected metric then may not hold."""
-    found = differences(recipe, changed)
-    if not found:
+    changes = differences(recipe, changed)
+    if not changes:
         return
     table = Table(title=f"Differs from the recipe {recipe.name}", box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("setting", "recipe", "this run"):
         table.add_column(heading)
-    for key, (old, new) in sorted(found.items()):
+    for key, (old, new) in sorted(changes.items()):
         table.add_row(key, _plain(old), _plain(new))
     console.print(table)
     if recipe.expected:
-        shorter = [key for key in ("steps", "epochs") if key in found and (found[key][1] or 0) < (found[key][0] or 0)]
-        cut = (
-            f", with {found[shorter[0]][1]:g} of {found[shorter[0]][0]:g} {shorter[0]}" if shorter and found[shorter[0]][1] else ""
-        )
-        console.print(f"The recipe's expected result does not apply to this run{cut}: {recipe.expected}", soft_wrap=True)
+        lengths = [(name, *changes[name]) for name in ("steps", "epochs") if name in changes and all(changes[name])]
+        shorter = next((f", with {new:g} of {old:g} {name}" for name, old, new in lengths if new < old), "")
+        console.print(f"The recipe's expected result does not apply to this run{shorter}: {recipe.expected}", soft_wrap=True)
 
 
 def group_table(groups: Sequence[ParameterGroup], recipe: Recipe, console: Console) -> None:

@@ -16,10 +16,10 @@ _FILES = (
 
 
 def _collected() -> Mapping[str, Callable[[], Recipe]]:
-    found: dict[str, Callable[[], Recipe]] = {}
+    recipes: dict[str, Callable[[], Recipe]] = {}
     for file in _FILES:
-        found |= importlib.import_module(f"vitrail.recipes.{file}").RECIPES
-    return found
+        recipes |= importlib.import_module(f"vitrail.recipes.{file}").RECIPES
+    return recipes
 
 
 RECIPES = _collected()

@@ -78,7 +78,7 @@ class ClassMeter(Sums):
     def metrics(self) -> dict[str, float]:
         sums = self.sums
         count, seen = int(sums["count"]), sums["seen"]
-        found = {
+        metrics = {
             "loss": float(sums["loss"]) / count,
             "accuracy": float(sums["right"].sum()) / count,
             "balanced_accuracy": float((sums["right"][seen > 0] / seen[seen > 0]).mean()),
@@ -86,5 +86,5 @@ class ClassMeter(Sums):
             "images": float(count),
         }
         if self.task.outputs > 5:
-            found["top5_accuracy"] = float(sums["top5"]) / count
-        return found
+            metrics["top5_accuracy"] = float(sums["top5"]) / count
+        return metrics

@@ -144,7 +144,7 @@ class MaskedMeter(Sums):
     def metrics(self) -> dict[str, float]:
         sums, known = self.sums, self.baseline()
         loss = float(sums["loss"]) / int(sums["count"])
-        found = {
+        metrics = {
             "loss": loss,
             "relative_loss": loss / max(known.loss, 1e-12),
             "constant_loss": known.loss,
@@ -152,8 +152,8 @@ class MaskedMeter(Sums):
             "images": float(sums["count"]),
         }
         if "correct" in sums:
-            found["patch_accuracy"] = float(sums["correct"]) / float(sums["predicted"])
-        return found
+            metrics["patch_accuracy"] = float(sums["correct"]) / float(sums["predicted"])
+        return metrics
 
     def baseline(self) -> Baseline:
         tally = {name.removeprefix("target_"): value for name, value in self.sums.items() if name.startswith("target_")}
@@ -171,6 +171,6 @@ def compute_baseline(target: PatchTarget, batches: Iterable[Tensor]) -> Baseline
     images, sums = 0, dict[str, Any]()
     for batch in batches:
         images += len(batch)
-        found = {"bins": target.histogram(target.bins(batch)), **target.tally(target.of(batch))}
-        sums = {name: sums.get(name, 0) + value for name, value in found.items()}
+        tallies = {"bins": target.histogram(target.bins(batch)), **target.tally(target.of(batch))}
+        sums = {name: sums.get(name, 0) + value for name, value in tallies.items()}
     return baseline_of(target, images, sums["bins"], sums)

@@ -112,13 +112,13 @@ class AttentionProbe:
         if self.loop.world.sharded:
             runner.reshard()
         modules = [one for one in self._blocks if one in seen]
-        pool = self._encoder.pool
         if not modules:
             return None
-        rows = torch.stack([seen[one] for one in (*modules, *([pool] if pool is not None and pool in seen else ()))]).tolist()
-        blocks = rows[: len(modules)]
-        pooling = tuple(rows[len(modules)]) if len(rows) > len(modules) else None
-        return AttentionStats(*(tuple(row[k] for row in blocks) for k in range(3)), pooling)  # type: ignore[arg-type]
+        pool = self._encoder.pool
+        pools = [pool] if pool is not None and pool in seen else []
+        rows = torch.stack([seen[one] for one in (*modules, *pools)]).tolist()  # here the host waits, once
+        deviations, entropies, uniform = zip(*rows[: len(modules)], strict=True)
+        return AttentionStats(deviations, entropies, uniform, tuple(rows[-1]) if pools else None)
 
     def _read(self) -> Batch:
         """Read the images: evenly spaced, because a split is often sorted by class."""

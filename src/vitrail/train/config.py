@@ -302,10 +302,10 @@ def _fitted(hint: Any, value: Any, path: str) -> Any:
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
     """Nested settings as `optim.lr` and the like."""
     values = to_plain(values)
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        found.update(flatten(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value})
-    return found
+        flat.update(flatten(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value})
+    return flat
 
 
 def differences(one: Any, two: Any) -> dict[str, tuple[Any, Any]]:

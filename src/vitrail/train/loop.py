@@ -24,7 +24,7 @@ from vitrail.train.determinism import deterministic, threads
 from vitrail.train.export import resolved
 from vitrail.train.final_model import SavedModel, write_models
 from vitrail.train.fp8 import use_fp8
-from vitrail.train.moving_average import MovingAverage
+from vitrail.train.interval_means import IntervalMeans
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, blocks_of, joined
 from vitrail.train.parameter_groups import all_groups, freeze, group_lines
@@ -168,7 +168,7 @@ class Loop:
         if self.precision == "fp8":
             use_fp8(model, recipe, self.world)
         twin = twin_of(model) if draw is not None else model.to(self.world.device)
-        runner = Runner(model, self.world, low_precision=shard_dtype(self.precision, self.world.device))
+        runner = Runner(model, self.world, param_dtype=shard_dtype(self.precision, self.world.device))
         if draw is not None:
             fill_shards(model, twin, draw, self.world.device)
         if recipe.compile:
@@ -265,18 +265,18 @@ class Loop:
     def run_to_the_end(self) -> Result:
         self.go_to(0)
         self._begin()
-        window = MovingAverage(self)
+        means = IntervalMeans(self)
         if self.done == 0 and self.recipe.on_nonfinite == "rollback":
             self._save()  # there must be something to roll back to
         with Stop().handling_signals() as stop:
             while self.done < self.total and not self.selection.stops:
                 self._next_step()
-                if self.done - window.first == 1 and window.fresh:
-                    window.restart()  # the first step compiled, tuned and allocated
+                if self.done - means.first == 1 and means.fresh:
+                    means.restart()  # the first step compiled, tuned and allocated
                 if self._checks_nonfinite() and handle_nonfinite(self):
-                    window.restart()
+                    means.restart()
                     continue
-                self._log_and_save(window)
+                self._log_and_save(means)
                 if self._must_stop(stop):
                     return self._interrupted(stop)
         return self._finish()
@@ -312,13 +312,13 @@ class Loop:
             if batch.completes_step:
                 return
 
-    def _log_and_save(self, window: MovingAverage) -> None:
+    def _log_and_save(self, means: IntervalMeans) -> None:
         logs = self.done == self.total or self.done % self.recipe.log_every == 0
         if logs:
-            self.tell("trained", window.record())
+            self.tell("trained", means.record())
         best = self._validates() and self._validate()
         if self.selection.stops and not logs:
-            self.tell("trained", window.record())
+            self.tell("trained", means.record())
         if self._saves() or best or self.selection.stops:
             with self.clock.paused():
                 self._save()

@@ -142,7 +142,7 @@ def simulate_sharded(
         mesh = mesh_of(world)
         with _fake(), Allocations() as memory:
             model, task = _ready(simulated, recompute, keep)
-            runner = Runner(model, world, low_precision=low, mesh=mesh, keep_gathered=keep_gathered)
+            runner = Runner(model, world, param_dtype=low, mesh=mesh, keep_gathered=keep_gathered)
             memory.peak = memory.now  # the whole model, before it was sharded, does not count
             for _ in range(2):
                 _forward_and_backward(runner, task, simulated.config, micro_batch, precision)

@@ -16,19 +16,19 @@ def first_fault(model: nn.Module, compute: Callable[[], Tensor]) -> str:
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return f"the weight {name} itself is not finite"
-    found: list[str] = []
+    faults: list[str] = []
     names = {module: name for name, module in model.named_modules()}
-    hooks = [module.register_forward_hook(_watch(found, names[module])) for module in names if module is not model]
+    hooks = [module.register_forward_hook(_watch(faults, names[module])) for module in names if module is not model]
     try:
         with torch.enable_grad():
             loss = compute()
-            if not found and _finite(loss):
+            if not faults and _finite(loss):
                 loss.sum().backward()
     finally:
         for hook in hooks:
             hook.remove()
-    if found:
-        return f"first in {found[0]}"
+    if faults:
+        return f"first in {faults[0]}"
     if not _finite(loss):
         return "first in the loss; every layer's output is finite"
     for name, parameter in reversed(list(model.named_parameters())):
@@ -37,19 +37,19 @@ def first_fault(model: nn.Module, compute: Callable[[], Tensor]) -> str:
     return "it did not occur again when the step was repeated, so it depends on the order of additions or on faulty memory"
 
 
-def _watch(found: list[str], name: str) -> Callable[..., None]:
+def _watch(faults: list[str], name: str) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if found or not isinstance(output, Tensor) or _finite(output):
+        if faults or not isinstance(output, Tensor) or _finite(output):
             return
         given = [one for one in inputs if isinstance(one, Tensor)]
         if not all(_finite(one) for one in given):
             # An outer module sees its own input; what came in broken here broke outside any module before it.
-            found.append(f"the input of {name}")
+            faults.append(f"the input of {name}")
             return
         largest = max((float(one.detach().abs().max()) for one in given), default=0.0)
         limit = _LARGEST.get(output.dtype)
         beyond = f", and {str(output.dtype).removeprefix('torch.')} ends at {limit:g}" if limit else ""
-        found.append(f"{name} (its input reaches {largest:.3g}{beyond})")
+        faults.append(f"{name} (its input reaches {largest:.3g}{beyond})")
 
     return hook
 

@@ -115,11 +115,11 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by parameter name, to be saved or written into; sharded like the parameters."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter, updated in zip(self.names, self.parameters, self._updated, strict=True):
             for key, value in self._inner.state[updated].items():
-                found[f"{name}.{key}"] = value if key == "step" else sharded_like(parameter, value)
-        return found
+                tensors[f"{name}.{key}"] = value if key == "step" else sharded_like(parameter, value)
+        return tensors
 
 
 class _Shards:

@@ -59,9 +59,9 @@ class World:
         """A small object from every rank."""
         if self.ranks == 1:
             return [value]
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Return the main rank's value on every rank."""
@@ -133,7 +133,7 @@ class Runner:
         model: nn.Module,
         world: World,
         *,
-        low_precision: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
         mesh: Any = None,
         keep_gathered: bool | None = None,
     ) -> None:
@@ -150,9 +150,9 @@ class Runner:
         if world.sharded:
             if keep_gathered is None:
                 memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else 0
-                keep_gathered = fits_gathered(model, low_precision, memory)
+                keep_gathered = fits_gathered(model, param_dtype, memory)
             self.keeps_gathered = keep_gathered
-            self._units = _shard(model, mesh or mesh_of(world), low_precision, keep_gathered)
+            self._units = _shard(model, mesh or mesh_of(world), param_dtype, keep_gathered)
         elif world.mode == "ddp":
             self.stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
             self.renew()
@@ -212,13 +212,13 @@ def mesh_of(world: World) -> Any:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("copies", "shards"))
 
 
-def fits_gathered(model: nn.Module, low_precision: torch.dtype | None, memory: int) -> bool:
+def fits_gathered(model: nn.Module, param_dtype: torch.dtype | None, memory: int) -> bool:
     """Whether a model's blocks may stay gathered on devices with so many bytes: then backward needs no all-gather."""
     values = sum(parameter.numel() for block in blocks_of(model) for parameter in block.parameters())
-    return values * (low_precision or torch.float32).itemsize <= GATHERED * memory
+    return values * (param_dtype or torch.float32).itemsize <= GATHERED * memory
 
 
-def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None, keep_gathered: bool) -> list[Any]:
+def _shard(model: nn.Module, mesh: Any, param_dtype: torch.dtype | None, keep_gathered: bool) -> list[Any]:
     """FSDP2: every block is a unit, the rest the root. Returns the units."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -226,9 +226,9 @@ def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None, keep_
 
     # Blocks travel and compute in low precision, gradients are summed in float32. The root stays in float32: through the
     # position table it decides the precision of the residual stream, which is so the same as without sharding.
-    inner = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    inner = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in blocks_of(model):
-        policy = inner if low_precision is not None else MixedPrecisionPolicy()
+        policy = inner if param_dtype is not None else MixedPrecisionPolicy()
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered, mp_policy=policy)
         if isinstance(block, Block):
             block.stays_gathered = keep_gathered
@@ -242,7 +242,7 @@ def _shard(model: nn.Module, mesh: Any, low_precision: torch.dtype | None, keep_
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: encoder blocks, or a ResNet's units."""
-    found = list(getattr(model, "blocks", ()))
+    blocks = list(getattr(model, "blocks", ()))
     for stage in getattr(model, "stages", ()):
-        found += list(stage)
-    return found
+        blocks += list(stage)
+    return blocks

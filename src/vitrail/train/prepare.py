@@ -229,25 +229,25 @@ def make_distillation(
 
 def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
     """Return warnings about settings that usually go wrong."""
-    found = []
+    warnings = []
     optim, config = recipe.optim, model.config
     if optim.name != "sgd" and optim.lr >= 1e-2:
-        found.append(
+        warnings.append(
             f"warning: learning rate {optim.lr:g} with {optim.name}: from 1e-2 on Vision Transformers diverge or predict one "
             "class. Use 1e-3 or less, or sgd, for which such rates are usual."
         )
     if isinstance(config, ViTConfig) and config.width // config.heads < 32:
-        found.append(
+        warnings.append(
             f"warning: heads of {config.width // config.heads} channels ({config.width} / {config.heads}) are small; "
             "below 32 attention learns poorly. Use fewer heads or a larger width."
         )
     learns_labels = recipe.task.kind not in SELF_SUPERVISED
     if learns_labels and recipe.model.start is None and isinstance(config, ViTConfig) and 2_000 <= images < 100_000:
-        found.append(
+        warnings.append(
             f"warning: {images:,} images are little for a Vision Transformer from scratch (the paper's Fig. 3 and 4); "
             "`vitrail finetune` starts from a trained one."
         )
-    return found
+    return warnings
 
 
 def _changes(spec: ModelSpec) -> dict[str, Any]:

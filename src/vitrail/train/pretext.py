@@ -46,11 +46,11 @@ def make_pretext(
     wrapper, task = pretext(model, spec, preprocess)
     if not next(model.parameters()).is_meta:
         wrapper.reset(torch.Generator().manual_seed(recipe.seed))
-    found = compute_baseline(task.target, _sample_images(recipe, train, preprocess, wrapper.patches))
-    found.check(preprocess.describe())
-    task.baseline = found
+    baseline = compute_baseline(task.target, _sample_images(recipe, train, preprocess, wrapper.patches))
+    baseline.check(preprocess.describe())
+    task.baseline = baseline
     notes.append(_describe(wrapper, spec))
-    notes.append(found.describe(task.unit))
+    notes.append(baseline.describe(task.unit))
     if model.config.resnet is not None:
         notes.append(
             "warning: the ResNet of a hybrid looks beyond the borders of a patch, so hidden patches can partly be seen in their "
@@ -176,9 +176,9 @@ def _read(run: Path) -> dict[str, Any]:
             "masked-autoencoder: a model alone has no prediction head."
         )
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["kind"] in _DEFAULTS and all(name in found for name in _DEFAULTS[found["kind"]]):
-            return dict(found)
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if config["kind"] in _DEFAULTS and all(name in config for name in _DEFAULTS[config["kind"]]):
+            return dict(config)
     except (ValueError, KeyError, TypeError):
         pass
     raise VitrailError(f"{file} does not name a prediction target. It is corrupted.")

@@ -109,13 +109,13 @@ class RunFolder:
     def records(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl; a last one cut off by a crash is left out."""
         file = self.path / "metrics.jsonl"
-        found = []
+        records = []
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             try:
-                found.append(json.loads(line))
+                records.append(json.loads(line))
             except ValueError:
                 break
-        return found
+        return records
 
     def add(self, record: dict[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:

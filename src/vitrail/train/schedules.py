@@ -15,13 +15,13 @@ def in_steps(spec: ScheduleSpec, total: int, per_epoch: float) -> ScheduleSpec:
 
     A single step is allowed, to try things out.
     """
-    found = dataclasses.replace(
+    resolved = dataclasses.replace(
         spec,
         warmup=length_in_steps(spec.warmup, total, per_epoch),
         cooldown=length_in_steps(spec.cooldown, total, per_epoch),
     )
-    check_schedule(found, total, written=describe_length(spec.warmup))
-    return found
+    check_schedule(resolved, total, written=describe_length(spec.warmup))
+    return resolved
 
 
 def check_schedule(spec: ScheduleSpec, total: int, written: str = "") -> None:

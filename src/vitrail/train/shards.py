@@ -15,8 +15,8 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, sharing its memory; for one that is not sharded, the tensor itself."""
     # Not to_local(), which wraps it anew where gradients are on, and costs more.
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
 
 
 def sharded_like(tensor: Any, shard: Tensor) -> Tensor:

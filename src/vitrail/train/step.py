@@ -47,18 +47,18 @@ def cpu_multiplies_bf16() -> bool:
     return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
-def low_precision(precision: str) -> torch.dtype | None:
+def autocast_dtype(precision: str) -> torch.dtype | None:
     return _DTYPES.get(precision)
 
 
 def shard_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """The dtype in which FSDP2 gathers weights; None: as they are. A CPU has no bandwidth to save, and no mixed layer norm."""
-    return low_precision(precision) if device.type == "cuda" else None
+    return autocast_dtype(precision) if device.type == "cuda" else None
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Matmuls in low precision; norms, softmax and losses stay in float32."""
-    dtype = low_precision(precision)
+    dtype = autocast_dtype(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -230,11 +230,11 @@ class Step:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint must hold, by name."""
-        found = {f"model.{name}": value for name, value in self.runner.model.state_dict(keep_vars=True).items()}
-        found |= {f"optim.{name}": value for name, value in self.optimizer.tensors().items()}
+        tensors = {f"model.{name}": value for name, value in self.runner.model.state_dict(keep_vars=True).items()}
+        tensors |= {f"optim.{name}": value for name, value in self.optimizer.tensors().items()}
         if self.average is not None:
-            found |= {f"ema.{name}": value for name, value in self.average.tensors().items()}
-        return {name: value.detach() for name, value in found.items()}
+            tensors |= {f"ema.{name}": value for name, value in self.average.tensors().items()}
+        return {name: value.detach() for name, value in tensors.items()}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold besides tensors: the loss scale, and the sums of the steps not read yet."""

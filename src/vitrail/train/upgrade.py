@@ -30,9 +30,9 @@ _VALUES: dict[tuple[str, str], dict[str, str]] = {
 
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a run's config.json says, in the newest format."""
-    found = copy.deepcopy(dict(values))
-    if _format(found) == 1:
-        recipe = found["recipe"]
+    config = copy.deepcopy(dict(values))
+    if _format(config) == 1:
+        recipe = config["recipe"]
         for (part, old), new in _NAMES.items():
             if old in recipe.get(part, {}):
                 recipe[part][new] = recipe[part].pop(old)
@@ -40,18 +40,18 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
             value = recipe.get(part, {}).get(name)
             if value in words:
                 recipe[part][name] = words[value]
-    data = found.get("recipe", {}).get("data", {})
+    data = config.get("recipe", {}).get("data", {})
     if data.get("holdout") and "holdout_seed" not in data:  # once, the seed of the run selected the held-out images
-        data["holdout_seed"] = found["recipe"].get("seed", 0)
-    return {**found, "format": FORMAT}
+        data["holdout_seed"] = config["recipe"].get("seed", 0)
+    return {**config, "format": FORMAT}
 
 
 def upgrade_state(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint's state.json says, in the newest format."""
-    found = dict(values)
-    if _format(found) == 1 and "passed_over" in found:
-        found["skipped_steps"] = found.pop("passed_over")
-    return {**found, "format": FORMAT}
+    state = dict(values)
+    if _format(state) == 1 and "passed_over" in state:
+        state["skipped_steps"] = state.pop("passed_over")
+    return {**state, "format": FORMAT}
 
 
 def _format(values: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Averages over the steps between two records of a run: loss, gradient norm, speed."""
+"""Means over the steps between two records of a run: loss, gradient norm, speed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from vitrail.train.loop import Loop
 
 
-class MovingAverage:
-    """Loss, gradient norm and speed, averaged over the steps since the last record."""
+class IntervalMeans:
+    """Mean loss, gradient norm and speed over the steps since the last record; no step is in two records."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop

@@ -178,7 +178,8 @@ def is_plain_norm(norm: nn.Module, width: int) -> bool:
 
 def are_plain_positions(positions: nn.Module) -> bool:
     """Tell whether positions are of one of our kinds and add to tokens what their class says."""
-    return type(positions) in _POSITIONS and _POSITION_METHODS.isdisjoint(positions.__dict__)
+    # Not `isdisjoint`: torch 2.11 cannot compile it for the dictionary of a module.
+    return type(positions) in _POSITIONS and not any(name in positions.__dict__ for name in _POSITION_METHODS)
 
 
 _POSITIONS = frozenset(KINDS.values())

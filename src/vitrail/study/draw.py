@@ -60,7 +60,7 @@ def _lines(axes: Axes, summary: Summary, metric: Metric, *, first: bool) -> None
     if plot.x == "x":
         axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if plot.x_percent else f"{value:.3g}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %" if plot.x_percent else f"{value:.3g}"))
     axes.set_xlabel(plot.x_label)
     _finish(axes, metric_name(metric, summary.rows))
     if first:

@@ -19,7 +19,11 @@ def difference(one: Value, two: Value) -> tuple[float, bool]:
 
 
 def written(points: float) -> str:
-    return f"{points:+.1f} points"
+    return f"{points:+.1f} points".replace("-", "−")
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"
 
 
 def caution(values: Sequence[Value]) -> str:

@@ -40,6 +40,12 @@ def run_study(name: str, settings: StudySettings, *, say: Say = to_stderr) -> St
     jobs = _jobs(whole)
     results = Results(settings.out / f"{name}.csv")
     folder = settings.out / name
+    stored = stored_plan(folder / "plan.json", study, settings)
+    if stored is not None and not settings.retry_failed and {row.key for row in stored.rows()} <= results.finished():
+        if os.environ.get("RANK", "0") != "0":
+            return StudyResult(results.file, (), time.time() - began, 0)
+        say(f"all {len(stored.rows())} rows of {name} are finished")
+        return StudyResult(results.file, tuple(write_outputs(settings.out, [name])), time.time() - began, 0)
     try:
         with pool(jobs, settings.device) as (workers, world):
             say = say if world.main else _silent

@@ -6,7 +6,7 @@ vitrail study compute --budget 10
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, cost_to_reach, frontier, interpolated, written
+from vitrail.study.judge import NOT_MEASURED, cost_to_reach, frontier, interpolated, percent, written
 from vitrail.study.ladders import FAMILIES, Ladder
 from vitrail.study.summary import Summary
 
@@ -44,7 +44,7 @@ def judge_resnets(summary: Summary) -> Outcome:
     assert needed["ViT"] and needed["BiT"]
     ratio = needed["BiT"] / needed["ViT"]
     compared = f"{ratio:.1f} times as many as" if ratio >= 1 else f"{1 / ratio:.1f} times fewer than"
-    ours = f"to reach {height:.1%}, BiT needs {compared} ViT's FLOPs"
+    ours = f"to reach {percent(height)}, BiT needs {compared} ViT's FLOPs"
     if ratio >= 2:
         return Outcome(ours, "yes")
     return Outcome(ours, "no" if ratio < 1 else "unclear", "the pre-training set is small, where the paper too finds ResNets ahead")

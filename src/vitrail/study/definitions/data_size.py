@@ -6,7 +6,7 @@ vitrail study data-size --budget 2
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, caution, difference, written
+from vitrail.study.judge import NOT_MEASURED, caution, difference, percent, written
 from vitrail.study.ladders import FAMILIES, Ladder
 from vitrail.study.summary import Summary
 
@@ -18,7 +18,7 @@ def points(ladder: Ladder) -> list[Point]:
     return [
         Point(
             series=family,
-            label=f"{fraction:.0%}",
+            label=percent(fraction),
             x=fraction,
             pretrain={**ladder.model(family), "data.fraction": fraction},
             priority=priority + (1 if priority and family == "hybrid" else 0),
@@ -37,7 +37,7 @@ def judge(summary: Summary) -> Outcome:
         at = {one: {x: value for _, x, value in line} for one, line in lines.items()}
         least, most = shared[0], shared[-1]
         small, large = (difference(at["BiT"][x], at["ViT"][x]) for x in (least, most))
-        ours = f"BiT − ViT: {written(small[0])} at {least:.0%} of the data, {written(large[0])} at {most:.0%}"
+        ours = f"BiT − ViT: {written(small[0])} at {percent(least)} of the data, {written(large[0])} at {percent(most)}"
         why = caution([at["BiT"][least], at["ViT"][most]])
         if small[0] > 0 and small[1] and large[0] <= 0:
             return Outcome(ours, "yes" if large[1] else "partly", why if large[1] else "level with all data; " + why)

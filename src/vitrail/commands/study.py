@@ -1,0 +1,114 @@
+"""`vitrail study`: repeat the paper's studies in small, draw them, and compare them with the paper."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from vitrail.commands.options import Json
+from vitrail.errors import VitrailError
+from vitrail.study import STUDIES, StudySettings, run_study, write_outputs
+from vitrail.study.claims import write_results
+
+Settings = Annotated[StudySettings, tyro.conf.arg(name="")]
+Name = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+Folder = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER …")]
+
+
+def study(
+    name: Name = None,
+    /,
+    *,
+    settings: Settings = StudySettings(),  # noqa: B008 - it is frozen
+    list_: Annotated[bool, tyro.conf.arg(name="list")] = False,
+    json_: Json = False,
+) -> None:
+    """Repeat one of the paper's studies in small: pre-train a grid of models, transfer each, draw the figure and the table.
+
+    data-size (Fig. 3, 4), compute (Fig. 5), shape (Fig. 8), positions (Table 8, Fig. 7), pooling (Fig. 9), self-supervision
+    (§4.6), resolution (§3.2), optimizer (Table 7). `vitrail study --list` explains each.
+
+    Rows are written to OUT/NAME.csv as they finish, with all settings, FLOPs, times and versions; OUT/report.html shows all studies.
+    Finished rows are never run again; run the same command again to resume. Several processes may run one study.
+
+    Example: vitrail study data-size --budget 2
+
+    Example: vitrail study positions --data packed:tiny --target packed:cifar10 --budget 30 --seeds 3 --jobs 4
+
+    Example: torchrun --nproc-per-node 8 -m vitrail study compute --data folder:IMAGENET --target torchvision:CIFAR10
+
+    Args:
+        name: The study.
+        settings: Data, size and length of the study.
+        list_: List the studies, with what each varies and which figure of the paper it repeats.
+        json_: Print JSON instead of text.
+    """
+    if list_:
+        _list(as_json=json_)
+        return
+    if name is None:
+        raise VitrailError(f"Which study? Name one of {', '.join(STUDIES)}; `vitrail study --list` explains them.")
+    result = run_study(name, settings)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    files = [str(file) for file in result.files]
+    if json_:
+        print(json.dumps({"csv": str(result.csv), "files": files, "seconds": round(result.seconds, 1), "not_started": result.late}))  # noqa: T201
+        return
+    console = Console()
+    table = result.csv.with_suffix(".md").read_text(encoding="utf-8")
+    console.print(table, highlight=False, soft_wrap=True, markup=False)
+    budget = f" of {settings.budget:g}" if settings.budget else ""
+    console.print(
+        f"{result.seconds / 60:.1f}{budget} minutes; {', '.join([str(result.csv), *files])}", highlight=False, soft_wrap=True
+    )
+
+
+def plot(name: Annotated[str, tyro.conf.Positional] = "all", /, *, out: Path = Path("runs/study")) -> None:
+    """Draw a study, or all of a folder, again from the CSV files alone: figures (PNG and SVG), tables (Markdown), the HTML report.
+
+    Example: vitrail study plot all
+
+    Example: vitrail study plot data-size --out docs/results/studies/digits
+
+    Args:
+        name: The study, or all.
+        out: The folder with the CSV files.
+    """
+    for file in write_outputs(out, None if name == "all" else [name]):
+        Console().print(str(file), highlight=False, soft_wrap=True)
+
+
+def results(folders: Folder = (), /, *, page: Path = Path("RESULTS.md")) -> None:
+    """Write the paper's eight claims, next to what the studies in these folders found, into a page.
+
+    Example: vitrail study results docs/results/studies/tiny-imagenet docs/results/studies/digits
+
+    Args:
+        folders: Folders with CSV files of studies. Default: all in docs/results/studies.
+        page: The page; what is between its two marks is replaced.
+    """
+    chosen = list(folders) or sorted(one for one in Path("docs/results/studies").glob("*") if one.is_dir())
+    if not chosen:
+        raise VitrailError("docs/results/studies has no folder. Name folders that hold CSV files of studies.")
+    write_results(page, chosen)
+    Console().print(str(page), highlight=False)
+
+
+def _list(*, as_json: bool) -> None:
+    if as_json:
+        content = {one.name: {"title": one.title, "mirrors": one.mirrors, "about": one.about} for one in STUDIES.values()}
+        print(json.dumps(content, indent=2, ensure_ascii=False))  # noqa: T201
+        return
+    console = Console()
+    for one in STUDIES.values():
+        console.print(f"[bold]{one.name}[/bold]: {one.title.lower()} ({one.mirrors})", highlight=False)
+        for paragraph in (one.about, *(f"The paper: {finding.claim} ({finding.where})." for finding in one.findings)):
+            text = textwrap.fill(paragraph, min(console.width, 100), initial_indent="  ", subsequent_indent="  ")
+            console.print(text, highlight=False, markup=False)

@@ -175,7 +175,7 @@ def test_a_folded_block_in_kernels(mean: float, gelu: str, monkeypatch: pytest.M
         start = x.double() + branch.double() + bias.double()
         exact = copy.deepcopy(plain).double()(start) - start
         pending = folded_block(folded.to(low), PendingResidual(x, branch, bias))
-        assert pending.branch is not None and pending.bias is not None and pending.keep is None and pending.seed is None
+        assert pending.branch is not None and pending.bias is not None and pending.drop_path_scale is None and pending.seed is None
         assert pending.mean is not None and pending.mean.shape == x.shape[:-1]
         ours = (pending.x.double() + pending.mean[..., None].double() - start) + pending.branch.double() + pending.bias.double()
         torchs = plain.to(low)(x + (branch + bias)).double() - start

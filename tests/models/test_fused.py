@@ -124,7 +124,7 @@ def test_stochastic_depth_drops_the_same_branches(fusing: None, monkeypatch: pyt
     for block in model.blocks:
         vars(block.skip).pop("forward", None)  # what the context put back there is the class's own
     drawn = iter(factors)
-    monkeypatch.setattr(encoder, "_draw_keep", lambda rate, x: (next(drawn).to(DEVICE), next(drawn).to(DEVICE)))
+    monkeypatch.setattr(encoder, "_draw_drop_path_scales", lambda rate, x: (next(drawn).to(DEVICE), next(drawn).to(DEVICE)))
     fused, fused_gradients = results(model, images, "auto")
     assert near(fused, plain)
     assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
@@ -177,12 +177,12 @@ def test_nothing_is_dropped_in_eval_mode(fusing: None) -> None:
 
 def test_stochastic_depth_keeps_the_mean() -> None:
     block = small(stochastic_depth=0.5).blocks[-1]
-    keep = encoder.draw_noise(block, torch.zeros(10_000, 1, device=DEVICE)).keep  # type: ignore[arg-type]
-    assert keep is not None
-    for one in keep:
+    scales = encoder.draw_noise(block, torch.zeros(10_000, 1, device=DEVICE)).drop_path_scales  # type: ignore[arg-type]
+    assert scales is not None
+    for one in scales:
         assert set(one.unique().tolist()) == {0.0, 2.0} and abs(float(one.mean()) - 1) < 0.1
-    assert not torch.equal(*keep)
-    assert encoder.draw_noise(block.eval(), torch.zeros(4, 1)).keep is None  # type: ignore[arg-type]
+    assert not torch.equal(*scales)
+    assert encoder.draw_noise(block.eval(), torch.zeros(4, 1)).drop_path_scales is None  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

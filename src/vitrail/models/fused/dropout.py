@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def keep_factor(seed, offset, rate):
+def dropout_scale(seed, offset, rate):
     """Return 1 / (1 − rate) for values that are kept and 0 for those dropped. `seed` points to an int64."""
     number = tl.load(seed)
     low, high = (number & 0xFFFFFFFF).to(tl.uint32), (number >> 32).to(tl.uint32)

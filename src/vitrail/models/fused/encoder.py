@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 
 class PendingResidual(NamedTuple):
-    """The residual stream: x, plus keep · dropout(branch + bias) where a branch is pending. Holds no parameter of FSDP2's."""
+    """The residual stream: x, plus drop_path_scale · dropout(branch + bias) where a branch is pending.
+
+    Holds no parameter of FSDP2's.
+    """
 
     x: Tensor
     branch: Tensor | None = None
     bias: Tensor | None = None
-    keep: Tensor | None = None
+    drop_path_scale: Tensor | None = None
     """Stochastic depth's factor per image."""
     seed: Tensor | None = None
     rate: float = 0.0
@@ -43,7 +46,7 @@ class BlockOptions(NamedTuple):
     fp8: bool = False
     recompute_cheap: bool = False
     """Keep matmul outputs only: attention and GELU are computed again in the backward pass."""
-    keep: tuple[Tensor, Tensor] | None = None
+    drop_path_scales: tuple[Tensor, Tensor] | None = None
     """Stochastic depth's factors per image, of the attention branch and of the MLP branch."""
     seeds: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     """Of the dropout after attention, after GELU, and after the MLP."""
@@ -65,14 +68,16 @@ def draw_noise(block: Block, x: Tensor) -> BlockOptions:
     """Draw what dropout and stochastic depth need, from each module's own rate and mode."""
     parts = block.__dict__["_modules"]  # as in whitelist.py: `__getattr__` is slow, and this runs for every block
     skip, attention_rate, mlp_rate = parts["skip"], _rate(parts["dropout"]), _rate(parts["mlp"].__dict__["_modules"]["dropout"])
-    keep = _draw_keep(skip.rate, x) if skip.training else None
+    scales = _draw_drop_path_scales(skip.rate, x) if skip.training else None
     if not (attention_rate or mlp_rate):
-        return BlockOptions(keep=keep)
+        return BlockOptions(drop_path_scales=scales)
     one, two, three = torch.randint(2**62, (3,), device=x.device).unbind()
-    return BlockOptions(keep=keep, seeds=(one if attention_rate else None, *((two, three) if mlp_rate else (None, None))))
+    return BlockOptions(
+        drop_path_scales=scales, seeds=(one if attention_rate else None, *((two, three) if mlp_rate else (None, None)))
+    )
 
 
-def _draw_keep(rate: float, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def _draw_drop_path_scales(rate: float, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Stochastic depth's factors, 0 or 1 / (1 − rate) per image, for both branches."""
     if rate == 0.0:
         return None
@@ -96,19 +101,19 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
         return folded_block(block, pending)
     sharded = is_sharded(block)
     refold = sharded and not block.stays_gathered  # FSDP2 frees the parameters once the block is done
-    keep = options.keep or (None, None)
+    attention_scale, mlp_scale = options.drop_path_scales or (None, None)
     x, y = residual_norm(*pending[:-1], block.norm1.eps, dtype)
     branch = _attention(block.attention, block.norm1, y, options, refold)
     mean = pending.mean
     if options.num_queries is not None:
         x, mean = x[:, : options.num_queries], None if mean is None else mean[:, : options.num_queries]
     attention_bias, rate = block.attention.out.bias, block.dropout.p
-    x, y = residual_norm(x, branch, attention_bias, keep[0], options.seeds[0], rate, block.norm2.eps, dtype)
+    x, y = residual_norm(x, branch, attention_bias, attention_scale, options.seeds[0], rate, block.norm2.eps, dtype)
     branch = _mlp(block.mlp, block.norm2, y, options, refold)
     bias: Tensor | None = block.mlp.down.bias
     if sharded and bias is not None:
         bias = bias.clone()
-    return PendingResidual(x, branch, bias, keep[1], options.seeds[2], block.mlp.dropout.p, mean)
+    return PendingResidual(x, branch, bias, mlp_scale, options.seeds[2], block.mlp.dropout.p, mean)
 
 
 def settle(pending: PendingResidual) -> Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.models.fused.column_sum import column_sum
-from vitrail.models.fused.dropout import keep_factor
+from vitrail.models.fused.dropout import dropout_scale
 from vitrail.models.fused.fp8 import E4M3_MAX, Fp8Tensor, empty_fp8, scale_rows
 from vitrail.models.fused.launch import ceil_div, next_power_of_2, num_sms
 from vitrail.models.fused.ops import op
@@ -52,7 +52,7 @@ def _gelu_forward_kernel(
         x += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     cdf, _ = gelu_cdf(x, TANH)
     if DROPS:
-        cdf *= keep_factor(seed, offset, rate)
+        cdf *= dropout_scale(seed, offset, rate)
     value = x * cdf
     if FP8:
         value, scale = scale_rows(value, E4M3_MAX)
@@ -81,9 +81,9 @@ def _gelu_backward_kernel(
         grad = tl.load(dg + offset, mask=mask, other=0.0).to(tl.float32)
         cdf, pdf = gelu_cdf(x, TANH)
         if DROPS:
-            keep = keep_factor(seed, offset, rate)
-            cdf *= keep
-            pdf *= keep
+            factor = dropout_scale(seed, offset, rate)
+            cdf *= factor
+            pdf *= factor
         grad *= cdf + x * pdf
         tl.store(dh + offset, grad.to(dh.dtype.element_ty), mask=mask)
         tl.store(g + offset, (x * cdf).to(g.dtype.element_ty), mask=mask)

@@ -16,16 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.models.fused.column_sum import column_sum
-from vitrail.models.fused.dropout import keep_factor
+from vitrail.models.fused.dropout import dropout_scale
 from vitrail.models.fused.launch import next_power_of_2, num_sms
 from vitrail.models.fused.ops import once_differentiable, op
 
 
 @triton.jit
 def _norm_forward_kernel(
-    x, branch, bias, keep, seed, x_out, y, rstd_out, mean_in, mean_out,
+    x, branch, bias, drop_path_scale, seed, x_out, y, rstd_out, mean_in, mean_out,
     tokens, eps, rate,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_KEEP: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DROP_PATH: tl.constexpr,
     DROPS: tl.constexpr, NORMS: tl.constexpr, HAS_MEAN: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.arange(0, PADDED)
@@ -36,10 +36,10 @@ def _norm_forward_kernel(
         added = tl.load(branch + offset, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             added += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-        if HAS_KEEP:
-            added *= tl.load(keep + row // tokens)
+        if HAS_DROP_PATH:
+            added *= tl.load(drop_path_scale + row // tokens)
         if DROPS:
-            added *= keep_factor(seed, offset, rate)
+            added *= dropout_scale(seed, offset, rate)
         value += added
         if NORMS:
             tl.store(x_out + offset, value.to(x_out.dtype.element_ty), mask=mask)
@@ -60,9 +60,9 @@ def _norm_forward_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    dy, dx_next, y, rstd_in, keep, seed, dx, dbranch, sums,
+    dy, dx_next, y, rstd_in, drop_path_scale, seed, dx, dbranch, sums,
     rows, tokens, rate,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_KEEP: tl.constexpr, HAS_NEXT: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, HAS_DROP_PATH: tl.constexpr, HAS_NEXT: tl.constexpr,
     DROPS: tl.constexpr,
 ):  # fmt: skip
     program, column = tl.program_id(0), tl.arange(0, PADDED)
@@ -79,10 +79,10 @@ def _norm_backward_kernel(
             result += tl.load(dx_next + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
         if ADDS:
-            if HAS_KEEP:
-                result *= tl.load(keep + row // tokens)
+            if HAS_DROP_PATH:
+                result *= tl.load(drop_path_scale + row // tokens)
             if DROPS:
-                result *= keep_factor(seed, offset, rate)
+                result *= dropout_scale(seed, offset, rate)
             tl.store(dbranch + offset, result.to(dbranch.dtype.element_ty), mask=mask)
             sum_bias += result
     if ADDS:
@@ -90,8 +90,8 @@ def _norm_backward_kernel(
 
 
 def _empty(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    dtype: torch.dtype,
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
+    eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     return _empty_sum(x, branch), y, torch.empty(x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
@@ -102,62 +102,63 @@ def _empty_sum(x: Tensor, branch: Tensor | None) -> Tensor:
 
 
 @op(
-    "residual_norm(Tensor x, Tensor? branch, Tensor? bias, Tensor? keep, Tensor? seed, float rate, float eps, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)",
+    "residual_norm(Tensor x, Tensor? branch, Tensor? bias, Tensor? drop_path_scale, Tensor? seed, float rate, float eps,"
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
     _empty,
 )
 def _residual_norm(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    dtype: torch.dtype,
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
+    eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the sum (empty without a branch), the normalised sum, and one over each row's standard deviation."""
-    total, y, rstd = _empty(x, branch, bias, keep, seed, rate, eps, dtype)
-    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, y, rstd, None, None)
+    total, y, rstd = _empty(x, branch, bias, drop_path_scale, seed, rate, eps, dtype)
+    _launch_forward(x, branch, bias, drop_path_scale, seed, rate, eps, total, y, rstd, None, None)
     return total, y, rstd
 
 
 def _empty_centred(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    mean: Tensor | None,
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
+    eps: float, mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rstd, new_mean = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), rstd, new_mean
 
 
 @op(
-    "residual_centred(Tensor x, Tensor? branch, Tensor? bias, Tensor? keep, Tensor? seed, float rate, float eps, Tensor? mean)"
-    " -> (Tensor, Tensor, Tensor)",
+    "residual_centred(Tensor x, Tensor? branch, Tensor? bias, Tensor? drop_path_scale, Tensor? seed, float rate, float eps,"
+    " Tensor? mean) -> (Tensor, Tensor, Tensor)",
     _empty_centred,
 )
 def residual_centred(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    mean: Tensor | None,
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
+    eps: float, mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return x + keep · dropout(branch + bias) with each row's mean subtracted, its rstd, and its mean. Not differentiable.
+    """Return x + drop_path_scale · dropout(branch + bias) with each row's mean subtracted, its rstd, and its mean.
 
-    rstd is that of the rows as stored. `mean` [image, token] is what was subtracted from x before; the new one includes it. Both
-    are float32.
+    Not differentiable. rstd is that of the rows as stored. `mean` [image, token] is what was subtracted from x before; the new one
+    includes it. Both are float32.
     """
-    total, rstd, new_mean = _empty_centred(x, branch, bias, keep, seed, rate, eps, mean)
-    _launch_forward(x, branch, bias, keep, seed, rate, eps, total, None, rstd, mean, new_mean)
+    total, rstd, new_mean = _empty_centred(x, branch, bias, drop_path_scale, seed, rate, eps, mean)
+    _launch_forward(x, branch, bias, drop_path_scale, seed, rate, eps, total, None, rstd, mean, new_mean)
     return total, rstd, new_mean
 
 
 def _launch_forward(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    total: Tensor, y: Tensor | None, rstd: Tensor, mean: Tensor | None, new_mean: Tensor | None,
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
+    eps: float, total: Tensor, y: Tensor | None, rstd: Tensor, mean: Tensor | None, new_mean: Tensor | None,
 ) -> None:  # fmt: skip
     width = x.shape[-1]
     _norm_forward_kernel[(rstd.numel(),)](
-        x.contiguous(), None if branch is None else branch.contiguous(), bias, keep, seed, total, y, rstd,
+        x.contiguous(), None if branch is None else branch.contiguous(), bias, drop_path_scale, seed, total, y, rstd,
         None if mean is None else mean.contiguous(), new_mean, x.shape[1], eps, rate,
         WIDTH=width, PADDED=next_power_of_2(width), ADDS=branch is not None, HAS_BIAS=bias is not None,
-        HAS_KEEP=keep is not None, DROPS=seed is not None, NORMS=y is not None, HAS_MEAN=mean is not None, num_warps=4,
+        HAS_DROP_PATH=drop_path_scale is not None, DROPS=seed is not None, NORMS=y is not None, HAS_MEAN=mean is not None,
+        num_warps=4,
     )  # fmt: skip
 
 
 def _empty_backward(
-    y: Tensor, rstd: Tensor, dy: Tensor, dx_next: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float,
+    y: Tensor, rstd: Tensor, dy: Tensor, dx_next: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
     x_dtype: torch.dtype, branch_dtype: torch.dtype | None, bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = torch.empty(y.shape, dtype=x_dtype, device=y.device)
@@ -166,12 +167,12 @@ def _empty_backward(
 
 
 @op(
-    "residual_norm_backward(Tensor y, Tensor rstd, Tensor dy, Tensor? dx_next, Tensor? keep, Tensor? seed, float rate,"
+    "residual_norm_backward(Tensor y, Tensor rstd, Tensor dy, Tensor? dx_next, Tensor? drop_path_scale, Tensor? seed, float rate,"
     " ScalarType x_dtype, ScalarType? branch_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)",
     _empty_backward,
 )
 def _residual_norm_backward(
-    y: Tensor, rstd: Tensor, dy: Tensor, dx_next: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float,
+    y: Tensor, rstd: Tensor, dy: Tensor, dx_next: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
     x_dtype: torch.dtype, branch_dtype: torch.dtype | None, bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x, branch and bias; empty for those without a precision."""
@@ -182,10 +183,10 @@ def _residual_norm_backward(
     programs = min(rows, num_sms(y.device) * (16 if padded <= 512 else 8))
     sums = torch.empty(programs, width, dtype=torch.float32, device=y.device) if adds else None
     _norm_backward_kernel[(programs,)](
-        dy.contiguous(), None if dx_next is None else dx_next.contiguous(), y, rstd, keep, seed, dx, dbranch, sums,
+        dy.contiguous(), None if dx_next is None else dx_next.contiguous(), y, rstd, drop_path_scale, seed, dx, dbranch, sums,
         rows, y.shape[1], rate,
-        WIDTH=width, PADDED=padded, ADDS=adds, HAS_KEEP=keep is not None, HAS_NEXT=dx_next is not None, DROPS=seed is not None,
-        num_warps=max(1, min(8, padded // 256)),
+        WIDTH=width, PADDED=padded, ADDS=adds, HAS_DROP_PATH=drop_path_scale is not None, HAS_NEXT=dx_next is not None,
+        DROPS=seed is not None, num_warps=max(1, min(8, padded // 256)),
     )  # fmt: skip
     if sums is None or bias_dtype is None:
         return dx, dbranch, torch.empty(0, dtype=bias_dtype or y.dtype, device=y.device)
@@ -195,11 +196,11 @@ def _residual_norm_backward(
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None,
+        ctx: Any, x: Tensor, branch: Tensor | None, bias: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None,
         rate: float, eps: float, dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        total, y, rstd = _residual_norm(x, branch, bias, keep, seed, rate, eps, dtype)
-        ctx.save_for_backward(y, rstd, keep, seed)
+        total, y, rstd = _residual_norm(x, branch, bias, drop_path_scale, seed, rate, eps, dtype)
+        ctx.save_for_backward(y, rstd, drop_path_scale, seed)
         ctx.rate, ctx.dtypes = rate, (x.dtype, None if branch is None else branch.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
         # x is returned, too, so that its gradient from later uses is added in the backward kernel, without another pass.
@@ -208,20 +209,20 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx_next: Tensor | None, dy: Tensor | None) -> Any:
-        y, rstd, keep, seed = ctx.saved_tensors
+        y, rstd, drop_path_scale, seed = ctx.saved_tensors
         dy = torch.zeros_like(y) if dy is None else dy
-        dx, dbranch, dbias = _residual_norm_backward(y, rstd, dy, dx_next, keep, seed, ctx.rate, *ctx.dtypes)
+        dx, dbranch, dbias = _residual_norm_backward(y, rstd, dy, dx_next, drop_path_scale, seed, ctx.rate, *ctx.dtypes)
         _, has_branch, has_bias = (one is not None for one in ctx.dtypes)
         return dx, dbranch if has_branch else None, dbias if has_branch and has_bias else None, None, None, None, None, None
 
 
 def residual_norm(
-    x: Tensor, branch: Tensor | None, bias: Tensor | None, keep: Tensor | None, seed: Tensor | None, rate: float, eps: float,
-    dtype: torch.dtype,
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, drop_path_scale: Tensor | None, seed: Tensor | None, rate: float,
+    eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return x + keep · dropout(branch + bias), and its rows with mean 0 and standard deviation 1, in `dtype`.
+    """Return x + drop_path_scale · dropout(branch + bias), and its rows with mean 0 and standard deviation 1, in `dtype`.
 
-    Without a branch x is only normalised, and returned as it is. `keep` [image] holds stochastic depth's factors, `seed` that of
-    a dropout with `rate`; either may be None.
+    Without a branch x is only normalised, and returned as it is. `drop_path_scale` [image] holds stochastic depth's factors, `seed`
+    that of a dropout with `rate`; either may be None.
     """
-    return _ResidualNorm.apply(x, branch, bias, keep, seed, rate, eps, dtype)  # type: ignore[no-any-return]
+    return _ResidualNorm.apply(x, branch, bias, drop_path_scale, seed, rate, eps, dtype)  # type: ignore[no-any-return]

@@ -61,15 +61,15 @@ def blocks_difference(
     worst = 0.0
     for drops in (False, True):
         seeds = torch.randint(2**62, (2, 3), device=device) if drops else None
-        keep = torch.arange(_IMAGES, device=device, dtype=torch.float32) % 3 if drops else None
-        masks = [_masks(seeds, number, keep, tokens, width, mlp) for number, tokens in enumerate((_TOKENS, 1))]
+        drop_path_scale = torch.arange(_IMAGES, device=device, dtype=torch.float32) % 3 if drops else None
+        masks = [_masks(seeds, number, drop_path_scale, tokens, width, mlp) for number, tokens in enumerate((_TOKENS, 1))]
 
         def plain(precision: torch.dtype, masks: list[list[Tensor | float]] = masks) -> Tensor:
             middle = _plain_block(x, blocks[0], heads, _TOKENS, tanh, masks[0], precision)
             return _plain_block(middle, blocks[1], heads, 1, tanh, masks[1], precision)
 
         exact, rounded = plain(torch.float32), plain(dtype)
-        fused = _fused_blocks(x, blocks, heads, tanh, seeds, keep, dtype, fp8)
+        fused = _fused_blocks(x, blocks, heads, tanh, seeds, drop_path_scale, dtype, fp8)
         results = []
         for out in (exact, rounded, fused):
             gradients = torch.autograd.grad(out, leaves, grad_out)
@@ -88,20 +88,22 @@ def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return (values / math.sqrt(shape[1]) if len(shape) == 2 else 0.5 + 0.2 * values).requires_grad_()
 
 
-def _masks(seeds: Tensor | None, block: int, keep: Tensor | None, tokens: int, width: int, mlp: int) -> list[Tensor | float]:
+def _masks(
+    seeds: Tensor | None, block: int, drop_path_scale: Tensor | None, tokens: int, width: int, mlp: int
+) -> list[Tensor | float]:
     """Return the factors of a block's three dropouts, of stochastic depth as well after attention and the MLP."""
-    if seeds is None or keep is None:
+    if seeds is None or drop_path_scale is None:
         return [1.0, 1.0, 1.0]
     from vitrail.models.fused.residual_norm import residual_norm
 
     masks: list[Tensor | float] = []
     for seed, size in zip(seeds[block], (width, mlp, width), strict=True):
-        ones = torch.ones(len(keep), tokens, size, device=seeds.device, dtype=torch.float32)
+        ones = torch.ones(len(drop_path_scale), tokens, size, device=seeds.device, dtype=torch.float32)
         mask, _ = residual_norm(torch.zeros_like(ones), ones, None, None, seed, _RATE, _EPS, torch.float32)
         dropped = float((mask == 0).float().mean())
         if abs(dropped - _RATE) > 6 * math.sqrt(_RATE * (1 - _RATE) / mask.numel()):
             raise ValueError(f"dropout drops {dropped:.1%} of the values instead of {_RATE:.0%}")
-        masks.append(mask if size == mlp and len(masks) == 1 else mask * keep[:, None, None])
+        masks.append(mask if size == mlp and len(masks) == 1 else mask * drop_path_scale[:, None, None])
     return masks
 
 
@@ -134,8 +136,8 @@ def _head_norms(q: Tensor, k: Tensor, norms: Sequence[Tensor]) -> tuple[Tensor, 
 
 
 def _fused_blocks(
-    x: Tensor, blocks: Sequence[_Weights], heads: int, tanh: bool, seeds: Tensor | None, keep: Tensor | None, dtype: torch.dtype,
-    fp8: bool,
+    x: Tensor, blocks: Sequence[_Weights], heads: int, tanh: bool, seeds: Tensor | None, drop_path_scale: Tensor | None,
+    dtype: torch.dtype, fp8: bool,
 ) -> Tensor:  # fmt: skip
     from vitrail.models.fused.attention_backward import fits
     from vitrail.models.fused.branches import attention_branch, linear, mlp_branch, qk_norm, residual_norm
@@ -144,7 +146,7 @@ def _fused_blocks(
     for number, w in enumerate(blocks):
         drawn: Sequence[Tensor | None] = (None, None, None) if seeds is None else seeds[number].unbind(0)
         num_queries = 1 if number == len(blocks) - 1 else None
-        x, y = residual_norm(x, branch, bias, None if branch is None else keep, seed, _RATE, _EPS, dtype)
+        x, y = residual_norm(x, branch, bias, None if branch is None else drop_path_scale, seed, _RATE, _EPS, dtype)
         norm_and_qkv = w.norm1_weight, w.norm1_bias, w.qkv_weight, w.qkv_bias
         if fits(tokens, x.shape[-1] // heads, x.device):
             branch = attention_branch(
@@ -157,11 +159,11 @@ def _fused_blocks(
             q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
             values = F.scaled_dot_product_attention(q[:, :, :num_queries], k, v).transpose(1, 2).flatten(2)
             branch = linear(values, None, None, w.out_weight, None, fp8=fp8 and num_queries is None, refold=False)
-        x, y = residual_norm(x[:, :num_queries], branch, w.out_bias, keep, drawn[0], _RATE, _EPS, dtype)
+        x, y = residual_norm(x[:, :num_queries], branch, w.out_bias, drop_path_scale, drawn[0], _RATE, _EPS, dtype)
         weights = w.norm2_weight, w.norm2_bias, w.up_weight, w.up_bias, w.down_weight
         branch = mlp_branch(y, *weights, tanh, drawn[1], _RATE, fp8=fp8, recompute_cheap=False, needs_grad=True, refold=False)
         bias, seed = w.down_bias, drawn[2]
-    return residual_norm(x, branch, bias, keep, seed, _RATE, _EPS, dtype)[0]
+    return residual_norm(x, branch, bias, drop_path_scale, seed, _RATE, _EPS, dtype)[0]
 
 
 def attention_difference(

@@ -252,6 +252,24 @@ def test_threads_get_their_own_results() -> None:
     assert not faults and GraphClass.captured == 2 and GraphClass.replayed >= 50
 
 
+@needs_gpu
+def test_streams_that_alternate() -> None:
+    """Calls on two streams share a graph's memory, without a wait of the caller's between them."""
+    made = make("S/16")
+    batches = [random_images(made, seed=seed) for seed in range(2)]
+    expected = [uncaptured(made, images) for images in batches]
+    captured(made, batches[0])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in batches]
+    found: list[tuple[int, Tensor]] = []
+    for call in range(40):
+        number = call // 2 % 2  # twice on one stream, then on the other
+        with torch.cuda.stream(streams[number]):
+            found.append((number, made(batches[number])))
+    torch.cuda.synchronize()
+    assert all(error(logits, expected[number]) < CLOSE for number, logits in found)
+
+
 @torch.no_grad()
 def test_images_of_other_types_and_devices() -> None:
     made, model = make(), build()

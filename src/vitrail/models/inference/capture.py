@@ -15,6 +15,7 @@ was captured, so:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -27,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from vitrail.models.cuda_graph import CudaGraph, Graph
 from vitrail.models.fused.ops import device_guard
-from vitrail.models.fused.whitelist import has_hooks, is_ordinary_call
+from vitrail.models.fused.whitelist import has_hooks, is_eager_call, is_patched
 from vitrail.models.inference.replaceable import runs_known_code
 
 log = logging.getLogger("vitrail")
@@ -46,6 +47,7 @@ class CapturedCall:
 
     def __init__(self, call: Call, images: Tensor, new_graph: NewGraph | None) -> None:
         self._images = images.clone()
+        self._stream: int | None = None
         with device_guard(images):
             self._graph = CudaGraph(torch.cuda.Stream()) if new_graph is None else new_graph()
             self._done = torch.cuda.Event() if images.is_cuda else None
@@ -69,10 +71,12 @@ class CapturedCall:
         if self._done is None:
             return self._run(images)
         with device_guard(self._images):
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._done)  # a call on another stream may not have copied its result yet
+            stream = torch._C._cuda_getCurrentRawStream(self._images.device.index)
+            if stream != self._stream:  # the last call was on another, and may not have copied its result yet
+                torch.cuda.current_stream().wait_event(self._done)
             result = self._run(images)
-            self._done.record(stream)
+            self._done.record()
+            self._stream = stream
         return result
 
     def _run(self, images: Tensor) -> Tensor:
@@ -118,19 +122,23 @@ class CapturedForward:
         """Return logits from a captured graph; None where there is none for these images, or it is outdated."""
         if images.shape not in self._captures or not images.is_floating_point() or not self._can_capture(images):
             return None
-        with self._lock, torch.no_grad():
+        with self._lock:
             capture = self._captures.get(images.shape)
             if capture is None:
                 return None
-            result = capture.call.replay(images)
-            if capture.is_current():  # compared while the GPU works
+            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():  # the former takes microseconds
+                result = capture.call.replay(images)
+            if is_patched():  # this and the state are looked at while the GPU works
+                return None
+            if capture.is_current():
                 return result
             self._drop()
         return None
 
     def __call__(self, images: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Compute logits of images of any device and floating-point type, by a model of the given ones."""
-        if (device.type == "cuda" or self._new_graph is not None) and self._can_capture(images):
+        capturable = device.type == "cuda" or self._new_graph is not None
+        if capturable and self._can_capture(images) and not is_patched():
             with self._lock:
                 self._capture(images, device, dtype)
             result = self.replay(images)
@@ -152,8 +160,8 @@ class CapturedForward:
         return self._model(images).float()  # type: ignore[no-any-return]
 
     def _can_capture(self, images: Tensor) -> bool:
-        """Tell whether this call is an ordinary one, outside a capture of the caller's own."""
-        if type(images) is not Tensor or torch._C._len_torch_dispatch_stack() or not is_ordinary_call():
+        """Tell whether this is an eager call, outside a capture of the caller's own."""
+        if type(images) is not Tensor or torch._C._len_torch_dispatch_stack() or not is_eager_call():
             return False
         return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 

@@ -148,7 +148,7 @@ def test_mismatched_data_gives_a_clear_message(bundle: Bundle, backbone: Path, p
         evaluate(nameless, f"folder:{tmp_path / 'more'}")
     assert "matched by order" in evaluate(nameless, f"folder:{photos}").notes[0]
     without = dataclasses.replace(bundle, preprocess=None)
-    with pytest.raises(VitrailError, match="No preprocessing stored"):
+    with pytest.raises(VitrailError, match=r"No preprocessing is stored in .*--preprocess google-vit"):
         evaluate(without, f"folder:{photos}")
     with torch.no_grad():
         bundle.model.norm.weight[0] = float("nan")

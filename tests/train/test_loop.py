@@ -268,6 +268,15 @@ def test_a_teacher_with_other_classes_is_refused(tmp_path):
         train(small(task=TaskSpec(distil="hard", teacher=str(tmp_path / "teacher"))), tmp_path / "run")
 
 
+def test_a_checkpoint_without_preprocessing_names_the_option_that_sets_it(tmp_path):
+    bare = tmp_path / "bare"
+    vitrail.save(bare, create_model("ViT-Ti/4", outputs=2, image_size=8, channels=1, width=32, depth=1, heads=1, mlp=32, seed=0))
+    with pytest.raises(VitrailError, match=r"No preprocessing is stored in .*bare.* --data.preprocess google-vit"):
+        train(small(model=ModelSpec(start=str(bare))), tmp_path / "run")
+    with pytest.raises(VitrailError, match=r"vitrail convert .*bare FOLDER --preprocess google-vit"):
+        train(small(task=TaskSpec(distil="hard", teacher=str(bare))), tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_fine_tuning_keeps_the_body_and_the_preprocessing_and_renews_the_head(tmp_path):
     train(small(), tmp_path / "start")

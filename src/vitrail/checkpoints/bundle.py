@@ -85,20 +85,25 @@ class Bundle:
             f"Fine-tune it on your classes (`vitrail finetune`), or use its features (`vitrail fewshot`, `vitrail embed`)."
         )
 
+    def stored_preprocess(self, option: str = "--preprocess") -> Preprocess:
+        """Return the preprocessing; where there is none, raise an error that names the option of the command that sets it."""
+        if self.preprocess is None:
+            raise VitrailError(
+                f"No preprocessing is stored in {self.report.source}. Choose one: {option} google-vit for Google's ViTs "
+                f"([−1, 1], square resize), or another preset, such as imagenet; in Python load(…, preprocess='google-vit')."
+            )
+        return self.preprocess
+
     def _batches(self, images: Any) -> Iterator[Tensor]:
         if isinstance(images, Tensor):
             yield from (images if images.ndim == 4 else images[None]).split(_BATCH)
             return
         is_single = isinstance(images, (str, bytes, os.PathLike)) or not isinstance(images, Sequence)
         items = [images] if is_single else list(images)
-        if self.preprocess is None:
-            raise VitrailError(
-                f"No preprocessing is stored in {self.report.source}. Choose a preset on loading, such as preprocess='google-vit' "
-                f"(Google's ViTs: a square resize and values in [−1, 1])."
-            )
+        preprocess = self.stored_preprocess()
         for start in range(0, len(items), _BATCH):
             yield torch.stack(
-                [self.preprocess(image, name=_name(image, start + i)) for i, image in enumerate(items[start : start + _BATCH])]
+                [preprocess(image, name=_name(image, start + i)) for i, image in enumerate(items[start : start + _BATCH])]
             )
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from vitrail.checkpoints import Bundle
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
-from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec, extract_features
 from vitrail.evaluate.predictor import find_images
 from vitrail.evaluate.thumbnails import thumbnail
@@ -97,7 +96,7 @@ def embed(
     """
     spec, context = spec or FeatureSpec(), context or default_context(bundle.model, bad_images="skip")
     split = images if isinstance(images, Split) else find_images(images)
-    preprocess = bundle_preprocess(bundle)
+    preprocess = bundle.stored_preprocess()
     extracted = extract_features(bundle.model, split, preprocess, spec, context)
     about = {
         "checkpoint": bundle.report.source,

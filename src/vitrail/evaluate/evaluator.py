@@ -94,7 +94,7 @@ def evaluate(
     context = context or default_context(bundle.model)
     opened = data if isinstance(data, Split) else open_split(bundle, data, split, match=match, bad_images=context.bad_images)
     notes = check_fits(bundle, opened)
-    preprocess = bundle_preprocess(bundle)
+    preprocess = bundle.stored_preprocess()
     model = bundle.model
     if size is not None:
         model = copy.deepcopy(model).resize(size)
@@ -160,15 +160,6 @@ def check_fits(bundle: Bundle, split: Split) -> list[str]:
 
 _MODELS = {"classify": "a classifier", "multilabel": "a multi-label classifier", "regress": "a regression model"}
 _TARGETS = {"classify": "one class per image", "multilabel": "multi-label targets", "regress": "regression targets"}
-
-
-def bundle_preprocess(bundle: Bundle) -> Preprocess:
-    if bundle.preprocess is None:
-        raise VitrailError(
-            f"No preprocessing stored in {bundle.report.source}. For Google's ViTs ([-1, 1], square resize) pass "
-            "--preprocess google-vit; for other models pass another preset, such as imagenet."
-        )
-    return bundle.preprocess
 
 
 def _collect_predictions(bundle: Bundle, split: Split, results: Any, context: EvalContext) -> Predictions:

@@ -18,7 +18,6 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, default_context
-from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec, extract_features
 from vitrail.evaluate.ridge import BIAS, L2, fit_ridge
 from vitrail.evaluate.support_set import SmallClasses, SupportSet, draw_support_sets
@@ -113,7 +112,7 @@ def few_shot(
     """
     context = context or default_context(bundle.model)
     train_split, test_split = open_train_and_test(data, train, test, context)
-    evaluator = FewShotEvaluator(train_split, test_split, bundle_preprocess(bundle), protocol=protocol, features=features)
+    evaluator = FewShotEvaluator(train_split, test_split, bundle.stored_preprocess(), protocol=protocol, features=features)
     return evaluator.run(bundle.model, context)
 
 

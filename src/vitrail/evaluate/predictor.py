@@ -15,7 +15,6 @@ from vitrail.data.sources.layout import images_under
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, Pass, default_context
-from vitrail.evaluate.evaluator import bundle_preprocess
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def predict(
     split = images if isinstance(images, Split) else find_images(images)
     context = context or default_context(bundle.model, bad_images="skip")
     model = context.prepare(bundle.model)
-    results = context.run(split, bundle_preprocess(bundle), model, lambda batch: bundle.decode(model(batch), top))
+    results = context.run(split, bundle.stored_preprocess(), model, lambda batch: bundle.decode(model(batch), top))
     return _in_order(split, results)
 
 

@@ -24,7 +24,6 @@ from vitrail.data.split import stratified
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, default_context
-from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec, extract_features
 from vitrail.evaluate.fewshot import open_train_and_test
 from vitrail.evaluate.intervals import Interval, wilson
@@ -117,7 +116,7 @@ def probe_splits(
     """Fit a probe on the features of `train` and test it on `test`."""
     if features.feature == "patches":
         raise VitrailError("A probe needs one vector per image; use mean instead of patches.")
-    preprocess = bundle_preprocess(bundle)
+    preprocess = bundle.stored_preprocess()
     train_features = extract_features(bundle.model, train, preprocess, features, context)
     test_features = extract_features(bundle.model, test, preprocess, features, context)
     device = context.world.device if context.world.device.type == "cuda" else torch.device("cpu")

@@ -54,12 +54,7 @@ def from_source(reference: str, split: str | None, count: int, seed: int) -> Raw
 
 def preprocess_images(bundle: Bundle, raw: RawImages, shown: int) -> PreprocessedImages:
     """Apply the checkpoint's preprocessing; the first `shown` images are also kept as pictures."""
-    preprocess = bundle.preprocess
-    if preprocess is None:
-        raise VitrailError(
-            f"No preprocessing stored in {bundle.report.source}. For Google's ViTs ([−1, 1], square resize) pass "
-            "--preprocess google-vit; for other models pass another preset, such as imagenet."
-        )
+    preprocess = bundle.stored_preprocess()
     pairs = zip(raw.payloads, raw.names, strict=True)
     try:
         images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])

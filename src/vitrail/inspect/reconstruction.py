@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
-from vitrail.errors import VitrailError
 from vitrail.inspect.images import PreprocessedImages
 from vitrail.inspect.inputs import Array
 from vitrail.inspect.page import NOT_IN_PAPER
@@ -111,9 +110,7 @@ def inspect_reconstruction(
     title: str, folder: str, reference: str, bundle: Bundle, inputs: PreprocessedImages, seed: int
 ) -> Section:
     """Draw the reconstructions of one run."""
-    if bundle.preprocess is None:
-        raise VitrailError(f"No preprocessing stored in {reference}. Pass the folder of a run.")
-    wrapper, task = load_parts(run_folder(reference), bundle.model, bundle.preprocess)
+    wrapper, task = load_parts(run_folder(reference), bundle.model, bundle.stored_preprocess())
     images = inputs.images[: len(inputs.pictures)]
     result = reconstruct(wrapper, task, images, seed=seed)
     metrics = result.metrics

@@ -189,9 +189,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     notes += [note for note in bundle.report.notes if note.startswith(("image size", "input channels"))]
     if recipe.data.preprocess != "auto":
         return model, preset(recipe.data.preprocess, size=model.config.image_size, channels=model.config.channels)
-    if bundle.preprocess is None:
-        raise VitrailError(f"{spec.start} has no preprocessing. Add --data.preprocess, such as google-vit.")
-    return model, bundle.preprocess
+    return model, bundle.stored_preprocess("--data.preprocess")
 
 
 _INERT = ("init", "dropout", "attention_dropout", "stochastic_depth")
@@ -207,8 +205,7 @@ def make_distillation(
         raise VitrailError(f"Distillation needs one label per image; this task is {labels.kind}.")
     assert spec.teacher is not None
     bundle = load(spec.teacher)
-    if bundle.preprocess is None:
-        raise VitrailError(f"The teacher {spec.teacher} has no preprocessing. Convert it with one first.")
+    teacher_preprocess = bundle.stored_preprocess(f"vitrail convert {spec.teacher} FOLDER --preprocess")
     two_heads = isinstance(model.config, ViTConfig) and model.config.distill_token
     token = "the distillation token" if two_heads else "the only head"
     notes.append(f"teacher: {bundle.model.config.name} with its own preprocessing, {spec.distil} distillation into {token}")
@@ -219,7 +216,7 @@ def make_distillation(
         classes=classes,
         teacher_classes=tuple(bundle.classes or ()),
         preprocess=preprocess,
-        teacher_preprocess=bundle.preprocess,
+        teacher_preprocess=teacher_preprocess,
         mode=spec.distil,
         weight=spec.distil_weight,
         temperature=spec.temperature,

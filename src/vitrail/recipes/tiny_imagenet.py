@@ -35,7 +35,7 @@ def tiny_imagenet() -> Recipe:
             mix_probability=0.8,
             smoothing=0.1,
             device="gpu",
-        ),  # fmt: skip
+        ),
         optim=OptimSpec(name="adamw", lr=1.5e-3, weight_decay=0.05, beta2=0.98),
         schedule=ScheduleSpec(kind="cosine", warmup="10ep", end=1e-6),
         epochs=165,

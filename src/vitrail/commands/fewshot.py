@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar
-from vitrail.evaluate.evaluator import bundle_preprocess
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotResult, FewShotSpec, open_train_and_test
 from vitrail.files import write_text
@@ -58,7 +57,7 @@ def fewshot(
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
         train_split, test_split = open_train_and_test(data, train, test, options.eval_context(world))
-        evaluator = FewShotEvaluator(train_split, test_split, bundle_preprocess(bundle), protocol=protocol, features=features)
+        evaluator = FewShotEvaluator(train_split, test_split, bundle.stored_preprocess(), protocol=protocol, features=features)
         total = len(evaluator.drawn) + len(test_split)
         with progress_bar(console, "computing features", total, world) as advance:
             result = evaluator.run(bundle.model, options.eval_context(world, advance))

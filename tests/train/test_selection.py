@@ -199,7 +199,7 @@ def test_the_best_is_in_model_and_the_last_beside_it(tmp_path: Path, monkeypatch
     assert same(weights(tmp_path / "run"), expected)
     last = vitrail.load(tmp_path / "run" / "model-last")
     assert same(dict(last.model.state_dict()), weights(tmp_path / "plain"))
-    assert last.provenance["checkpoint"] == {"checkpoint": "last", "step": 8, "of": 8, "weights": "averaged"}
+    assert last.provenance["checkpoint"] == {"checkpoint": "last", "step": 8, "steps_taken": 8, "weights": "averaged"}
     best = vitrail.load(tmp_path / "run").provenance
     assert best["checkpoint"]["metric"] == "accuracy" and best["steps"] == 3 and "best accuracy, 0.6" in best["weights"]
     records = RunFolder(tmp_path / "run").records()

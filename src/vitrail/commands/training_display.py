@@ -23,6 +23,7 @@ from vitrail.train.parameter_groups import Group as ParameterGroup
 from vitrail.train.run import RunFolder
 
 _PAUSE = 2.0  # seconds between plain lines
+_SHORT = ("accuracy", "map", "mae", "patch_accuracy", "loss")  # metrics of the raw weights that are shown
 
 
 def display_for(console: Console, *, plain: bool) -> PlainLines | LiveDisplay:
@@ -126,12 +127,12 @@ def validation_text(record: dict[str, Any]) -> str:
         parts.append(f"loss {record['relative_loss']:.1%} of the best constant prediction's {known}")
     parts += _metric_texts(record)
     parts += [f"{name.replace('shot', '-shot')} {value:.2%}" for name, value in record.items() if name.endswith("shot")]
-    raw = _metric_texts({name.removeprefix("raw_"): value for name, value in record.items() if name.startswith("raw_")})
-    text = ", ".join(parts) + (f"; raw weights: {', '.join(raw)}" if raw else "")
+    raw = _metric_texts({name: record[f"raw_{name}"] for name in _SHORT if f"raw_{name}" in record})
+    text = ", ".join(parts) + (f"; raw weights: {', '.join(raw)}" if raw else "") + (" (best so far)" if record.get("best") else "")
     if "attention_entropy" in record:
         entropies = f"{record['attention_entropy']:.2f} of {record['attention_uniform_entropy']:.2f}"
         text += f"; attention entropy {entropies}, score std {record['attention_score_std']:.2f}"
-    return f"{text} (best so far)" if record.get("best") else text
+    return text
 
 
 def _metric_texts(record: dict[str, Any]) -> list[str]:

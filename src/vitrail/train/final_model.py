@@ -24,8 +24,8 @@ class SavedModel:
     checkpoint: str
     """best or last"""
     step: int
-    of: int
-    """Steps taken."""
+    steps_taken: int
+    """By the run, in all."""
     weights: str
     """averaged or raw"""
     metric: str | None = None
@@ -37,7 +37,7 @@ class SavedModel:
         if self.checkpoint == "last":
             return f"{kind} of the last step, {self.step}"
         metric = str(self.metric).removeprefix(RAW).replace("_", " ")
-        return f"{kind} with the best {metric}, {self.value:.6g}, of step {self.step} of {self.of}"
+        return f"{kind} with the best {metric}, {self.value:.6g}, of step {self.step} of {self.steps_taken}"
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

@@ -139,6 +139,23 @@ def test_few_images_are_enough() -> None:
     assert sizes == {"ViT-S/16": 32, "ViT-L/16": 1}
 
 
+def test_images_that_cannot_be_read_are_done_without() -> None:
+    from vitrail.data.types import BadImage
+
+    probe, prepared = probe_of(small(data__bad_images="skip"))
+    assert prepared.validation is not None
+
+    class Broken(type(prepared.validation)):  # type: ignore[misc]
+        def payload(self, index: int) -> Any:
+            raise BadImage(self.image_name(index), "cannot be read")
+
+        def subset(self, indices: Any) -> Any:
+            return self
+
+    prepared.validation.__class__ = Broken
+    assert probe.measure() is None and probe.measure() is None
+
+
 def stats(*fractions: float) -> AttentionStats:
     uniform = math.log(64)
     return AttentionStats((1.0,) * len(fractions), tuple(uniform * one for one in fractions), (uniform,) * len(fractions))

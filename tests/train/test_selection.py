@@ -263,6 +263,7 @@ def test_a_corrupted_best_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monke
     result = train(recipe, tmp_path / "run", callbacks=[recorder])
     assert result.model is not None and result.model.checkpoint == "last"
     assert any("best checkpoint, of step 3, is corrupted" in note for note in recorder.notes)
+    assert not list((tmp_path / "run").glob("model-*"))
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ class AttentionProbe:
             attentions = [getattr(block, "attention", None) for block in self._encoder.blocks]
             self._blocks = [one for one in attentions if isinstance(one, Attention)]
         self._batch: Batch | None = None
+        self._was_read = False
 
     @torch.no_grad()
     def measure(self) -> AttentionStats | None:
@@ -102,9 +103,11 @@ class AttentionProbe:
         if self._encoder is None or not self._blocks:
             return None
         runner, task, device = self.loop.step.runner, self.loop.prepared.task, self.loop.world.device
-        if self._batch is None:
-            self._batch = self._read()
+        if not self._was_read:
+            self._batch, self._was_read = self._read(), True
         batch = self._batch
+        if batch is None:
+            return None
         seen: dict[nn.Module, Tensor] = {}
         eager = torch.compiler.set_stance("force_eager")  # a compiled model would not see the hooks
         with eager, evaluating(runner.model), self._hooks(seen), autocast(self.loop.precision, device):
@@ -120,8 +123,8 @@ class AttentionProbe:
         deviations, entropies, uniform = zip(*rows[: len(modules)], strict=True)
         return AttentionStats(deviations, entropies, uniform, tuple(rows[-1]) if pools else None)
 
-    def _read(self) -> Batch:
-        """Read the images: evenly spaced, because a split is often sorted by class."""
+    def _read(self) -> Batch | None:
+        """Read the images: evenly spaced, because a split is often sorted by class. None where none of them can be read."""
         loop, split = self.loop, self.loop.prepared.validation
         assert split is not None and self._encoder is not None
         count = min(num_images(self._encoder.config), len(split))
@@ -134,7 +137,8 @@ class AttentionProbe:
             bad_images=loop.recipe.data.bad_images,
             device=loop.world.device,
         )
-        return next(iter(loader))
+        batch = next(iter(loader), None)
+        return batch if batch is not None and len(batch) else None
 
     @contextmanager
     def _hooks(self, seen: dict[nn.Module, Tensor]) -> Iterator[None]:

@@ -60,6 +60,7 @@ def write_models(loop: Loop, validation: Validation | None) -> tuple[SavedModel,
     if best.step != loop.done:
         if loop.snapshots.load(loop.step.tensors(), best.step) is None:
             loop.say(f"warning: the best checkpoint, of step {best.step}, is corrupted or missing; model/ holds the last one")
+            _remove(loop, *others.values())
             return last, _write(loop, last, loop.run.model, validation)
         loop.step.runner.reshard()
         validation = loop.validator.measure(best.step)

@@ -34,7 +34,8 @@ def study(
     data-size (Fig. 3, 4), compute (Fig. 5), shape (Fig. 8), positions (Table 8, Fig. 7), pooling (Fig. 9), self-supervision
     (§4.6), resolution (§3.2), optimizer (Table 7). `vitrail study --list` explains each.
 
-    Rows are written to OUT/NAME.csv as they finish, with all settings, FLOPs, times and versions; OUT/report.html shows all studies.
+    Rows are written to OUT/NAME.csv as they finish, with all settings, FLOPs, times and versions; OUT/report.html shows all
+    studies.
     Finished rows are never run again; run the same command again to resume. Several processes may run one study.
 
     Example: vitrail study data-size --budget 2

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import queue
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, Protocol
 
 from vitrail.errors import VitrailError
 from vitrail.study.run import Interrupted
-from vitrail.train.parallel import World, joined
+from vitrail.train.parallel import World, choose_device, joined
 
 Work = Callable[..., Any]
 """Called as work(*arguments, world)."""
@@ -38,69 +39,82 @@ class InProcess:
 
 
 class Processes:
-    """Processes that stay alive between calls, so that each imports torch and opens its GPU once."""
+    """Processes that stay alive between calls, so that each imports torch and opens its GPU once.
+
+    Each has a pipe of its own: with a shared queue, one that is killed while it reads would block the others.
+    """
 
     def __init__(self, count: int, device: str) -> None:
         context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
-        self._tasks, self._answers = context.Queue(), context.Queue()
-        self._processes = [context.Process(target=_serve, args=(self._tasks, self._answers, device)) for _ in range(count)]
-        for process in self._processes:
+        self._workers: dict[Connection, Any] = {}
+        self._stopping = False
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, device))
             process.start()
+            theirs.close()
+            self._workers[ours] = process
 
     def map(self, work: Work, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        for number, one in enumerate(arguments):
-            self._tasks.put((number, work, one))
+        remaining = list(enumerate(arguments))[::-1]
+        idle, busy = list(self._workers), dict[Connection, int]()
         found: dict[int, Any] = {}
         while len(found) < len(arguments):
-            try:
-                number, answer, error = self._answers.get(timeout=1)
-            except queue.Empty:
-                self._check_alive()
-                continue
-            if error is not None:
-                raise error
-            found[number] = answer
+            while idle and remaining:
+                number, one = remaining.pop()
+                worker = idle.pop(0)
+                worker.send((work, one))
+                busy[worker] = number
+            for worker in wait(list(busy)):
+                assert isinstance(worker, Connection)
+                found[busy.pop(worker)] = self._answer(worker)
+                idle.append(worker)
         return [found[number] for number in range(len(arguments))]
 
-    def _check_alive(self) -> None:
-        dead = [process for process in self._processes if process.exitcode is not None]
-        if dead:
+    def _answer(self, worker: Connection) -> Any:
+        try:
+            answer, error = worker.recv()
+        except (EOFError, ConnectionResetError):
+            process = self._workers[worker]
+            process.join(timeout=10)
+            if self._stopping:
+                raise Interrupted from None
             raise VitrailError(
-                f"A process of the study ended with status {dead[0].exitcode}; perhaps the memory was too small for "
-                f"{len(self._processes)} at once. Run the same command again to resume, with fewer --jobs."
-            )
+                f"A process of the study ended with status {process.exitcode}; perhaps the memory was too small for "
+                f"{len(self._workers)} at once. Run the same command again to resume, with fewer --jobs."
+            ) from None
+        if error is not None:
+            raise error
+        return answer
 
-    def terminate(self, *_: object) -> None:
+    def terminate(self) -> None:
         """Ask all processes to save and stop."""
-        for process in self._processes:
+        self._stopping = True
+        for process in self._workers.values():
             if process.is_alive():
                 process.terminate()
 
     def close(self) -> None:
-        for _ in self._processes:
-            self._tasks.put(None)
-        for process in self._processes:
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.send(None)
+        for process in self._workers.values():
             process.join(timeout=60)
             if process.is_alive():
                 process.kill()
 
 
-def _serve(tasks: Any, answers: Any, device: str) -> None:
-    """Run tasks until there is none; errors are sent back."""
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is None:
-        import torch
-
-        torch.set_num_threads(1)
-    with joined(device) as world:
-        while (task := tasks.get()) is not None:
-            number, work, arguments = task
+def _serve(parent: Connection, device: str) -> None:
+    """Run what arrives until there is nothing more; errors are sent back."""
+    with joined(device) as world, contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (task := parent.recv()) is not None:
+            work, arguments = task
             try:
-                answers.put((number, work(*arguments, world), None))
+                parent.send((work(*arguments, world), None))
             except (VitrailError, Interrupted) as error:
-                answers.put((number, None, error))
+                parent.send((None, error))
             except Exception:
-                answers.put((number, None, RuntimeError(traceback.format_exc())))
+                parent.send((None, RuntimeError(traceback.format_exc())))
 
 
 @contextmanager
@@ -112,8 +126,6 @@ def pool(count: int, device: str) -> Iterator[tuple[Pool, World]]:
         return
     if "RANK" in os.environ:
         raise VitrailError("Under torchrun all devices train one row together; use --jobs 1.")
-    from vitrail.train.parallel import choose_device
-
     processes = Processes(count, device)
     before = signal.getsignal(signal.SIGTERM)
 

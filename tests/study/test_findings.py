@@ -1,0 +1,136 @@
+"""Would results like the paper's be recognised as such, and others not?"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.study.made_rows import Accuracy, made_rows
+from vitrail.study.definition import Outcome
+from vitrail.study.definitions import STUDIES
+from vitrail.study.judge import cost_to_reach, frontier, interpolated
+from vitrail.study.plan import PlannedRow
+from vitrail.study.summary import Summary
+
+
+def outcomes(name: str, accuracy: Accuracy, **values: object) -> list[Outcome]:
+    summary = Summary(STUDIES[name], made_rows(name, accuracy, **values))
+    return [finding.judge(summary) for finding in STUDIES[name].findings]
+
+
+def by_data(vit: tuple[float, float], bit: tuple[float, float]) -> Accuracy:
+    """Accuracy at 10 % and at all of the data, linear between in the logarithm."""
+    ends = {"ViT": vit, "hybrid": vit, "BiT": bit}
+
+    def accuracy(row: PlannedRow) -> float:
+        low, high = ends[row.point.series]
+        return low + (high - low) * (1 + math.log10(row.point.x or 1))
+
+    return accuracy
+
+
+@pytest.mark.parametrize(
+    ("vit", "bit", "agrees"),
+    [
+        ((0.3, 0.8), (0.5, 0.7), "yes"),
+        ((0.3, 0.65), (0.5, 0.7), "partly"),
+        ((0.3, 0.4), (0.5, 0.7), "no"),
+        ((0.6, 0.8), (0.5, 0.7), "no"),
+    ],
+)
+def test_data_size(vit: tuple[float, float], bit: tuple[float, float], agrees: str) -> None:
+    (outcome,) = outcomes("data-size", by_data(vit, bit))
+    assert outcome.agrees == agrees
+    assert f"{100 * (bit[0] - vit[0]):+.1f} points at 10 %".replace("-", "−") in outcome.ours
+
+
+def test_data_size_with_one_seed_says_so() -> None:
+    (outcome,) = outcomes("data-size", by_data((0.3, 0.8), (0.5, 0.7)), seeds=1)
+    assert outcome.agrees == "yes" and "one seed" in outcome.why
+
+
+def by_compute(lead: dict[str, float]) -> Accuracy:
+    """Accuracy grows by a tenth with each decade of compute; families lead by some points."""
+
+    def accuracy(row: PlannedRow) -> float:
+        from vitrail.study.speeds import cost
+
+        assert row.pretrain is not None and row.pretrain.steps is not None
+        compute = cost(row.pretrain) * row.pretrain.steps * row.pretrain.batch
+        return 0.1 * math.log10(compute) - 0.8 + lead[row.point.series]
+
+    return accuracy
+
+
+def test_compute() -> None:
+    resnets, hybrids = outcomes("compute", by_compute({"ViT": 0.1, "hybrid": 0.1, "BiT": 0.0}))
+    assert resnets.agrees == "yes" and "times as many" in resnets.ours
+    assert hybrids.agrees == "unclear"
+    resnets, hybrids = outcomes("compute", by_compute({"ViT": 0.0, "hybrid": 0.05, "BiT": 0.1}))
+    assert resnets.agrees == "no" and "times fewer" in resnets.ours
+    assert hybrids.agrees == "no" and "the lead grows" in hybrids.why
+
+
+@pytest.mark.parametrize(
+    ("deep", "wide", "fine", "agrees"), [(0.1, 0.02, 0.05, "yes"), (0.0, 0.1, 0.05, "no"), (0.1, 0.02, -0.1, "no")]
+)
+def test_shape(deep: float, wide: float, fine: float, agrees: str) -> None:
+    gains = {"depth": deep, "width": wide, "MLP": 0.01, "patch size": fine}
+
+    def accuracy(row: PlannedRow) -> float:
+        up = {"×½": -1, "×1": 0, "×2": 1, "×4": 2}[row.point.label]
+        up = -up if row.point.series == "patch size" else up
+        return 0.5 + up * gains.get(row.point.series, 0)
+
+    (outcome,) = outcomes("shape", accuracy)
+    assert outcome.agrees == agrees and "depth" in outcome.ours
+
+
+@pytest.mark.parametrize(
+    ("none", "others", "agrees"),
+    [(0.6, (0.64, 0.642, 0.638), "yes"), (0.6, (0.64, 0.7, 0.8), "partly"), (0.6, (0.55, 0.64, 0.64), "no")],
+)
+def test_positions(none: float, others: tuple[float, ...], agrees: str) -> None:
+    reached = dict(zip(("1-d learned", "2-d learned", "relative"), others, strict=True)) | {"none": none, "2-d fixed": 0.9}
+    learned = {"neighbour_similarity": 0.6, "mean_similarity": 0.1, "line_similarity": 0.3, "off_line_similarity": 0.1}
+    attention = {"first_layer_distance": 0.6, "last_layer_distance": 0.9, "first_layer_nearest": 0.2, "first_layer_farthest": 0.95}
+    kinds, similarity, distance = outcomes("positions", lambda row: reached[row.point.label], **learned, **attention)
+    assert (kinds.agrees, similarity.agrees, distance.agrees) == (agrees, "yes", "yes")
+
+
+def test_what_is_still_random_is_not_called_learned() -> None:
+    near = {"neighbour_similarity": 0.01, "mean_similarity": 0.0}
+    uniform = dict.fromkeys(("first_layer_distance", "last_layer_distance", "first_layer_nearest", "first_layer_farthest"), 0.98)
+    _, similarity, distance = outcomes("positions", lambda row: 0.5, **near, **uniform)
+    assert (similarity.agrees, distance.agrees) == ("no", "unclear")
+
+
+@pytest.mark.parametrize(("masked", "agrees"), [(0.6, "yes"), (0.9, "partly"), (0.3, "partly"), (0.501, "unclear")])
+def test_self_supervision(masked: float, agrees: str) -> None:
+    reached = {"from scratch": 0.5, "masked patches": masked, "masked autoencoder": 0.7, "supervised": 0.8}
+    (outcome,) = outcomes("self-supervision", lambda row: reached[row.point.label])
+    assert outcome.agrees == agrees and "over scratch" in outcome.why
+
+
+def test_pooling_resolution_and_optimizer() -> None:
+    same = outcomes("pooling", lambda row: 0.5)
+    assert same[0].agrees == "yes"
+    assert outcomes("pooling", lambda row: 0.7 if row.point.series == "class token" else 0.5)[0].agrees == "no"
+    (higher,) = outcomes("resolution", lambda row: 0.5 + (row.point.x or 0) / 100, target_pixels=8)
+    assert higher.agrees == "yes" and "have 8 pixels, so 32 only enlarges them" in higher.why
+    (adam,) = outcomes("optimizer", lambda row: 0.6 if row.point.label == "Adam" else 0.5)
+    assert adam.agrees == "yes" and "+10.0 points" in adam.ours
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_nothing_measured(name: str) -> None:
+    assert {finding.judge(Summary(STUDIES[name], [])).ours for finding in STUDIES[name].findings} == {"not measured"}
+
+
+def test_lines() -> None:
+    line = [(1.0, 0.2), (10.0, 0.6), (100.0, 0.5)]
+    assert frontier(line)[-1] == (100.0, 0.6)
+    assert cost_to_reach(line, 0.4) == pytest.approx(math.sqrt(10))
+    assert cost_to_reach(line, 0.1) == 1.0 and cost_to_reach(line, 0.7) is None
+    assert interpolated(line, math.sqrt(10)) == pytest.approx(0.4)

@@ -7,11 +7,13 @@ import math
 import pytest
 
 from tests.study.made_rows import Accuracy, made_rows
+from vitrail.models import flops
 from vitrail.study.definition import Outcome
 from vitrail.study.definitions import STUDIES
 from vitrail.study.judge import cost_to_reach, frontier, interpolated
 from vitrail.study.plan import PlannedRow
 from vitrail.study.summary import Summary
+from vitrail.train.plan import config_of
 
 
 def outcomes(name: str, accuracy: Accuracy, **values: object) -> list[Outcome]:
@@ -54,10 +56,8 @@ def by_compute(lead: dict[str, float]) -> Accuracy:
     """Accuracy grows by a tenth with each decade of compute; families lead by some points."""
 
     def accuracy(row: PlannedRow) -> float:
-        from vitrail.study.speeds import cost
-
         assert row.pretrain is not None and row.pretrain.steps is not None
-        compute = cost(row.pretrain) * row.pretrain.steps * row.pretrain.batch
+        compute = 3 * flops(config_of(row.pretrain.model, 5)) * row.pretrain.steps * row.pretrain.batch
         return 0.1 * math.log10(compute) - 0.8 + lead[row.point.series]
 
     return accuracy

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ class PlannedRow:
     pretrain: Recipe | None
     finetune: Recipe | None
 
-    @property
+    @cached_property
     def key(self) -> str:
         return _hashed([self.study, self.point.series, self.point.label, _identity(self.pretrain), _identity(self.finetune)])
 
-    @property
+    @cached_property
     def pretrain_key(self) -> str:
         """Rows with the same one share their pre-training."""
         return _hashed(_identity(self.pretrain)) if self.pretrain is not None else f"none-{self.key}"
@@ -175,39 +176,52 @@ def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | Non
     return plan
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds that a study takes, for any choice of points and any length."""
+
+    training: dict[int, float]
+    """By point, for all seeds, at full length."""
+    overhead: float
+    seeds: int
+    jobs: int
+
+    def seconds(self, kept: Iterable[int], scale: float) -> float:
+        """Return the time with the work shared evenly among the processes, and at least that of the longest row."""
+        rows = [scale * self.training[number] + self.overhead for number in kept]
+        return max(self.seeds * sum(rows) / self.jobs, max(rows, default=0.0))
+
+
 def fitted(plan: Plan, speeds: Speeds, seconds: float | None, jobs: int) -> Plan:
     """Shorten a plan until it takes no more than `seconds`: first the runs, then, point by point, the grid."""
-    if seconds is None:
-        return dataclasses.replace(plan, estimate=_estimate(plan, speeds, jobs))
-    points = plan.study.points(plan.ladder)
-    kept = list(plan.kept)
-    while True:
-        shortest = dataclasses.replace(plan, kept=tuple(kept), scale=SHORTEST)
-        if _estimate(shortest, speeds, jobs) <= SAFETY * seconds:
-            break
+    rows = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, seeds=1)).rows()
+    training = {number: speeds.training(row) for number, row in zip(plan.kept, rows, strict=True)}
+    estimate = Estimate(training, speeds.overhead, plan.settings.seeds, jobs)
+    kept, scale = list(plan.kept), 1.0
+    if seconds is not None:
+        kept = _kept(plan, estimate, SAFETY * seconds)
+        low, high = SHORTEST, 1.0
+        while high - low > 0.001:  # the length at which it just fits
+            middle = (low + high) / 2
+            low, high = (middle, high) if estimate.seconds(kept, middle) <= SAFETY * seconds else (low, middle)
+        scale = 1.0 if estimate.seconds(kept, 1.0) <= SAFETY * seconds else round(low, 3)
+    return dataclasses.replace(plan, kept=tuple(kept), scale=scale, estimate=estimate.seconds(kept, scale))
+
+
+def _kept(plan: Plan, estimate: Estimate, seconds: float) -> list[int]:
+    """Leave points out, the least important first, until the shortest form fits."""
+    points, kept = plan.study.points(plan.ladder), list(plan.kept)
+    while (shortest := estimate.seconds(kept, SHORTEST)) > seconds:
         last = max(kept, key=lambda number: (points[number].priority, number))
         if points[last].priority == 0:
-            needed = _estimate(shortest, speeds, jobs) / SAFETY / 60
+            needed = shortest / SAFETY / 60
             raise VitrailError(
-                f"Even the shortest form of the study {plan.study.name} ({counted(len(shortest.rows()), 'row')}) takes about "
-                f"{needed:.1f} minutes here, and {seconds / 60:.1f} are left. "
+                f"Even the shortest form of the study {plan.study.name} ({counted(estimate.seeds * len(kept), 'row')}) takes about "
+                f"{needed:.1f} minutes here, and {seconds / SAFETY / 60:.1f} are left. "
                 f"Use --budget {needed * 1.2 + 0.5:.0f}, fewer seeds or smaller models."
             )
         kept.remove(last)
-    low, high = SHORTEST, 1.0
-    for _ in range(20):  # the length at which it just fits
-        middle = (low + high) / 2
-        longer = dataclasses.replace(plan, kept=tuple(kept), scale=middle)
-        low, high = (middle, high) if _estimate(longer, speeds, jobs) <= SAFETY * seconds else (low, middle)
-    whole = dataclasses.replace(plan, kept=tuple(kept), scale=1.0)
-    chosen = whole if _estimate(whole, speeds, jobs) <= SAFETY * seconds else dataclasses.replace(whole, scale=low)
-    return dataclasses.replace(chosen, estimate=_estimate(chosen, speeds, jobs))
-
-
-def _estimate(plan: Plan, speeds: Speeds, jobs: int) -> float:
-    """Return the seconds a plan takes with `jobs` rows at a time: the work shared evenly, and at least the longest row."""
-    seconds = [speeds.seconds(row) for row in plan.rows()]
-    return max(sum(seconds) / jobs, max(seconds, default=0.0))
+    return kept
 
 
 def describe(plan: Plan, jobs: int) -> list[str]:

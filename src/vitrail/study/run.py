@@ -89,10 +89,11 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
 
     Rows that share their pre-training belong together, and are held by one process at a time.
     """
+    planned = job.plan.rows()
+    keys, late = {row.key for row in planned}, 0
     waiting: dict[str, list[PlannedRow]] = {}
-    for row in job.plan.rows():
+    for row in planned:
         waiting.setdefault(row.pretrain_key, []).append(row)
-    total, late = len(job.plan.rows()), 0
     while waiting:
         took_one = False
         for name in list(waiting):
@@ -106,7 +107,7 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
                 if rows and over:
                     late += len(rows)
                 elif rows:
-                    _run_group([row for row in waiting[name] if row.key in rows], job, world, say, total)
+                    _run_group([row for row in waiting[name] if row.key in rows], job, world, say, keys)
                 del waiting[name]
                 took_one = True
         if not took_one:
@@ -124,7 +125,7 @@ class _follow:
         return None
 
 
-def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, total: int) -> None:
+def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, keys: set[str]) -> None:
     for planned in rows:
         try:
             row, _ = run_row(planned, job, world, job.folder / "runs")
@@ -133,9 +134,8 @@ def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, tot
             row = planned.row(job.settings, status=FAILED, note=reason, **_environment(job, world))
         if world.main:
             job.results.put([row])
-            keys = {one.key for one in job.plan.rows()}
             done = len(job.results.finished() & keys)
-            say(f"[{done}/{total}] {planned.name}: {_outcome(row)}")
+            say(f"[{done}/{len(keys)}] {planned.name}: {_outcome(row)}")
         world.barrier()
     if world.main and not job.settings.keep_models:
         for planned in rows:

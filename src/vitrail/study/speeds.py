@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
-from vitrail.models import BiTConfig, ViTConfig
-from vitrail.train.config import Recipe
+from vitrail.models import BiTConfig, ModelConfig, ViTConfig
+from vitrail.train.config import ModelSpec, Recipe
 from vitrail.train.plan import config_of
 from vitrail.train.speed import training_flops
 
@@ -38,14 +39,15 @@ class Speeds:
                 self._points.setdefault(kind(recipe), []).append((cost(recipe), seconds))
         self._overheads.append(sample.overhead)
 
-    def seconds(self, row: PlannedRow) -> float:
-        """Estimate the time of a row."""
-        total = statistics.median_low(self._overheads) if self._overheads else 0.0
-        for recipe in (row.pretrain, _finetuned(row)):
-            if recipe is not None:
-                assert recipe.steps is not None
-                total += recipe.steps * recipe.batch * self.per_image(recipe)
-        return total
+    @property
+    def overhead(self) -> float:
+        """Seconds of a row besides training."""
+        return statistics.median_low(self._overheads) if self._overheads else 0.0
+
+    def training(self, row: PlannedRow) -> float:
+        """Estimate the seconds that a row trains."""
+        recipes = [recipe for recipe in (row.pretrain, _finetuned(row)) if recipe is not None]
+        return sum((recipe.steps or 0) * recipe.batch * self.per_image(recipe) for recipe in recipes)
 
     def per_image(self, recipe: Recipe) -> float:
         """Return the seconds of training on one image, interpolated between the nearest measured costs."""
@@ -70,14 +72,19 @@ def _finetuned(row: PlannedRow) -> Recipe | None:
     return row.finetune.replace(model=dataclasses.replace(row.pretrain.model, image_size=size))
 
 
+@cache
+def _config(model: ModelSpec) -> ModelConfig:
+    return config_of(model, 1)
+
+
 def cost(recipe: Recipe) -> float:
     """Return the FLOPs of training on one image; for self-supervised tasks as if it were supervised, to compare like with like."""
-    return float(training_flops(config_of(recipe.model, 1)))
+    return float(training_flops(_config(recipe.model)))
 
 
 def kind(recipe: Recipe) -> str:
     """Return what speed depends on besides FLOPs: the family, the task, and positions that have kernels of their own."""
-    config = config_of(recipe.model, 1)
+    config = _config(recipe.model)
     family = "BiT" if isinstance(config, BiTConfig) else "hybrid" if isinstance(config, ViTConfig) and config.resnet else "ViT"
     task = recipe.task.kind if recipe.task.kind.startswith("masked") else "classify"
     position = "relative" if recipe.model.position == "relative" else ""

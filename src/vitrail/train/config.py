@@ -7,6 +7,7 @@ changed from the command line.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -347,8 +348,11 @@ def check(recipe: Recipe) -> None:
     _check_masked(recipe)
 
 
+_hints = functools.cache(get_type_hints)  # resolving the names takes longer than all checks
+
+
 def _check_choices(part: Any) -> None:
-    for name, hint in get_type_hints(type(part)).items():
+    for name, hint in _hints(type(part)).items():
         choices = _literals(hint)
         value = getattr(part, name)
         if choices and isinstance(value, str) and value not in choices:

@@ -6,8 +6,9 @@ Forward, cross-entropy, backward and fused AdamW in bf16 on random images that l
     loop, uncaptured
     ddp             DistributedDataParallel over NCCL, world size 1, captured with its all-reduces
     ddp, uncaptured
-    fsdp            FSDP2, every block a unit, with the fused kernels
-    fsdp, plain     the same without them
+    fsdp            FSDP2, every block a unit, captured with its gathering and scattering
+    fsdp, uncaptured
+    fsdp, plain     captured, without the fused kernels
     own loop, captured      a loop of one's own with `vitrail.train.capture`
     own loop
     timm, compiled          timm's model in that loop under torch.compile, if timm is installed
@@ -267,6 +268,7 @@ WAYS: dict[str, Callable[..., Way]] = {
     "ddp": engine("ddp"),
     "ddp, uncaptured": engine("ddp", captured=False),
     "fsdp": engine("fsdp"),
+    "fsdp, uncaptured": engine("fsdp", captured=False),
     "fsdp, plain": engine("fsdp", kernels="plain"),
     "own loop, captured": own_loop("captured"),
     "own loop": own_loop("plain"),

@@ -399,13 +399,17 @@ def test_mixed_precisions_take_the_plain_path(
     """torch refuses to multiply tokens and weights of two types. Kernels would not: they cast weights."""
     monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
     block, x = tiny().blocks[0].to(tokens), torch.zeros(1, 5, 32, device=DEVICE, dtype=tokens)
-    assert dispatch.fuses_block(block, x, tokens)
+
+    def fuses(x: Tensor) -> bool:
+        return dispatch.fuses_block(block, x, tokens, autocasts=encoder.autocasts(x))
+
+    assert fuses(x)
     module, _, name = part.rpartition(".")
     parameters = block.get_submodule(module)._parameters
     parameters[name] = nn.Parameter(parameters[name].to(other or torch.float32))  # type: ignore[union-attr]
-    assert not dispatch.fuses_block(block, x, tokens)
+    assert not fuses(x)
     with torch.autocast(DEVICE, dtype=tokens):  # casts weights as kernels do
-        assert dispatch.fuses_block(block, x, tokens) and dispatch.fuses_block(block, x.float(), tokens)
+        assert fuses(x) and fuses(x.float())
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])

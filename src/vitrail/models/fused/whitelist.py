@@ -8,7 +8,7 @@ The checks read `__dict__` directly: `nn.Module.__getattr__` would cost ten time
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,94 +45,89 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     return "forward" not in state and "_compiled_call_impl" not in state and "_call_impl" not in state
 
 
+# Width, MLP width, heads, GELU's tanh form, qk_norm: what kernels are chosen by, and were tested for.
+BlockShape = tuple[int, int, int, bool, bool]
+
+
 def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bool = False) -> bool:
     """Tell whether a block computes exactly equations 2 and 3 with the layers of the paper, as it is now.
 
     `layer_scale` also admits `LayerScale` on the branches. With `eval_mode` the block is judged as if it were in eval mode:
     dropout and stochastic depth, which a copy for inference switches off, then do not matter.
     """
+    return device_and_shape(block, layer_scale=layer_scale, eval_mode=eval_mode) is not None
+
+
+def device_and_shape(
+    block: nn.Module, *, dtype: torch.dtype | None = None, layer_scale: bool = False, eval_mode: bool = False
+) -> tuple[torch.device, BlockShape] | None:
+    """Return where a plain block is, and its sizes; None for a block that is not plain, or has parameters of another `dtype`."""
     try:
-        return _is_block(block) and _has_plain_parts(block.__dict__["_modules"], layer_scale, eval_mode)
-    except KeyError:  # a part was deleted, and something else than a module put in its place
-        return False
+        return _check_parts(block.__dict__["_modules"], dtype, layer_scale, eval_mode) if _is_block(block) else None
+    except KeyError:  # a part or a parameter was deleted, and something else put in its place
+        return None
 
 
-def _has_plain_parts(parts: dict[str, Any], layer_scale: bool, eval_mode: bool) -> bool:
+def _check_parts(
+    parts: dict[str, Any], dtype: torch.dtype | None, layer_scale: bool, eval_mode: bool
+) -> tuple[torch.device, BlockShape] | None:
     attention, mlp, skip, dropout = parts["attention"], parts["mlp"], parts["skip"], parts["dropout"]
     if type(attention) is not Attention or type(mlp) is not Mlp or type(skip) is not StochasticDepth:
-        return False
-    inner, outer = attention.__dict__["_modules"], mlp.__dict__["_modules"]
+        return None
+    attention_state, mlp_state = attention.__dict__, mlp.__dict__
+    inner, outer = attention_state["_modules"], mlp_state["_modules"]
     norm1, norm2, qkv, out, up, down = parts["norm1"], parts["norm2"], inner["qkv"], inner["out"], outer["up"], outer["down"]
     scale1, scale2, mlp_dropout = parts["scale1"], parts["scale2"], outer["dropout"]
-    if type(qkv) is not nn.Linear or type(out) is not nn.Linear or type(up) is not nn.Linear or type(down) is not nn.Linear:
-        return False
-    if type(dropout) is not nn.Dropout or type(mlp_dropout) is not nn.Dropout:
-        return False
+    if type(qkv) is not _Linear or type(out) is not _Linear or type(up) is not _Linear or type(down) is not _Linear:
+        return None
+    if type(dropout) is not _Dropout or type(mlp_dropout) is not _Dropout:
+        return None
     scales = _SCALES if layer_scale else _NO_SCALES
     if type(scale1) not in scales or type(scale2) not in scales or type(norm1) not in _NORMS or type(norm2) not in _NORMS:
-        return False
+        return None
     for module in (attention, mlp, skip, dropout, norm1, norm2, qkv, out, up, down, scale1, scale2, mlp_dropout):
         state = module.__dict__  # as in `is_plain`, without a call for each
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-            return False
+            return None
         if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state:
-            return False
-    state = attention.__dict__
-    if "_split" in state or "_fused" in state or "_merge" in state:
-        return False
-    width, hidden = _norm_width(norm1), up.__dict__["out_features"]
-    if not width or _norm_width(norm2) != width:
-        return False
-    if "q_norm" in inner or "k_norm" in inner:
-        if not _has_plain_qk_norms(inner["q_norm"], inner["k_norm"], width // state["heads"]):
-            return False
-    elif state["q_norm"] is not None or state["k_norm"] is not None:
-        return False
-    if not (_has_plain_tensors(qkv, 3 * width, width) and _has_plain_tensors(out, width, width)):
-        return False
-    if not (_has_plain_tensors(up, hidden, width) and _has_plain_tensors(down, width, hidden)):
-        return False
-    if eval_mode:
-        return True
-    if dropout.p >= 1.0 or mlp_dropout.p >= 1.0 or skip.rate >= 1.0:  # nothing survives: the plain path knows how
-        return False
-    return not (attention.dropout > 0.0 and attention.training)
+            return None
+    if "_split" in attention_state or "_fused" in attention_state or "_merge" in attention_state:
+        return None
+    width, hidden = _norm_width(norm1, dtype), up.__dict__["out_features"]
+    if not width or _norm_width(norm2, dtype) != width:
+        return None
+    qk_norm = "q_norm" in inner or "k_norm" in inner
+    if qk_norm:
+        if not _has_plain_qk_norms(inner["q_norm"], inner["k_norm"], width // attention_state["heads"], dtype):
+            return None
+    elif attention_state["q_norm"] is not None or attention_state["k_norm"] is not None:
+        return None
+    for linear, rows, columns in ((qkv, 3 * width, width), (out, width, width), (up, hidden, width), (down, width, hidden)):
+        parameters = linear.__dict__["_parameters"]
+        weight, bias = parameters["weight"], parameters["bias"]
+        if (type(weight) is not _Parameter and not _is_parameter(weight)) or weight.shape != (rows, columns):
+            return None
+        if dtype is not None and (weight.dtype is not dtype or (bias is not None and bias.dtype is not dtype)):
+            return None
+        if bias is None:
+            continue
+        if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.numel() != rows or bias.stride() != _UNIT_STRIDE:
+            return None
+    # Where nothing survives, the plain path knows how.
+    if not eval_mode and (
+        dropout.__dict__["p"] >= 1.0
+        or mlp_dropout.__dict__["p"] >= 1.0
+        or skip.__dict__["rate"] >= 1.0
+        or (attention_state["dropout"] > 0.0 and attention_state["training"])
+    ):
+        return None
+    return weight.device, (width, hidden, attention_state["heads"], mlp_state["approximate"] == "tanh", qk_norm)
 
 
+_Linear, _Dropout, _Parameter = nn.Linear, nn.Dropout, nn.Parameter
 _NORMS = frozenset({nn.LayerNorm, FoldedNorm})
 _NO_SCALES = frozenset({nn.Identity})
 _SCALES = frozenset({nn.Identity, LayerScale})
-
-
-class BlockShape(NamedTuple):
-    """What kernels are chosen by, and were tested for."""
-
-    width: int
-    mlp: int
-    heads: int
-    tanh: bool
-    qk_norm: bool
-
-
-def device_and_shape(block: nn.Module) -> tuple[torch.device, BlockShape]:
-    """Return where a plain block is, and its sizes."""
-    parts = block.__dict__["_modules"]
-    attention, mlp = parts["attention"].__dict__, parts["mlp"].__dict__
-    qkv, up = attention["_modules"]["qkv"].__dict__, mlp["_modules"]["up"].__dict__
-    qk_norm = "q_norm" in attention["_modules"]
-    shape = BlockShape(qkv["in_features"], up["out_features"], attention["heads"], mlp["approximate"] == "tanh", qk_norm)
-    return qkv["_parameters"]["weight"].device, shape
-
-
-def has_precision(block: nn.Module, dtype: torch.dtype) -> bool:
-    """Tell whether all parameters of a plain block are of this type. FSDP2 may gather others than it holds: then, too."""
-    parts = block.__dict__["_modules"]
-    inner, outer = parts["attention"].__dict__["_modules"], parts["mlp"].__dict__["_modules"]
-    for module in (parts["norm1"], parts["norm2"], *inner.values(), outer["up"], outer["down"]):
-        for parameter in module.__dict__["_parameters"].values():
-            if parameter is not None and parameter.dtype != dtype:
-                return is_sharded(block)
-    return True
 
 
 def is_ordinary_call() -> bool:
@@ -181,9 +176,9 @@ def is_plain_tensor(tensor: Any) -> bool:
     return type(tensor) is FakeTensor
 
 
-def is_plain_norm(norm: nn.Module, width: int) -> bool:
-    """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias."""
-    return is_plain(norm, nn.LayerNorm) and _norm_width(norm) == width
+def is_plain_norm(norm: nn.Module, width: int, dtype: torch.dtype | None = None) -> bool:
+    """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias, in any precision or this one."""
+    return is_plain(norm, nn.LayerNorm) and _norm_width(norm, dtype) == width
 
 
 def are_plain_positions(positions: nn.Module) -> bool:
@@ -196,54 +191,45 @@ _POSITIONS = frozenset(KINDS.values())
 _POSITION_METHODS = frozenset({"at_input", "_add", "_table"})
 
 
-def _has_plain_tensors(module: nn.Linear, rows: int, columns: int) -> bool:
-    """Tell whether a linear layer has a weight and a bias of these sizes that kernels can read."""
-    parameters = module.__dict__["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or "bias" not in parameters:  # replaced by an attribute or a parametrisation
-        return False
-    if weight.shape != (rows, columns) or not (type(weight) in PLAIN_TENSORS or _is_own(weight)):
-        return False
-    return bias is None or (
-        bias.numel() == rows and bias.stride() == _UNIT_STRIDE and (type(bias) in PLAIN_TENSORS or _is_own(bias))
-    )
+def _has_plain_qk_norms(q_norm: Any, k_norm: Any, channels: int, dtype: torch.dtype | None) -> bool:
+    return is_plain_norm(q_norm, channels, dtype) and is_plain_norm(k_norm, channels, dtype) and q_norm.eps == k_norm.eps
 
 
-def _has_plain_qk_norms(q_norm: Any, k_norm: Any, channels: int) -> bool:
-    return is_plain_norm(q_norm, channels) and is_plain_norm(k_norm, channels) and q_norm.eps == k_norm.eps
-
-
-def _norm_width(norm: Any) -> int:
+def _norm_width(norm: Any, dtype: torch.dtype | None) -> int:
     """Return the width of a layer norm over the last axis, with weight and bias or folded; 0 for anything else."""
     if type(norm) is FoldedNorm:
         width: int = norm.normalized_shape[0]
         return width
     parameters = norm.__dict__["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None or bias is None or weight.stride() != _UNIT_STRIDE or bias.stride() != _UNIT_STRIDE:
+    if type(weight) is not _Parameter and not _is_parameter(weight):
         return 0
-    if not (type(weight) in PLAIN_TENSORS or _is_own(weight)) or not (type(bias) in PLAIN_TENSORS or _is_own(bias)):
+    if type(bias) is not _Parameter and not _is_parameter(bias):
+        return 0
+    if dtype is not None and not weight.dtype is bias.dtype is dtype:
         return 0
     width = weight.numel()
-    return width if bias.numel() == width else 0
+    return width if bias.numel() == width and weight.stride() == bias.stride() == _UNIT_STRIDE else 0
 
 
-def _is_own(parameter: Any) -> bool:
-    return is_plain_tensor(parameter) or _is_shard(parameter)
-
-
-def _is_shard(parameter: Any) -> bool:
-    """Tell whether this is a shard that FSDP2 puts together before the block runs."""
+def _is_parameter(parameter: Any) -> bool:
+    """Tell whether a parameter is plain, or a shard that FSDP2 puts together before the block runs."""
+    if type(parameter) in _SHARDS or is_plain_tensor(parameter):
+        return True
     from torch.distributed.tensor import DTensor
 
+    _SHARDS.add(DTensor)  # imported only where there is something that may be one
     return type(parameter) is DTensor
+
+
+_SHARDS: set[type] = set()
 
 
 def _is_block(block: nn.Module) -> bool:
     state = block.__dict__
-    if "forward" in state or "_add_branches" in state or has_hooks(block):
+    if "forward" in state or "_add_branches" in state or "_compiled_call_impl" in state or "_call_impl" in state:
         return False
-    if "_compiled_call_impl" in state or "_call_impl" in state:
+    if has_hooks(block):
         return False
     # FSDP2 gathers parameters for `forward_pending` only where that is registered with it, which puts it on the instance.
     return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)

@@ -2,7 +2,7 @@
 
     python benchmarks/dispatch.py
 
-No GPU is needed: the decision reads Python objects only. The aim is 8 µs per block; 11 were measured on an AMD EPYC core.
+No GPU is needed: the decision reads Python objects only. The aim is 8 µs per block.
 """
 
 from __future__ import annotations

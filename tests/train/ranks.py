@@ -9,17 +9,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.train.small import small
 from tests.train.test_capture import StandIn
 from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
+from vitrail.errors import VitrailError
 from vitrail.train import CapturedStep, selection
 from vitrail.train import parallel as parallel_engines
 from vitrail.train.config import ModelSpec, Recipe, TaskSpec
 from vitrail.train.loop import Loop, train
 from vitrail.train.parallel import joined
-from vitrail.train.prepare import prepare
+from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.shards import whole
 from vitrail.train.step import Step
 
@@ -107,6 +109,41 @@ def captured(step: Step) -> CapturedStep:
     )
 
 
+class NonFinite:
+    """Spoils the outputs of a layer on one rank, from a forward pass in training on and for so many of them."""
+
+    def __init__(self, prepared: Prepared, first: int, passes: int, rank: int) -> None:
+        self.bad, self.rank, self.number = range(first, first + passes), rank, -1
+        prepared.model.register_forward_pre_hook(self._count)
+        prepared.model.blocks[1].mlp.register_forward_hook(self._spoil)
+
+    def _count(self, module: nn.Module, inputs: object) -> None:
+        self.number += module.training
+
+    def _spoil(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        here = dist.get_rank() == self.rank if dist.is_initialized() else self.rank == 0
+        return output * float("nan") if here and module.training and self.number in self.bad else output
+
+
+def nonfinite(out: Path) -> None:
+    """One rank's gradient is not finite in its fourth step, of two micro-batches; all ranks must explain that together."""
+    for parallel in ("ddp", "fsdp"):
+        recipe = run_of(parallel)
+        prepared = prepare(recipe, on_meta=parallel == "fsdp")
+        NonFinite(prepared, first=6, passes=100, rank=1)
+        try:
+            train(recipe, out / f"stopped-{parallel}", prepared=prepared)
+        except VitrailError as error:
+            assert "first in blocks.1.mlp (its input reaches" in str(error), error
+            assert "step 3" in str(error) and "Its 30 images" in str(error), error
+        else:
+            raise AssertionError("did not stop")
+        recipe = run_of(parallel, on_nonfinite="rollback")
+        prepared = prepare(recipe, on_meta=parallel == "fsdp")
+        NonFinite(prepared, first=6, passes=1, rank=1)
+        train(recipe, out / f"rolled-back-{parallel}", prepared=prepared)
+
+
 FRESH = {
     "learned": {},
     "sincos": {"model__position": "sincos2d", "model__pooling": "map"},
@@ -142,6 +179,7 @@ def initial_values() -> None:
 def begin(out: Path) -> None:
     """On two ranks: whole runs by every engine, and two that are cut off."""
     initial_values()
+    nonfinite(out)
     for parallel in ("ddp", "fsdp", "hybrid"):
         train(run_of(parallel), out / parallel)
     train(run_of("fsdp", **ADAM), out / "fsdp-adam")

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, distilling, higher_is_better, run_of
+from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, NonFinite, distilling, higher_is_better, run_of
 from tests.train.small import weights
 from vitrail.train.loop import train
+from vitrail.train.prepare import prepare
 from vitrail.train.run import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,13 @@ def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(t
     last = [load_file(tmp_path / name / "model-last" / "model.safetensors") for name in ("fsdp-kept", "alone-kept")]
     assert all(torch.allclose(last[0][name], value, atol=1e-5) for name, value in last[1].items())
     assert RunFolder(tmp_path / "ddp-stopped").records()[-1]["step"] == 2
+    recipe = run_of(on_nonfinite="rollback")
+    prepared = prepare(recipe)
+    NonFinite(prepared, first=12, passes=1, rank=0)  # four micro-batches per step
+    train(recipe, tmp_path / "rolled-back-alone", prepared=prepared)
+    assert close(tmp_path / "rolled-back-alone", tmp_path / "alone") > 1e-4
+    for engine in ("ddp", "fsdp"):
+        assert close(tmp_path / f"rolled-back-{engine}", tmp_path / "rolled-back-alone") < 1e-5
     train(distilling(tmp_path), tmp_path / "distilled-alone")
     assert close(tmp_path / "distilled", tmp_path / "distilled-alone") < 1e-5
     assert not torch.equal(*(weights(tmp_path / "distilled")[f"{head}.weight"] for head in ("head", "distill_head")))

@@ -301,6 +301,7 @@ class Loop:
                 halve_micro_batch(self, error)
             except torch._dynamo.exc.TorchDynamoException as error:
                 without_compiling(self, error)
+            self.step.runner.renew()
             self.step.optimizer.zero_grad()
             self.go_to(number)
 

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.train.shards import local
+
 _LARGEST = {torch.float16: 65504.0}
 
+NOT_AGAIN = "it did not occur again when the step was repeated, so it depends on the order of additions or on faulty memory"
+_IN_GRADIENT = "forward is finite; first in the gradient of"
 
-def first_fault(model: nn.Module, compute: Callable[[], Tensor]) -> str:
-    """Return the first place where `compute`, which runs the model to a loss, has a non-finite number."""
-    for name, parameter in model.named_parameters():
-        if not _finite(parameter):
-            return f"the weight {name} itself is not finite"
+
+def first_fault(model: nn.Module, compute: Callable[[], Tensor], *, computes_all: bool = False) -> str:
+    """Return the first place where `compute`, which runs the model to a loss, has a non-finite number.
+
+    With `computes_all`, forward and backward run to their ends whatever was found. FSDP2 communicates in both, so all ranks must
+    take part; gradients must be summed over ranks in `compute`, since only then FSDP2 leaves them with the parameters.
+    """
+    weight = next((name for name, one in model.named_parameters() if not _finite(one)), None)
+    if weight is not None and not computes_all:
+        return f"the weight {weight} itself is not finite"
     faults: list[str] = []
     names = {module: name for name, module in model.named_modules()}
     hooks = [module.register_forward_hook(_watch(faults, names[module])) for module in names if module is not model]
     try:
         with torch.enable_grad():
             loss = compute()
-            if not faults and _finite(loss):
+            if computes_all or (not faults and _finite(loss)):
                 loss.sum().backward()
     finally:
         for hook in hooks:
             hook.remove()
+    if weight is not None:
+        return f"the weight {weight} itself is not finite"
     if faults:
         return f"first in {faults[0]}"
     if not _finite(loss):
         return "first in the loss; every layer's output is finite"
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not _finite(parameter.grad):
-            return f"forward is finite; first in the gradient of {name}"
-    return "it did not occur again when the step was repeated, so it depends on the order of additions or on faulty memory"
+            return f"{_IN_GRADIENT} {name}"
+    return NOT_AGAIN
+
+
+def earliest_fault(faults: Iterable[str]) -> str:
+    """Return the first of several ranks' or micro-batches' faults, one in a gradient only if there is no other: FSDP2 sums
+    gradients over ranks, so that a fault in one rank's forward pass shows in the gradients of all."""
+    return min(faults, key=lambda one: (one == NOT_AGAIN, one.startswith(_IN_GRADIENT)))
 
 
 def _watch(faults: list[str], name: str) -> Callable[..., None]:
@@ -55,7 +72,8 @@ def _watch(faults: list[str], name: str) -> Callable[..., None]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return bool(tensor.detach().isfinite().all())
+    """Tell whether a tensor, or this rank's shard of it, is finite."""
+    return bool(local(tensor.detach()).isfinite().all())
 
 
 def advice(precision: str, lr: float) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.errors import VitrailError
-from vitrail.train.nonfinite import advice, first_fault
+from vitrail.train.nonfinite import NOT_AGAIN, advice, earliest_fault, first_fault
 from vitrail.train.parallel import blocks_of
 from vitrail.train.step import autocast, seed_part
 
@@ -48,18 +48,21 @@ def _explain(loop: Loop, number: int) -> str:
     """Repeat the step with hooks on every layer. The weights have not changed since."""
     loop.snapshots.finish()
     loop.go_to(number)
-    fault, names = "", list[str]()
+    fault, names = NOT_AGAIN, list[str]()
     loop.step.optimizer.zero_grad()
+    loop.step.runner.reshard()
     torch.compiler.set_stance("force_eager")
     try:
         for batch in loop.parts():
             names += batch.names(loop.prepared.train)
-            if not fault or fault.startswith("it did not occur"):
-                fault = _fault_of(loop, batch, number)
+            if loop.world.sharded or fault == NOT_AGAIN:  # FSDP2 communicates, so no rank may leave out what another computes
+                fault = earliest_fault((fault, _fault_of(loop, batch, number)))
     finally:
         torch.compiler.set_stance("default")
         loop.step.optimizer.zero_grad()
-    _drop_gradients(loop, batch)
+    found = loop.world.gather((fault, names))
+    fault = earliest_fault(one for one, _ in found)
+    names = [name for _, some in found for name in some]
     listed = loop.run.path / f"nonfinite-step-{number}.txt"
     if loop.world.main:
         listed.write_text("\n".join(names) + "\n", encoding="utf-8")
@@ -72,17 +75,17 @@ def _explain(loop: Loop, number: int) -> str:
 
 
 def _fault_of(loop: Loop, batch: Batch, number: int) -> str:
-    if not bool(batch.images.isfinite().all()):
-        return "the images themselves hold numbers that are not finite"
+    finite, sharded = bool(batch.images.isfinite().all()), loop.world.sharded
     step = loop.step
 
     def compute() -> Tensor:
         seed_part(loop.recipe.seed, number, batch.micro_step, loop.world)
-        # Every rank checks its own images, without communication.
-        with step.runner.accumulating(last=False), autocast(loop.precision, loop.world.device):
+        # Under DDP every rank checks its own images, without communication.
+        with step.runner.accumulating(last=sharded), autocast(loop.precision, loop.world.device):
             return loop.prepared.task.objective(step.runner, batch.images, batch.targets).sum() / batch.total
 
-    return first_fault(loop.prepared.trained, compute)
+    fault = first_fault(loop.prepared.trained, compute, computes_all=sharded) if finite or sharded else ""
+    return fault if finite else "the images themselves hold numbers that are not finite"
 
 
 def find_micro_batch(loop: Loop) -> None:
@@ -106,6 +109,7 @@ def _fits(loop: Loop) -> bool:
     if failed:
         torch.cuda.empty_cache()
     if loop.world.any(failed):
+        loop.step.runner.renew()
         return False
     _drop_gradients(loop, batch)
     return True

@@ -20,7 +20,7 @@ from vitrail.train.averaging import Average
 from vitrail.train.config import OptimSpec
 from vitrail.train.loop import Loop
 from vitrail.train.optimizers import Optimizer
-from vitrail.train.parallel import Runner, World, fits_gathered
+from vitrail.train.parallel import Runner, World, blocks_of, fits_gathered
 from vitrail.train.prepare import prepare
 from vitrail.train.run import RunFolder
 from vitrail.train.shards import whole
@@ -252,6 +252,42 @@ def test_a_trial_leaves_no_gradient(tmp_path: Path, group: None) -> None:
         norms.append(loop.step.read().grad_norm)
         loop.close()
     assert norms[0] == norms[1] > 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["trial", "step"])
+def test_training_continues_after_memory_ran_out(where: str, when: str, tmp_path: Path, group: None) -> None:
+    """FSDP2 is then in the middle of a step. It computed no gradient any more, and the loss stayed as it was."""
+    recipe = small(parallel="fsdp", batch=16, micro_batch="auto", model__dropout=0.0, model__stochastic_depth=0.0)
+    found = []
+    for name, fails in (("without", False), ("with", True)):
+        loop = Loop(recipe, RunFolder(tmp_path / name), World(CPU, mode="fsdp"), prepare(recipe, on_meta=True), ())
+        loop.go_to(0)
+        loop.set_micro_batch(8)
+        loop.go_to(0)
+        if fails:
+            block, calls = blocks_of(loop.prepared.trained)[0], list[int]()
+
+            def run_out(*_: Any, calls: list[int] = calls) -> None:
+                calls.append(1)
+                if len(calls) == (1 if when == "trial" else 2):  # in a step, after a gradient was accumulated
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+
+            register: Any = block.register_forward_hook if where == "forward" else block.register_full_backward_hook
+            handle = register(run_out)
+            if when == "trial":
+                assert not recovery._fits(loop)
+                handle.remove()
+                assert recovery._fits(loop)
+                loop.go_to(0)
+        for number in range(2):
+            loop._take(number)
+            reading = loop.step.read()
+            found.append((reading.loss, reading.grad_norm))
+        assert loop.micro_batch == (4 if fails and when == "step" else 8)
+        loop.close()
+    torch.testing.assert_close(torch.tensor(found[:2]), torch.tensor(found[2:]), rtol=1e-4, atol=1e-6)
+    assert found[0][1] > 0
 
 
 def test_an_evaluation_of_the_mean_leaves_the_weights(tmp_path: Path, group: None) -> None:

@@ -301,8 +301,9 @@ class Loop:
                 halve_micro_batch(self, error)
             except torch._dynamo.exc.TorchDynamoException as error:
                 without_compiling(self, error)
-            self.step.runner.renew()
             self.step.optimizer.zero_grad()
+            if self.world.sharded or self.world.ranks == 1:  # DDP needs all ranks for it, and they may not be here
+                self.step.runner.renew()
             self.go_to(number)
 
     def parts(self) -> Iterator[Batch]:

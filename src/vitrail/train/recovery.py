@@ -106,10 +106,10 @@ def _fits(loop: Loop) -> bool:
     except torch.OutOfMemoryError:
         failed = True
     loop.step.optimizer.zero_grad()
-    if failed:
-        torch.cuda.empty_cache()
     if loop.world.any(failed):
         loop.step.runner.renew()
+        if failed:
+            torch.cuda.empty_cache()
         return False
     _drop_gradients(loop, batch)
     return True

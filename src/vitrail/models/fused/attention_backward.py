@@ -144,7 +144,8 @@ def attention_backward(
     images, queries, width = out.shape
     channels, padded = width // heads, max(16, next_power_of_2(queries))
     norm_sums = torch.empty(images * heads, 2, channels, dtype=torch.float32, device=q.device) if norms else None
-    tile = tail = 32 if padded == 128 else 64
+    few = padded == 128 or (norms and padded == MAX_TOKENS)  # keys at a time: queries or norms take the registers
+    tile = tail = 32 if few else 64
     if padded == MAX_TOKENS:  # with fewer warps the compiler gets short tails wrong (seen with Triton 3.6)
         tail = max(16, next_power_of_2(k.shape[1] % tile))
     _attention_backward_kernel[(images * heads,)](

@@ -65,10 +65,10 @@ class Processes:
                 worker = idle.pop(0)
                 worker.send((work, one))
                 busy[worker] = number
-            for worker in wait(list(busy)):
-                assert isinstance(worker, Connection)
-                found[busy.pop(worker)] = self._answer(worker)
-                idle.append(worker)
+            for ready in wait(list(busy)):
+                assert isinstance(ready, Connection)
+                found[busy.pop(ready)] = self._answer(ready)
+                idle.append(ready)
         return [found[number] for number in range(len(arguments))]
 
     def _answer(self, worker: Connection) -> Any:

@@ -348,7 +348,9 @@ def check(recipe: Recipe) -> None:
     _check_masked(recipe)
 
 
-_hints = functools.cache(get_type_hints)  # resolving the names takes longer than all checks
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)  # resolving the names takes longer than all checks
 
 
 def _check_choices(part: Any) -> None:

@@ -354,7 +354,8 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _check_choices(part: Any) -> None:
-    for name, hint in _hints(type(part)).items():
+    kind: Any = type(part)
+    for name, hint in _hints(kind).items():
         choices = _literals(hint)
         value = getattr(part, name)
         if choices and isinstance(value, str) and value not in choices:

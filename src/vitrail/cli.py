@@ -71,14 +71,16 @@ def _run(arguments: list[str]) -> int:
         if group:
             raise VitrailError(f"`vitrail {arguments[0]}` is incomplete. Use one of: {', '.join(group)}.")
         raise VitrailError(f"There is no command {arguments[0]!r}.{did_you_mean(arguments[0], COMMANDS)} See `vitrail --help`.")
-    import tyro
-
     module, function = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(module), function)
+    words = arguments[len(name.split()) :]
     if getattr(command, "parses_arguments", False):  # it builds its own parser
-        return command(arguments[len(name.split()) :]) or 0
-    options = (tyro.conf.FlagCreatePairsOff,)  # --json without --no-json
-    return tyro.cli(command, prog=f"vitrail {name}", args=arguments[len(name.split()) :], config=options) or 0
+        return command(words) or 0
+    import tyro
+
+    from vitrail.commands.arguments import parse
+
+    return parse(command, name, words, config=(tyro.conf.FlagCreatePairsOff,)) or 0  # --json without --no-json
 
 
 def _overview() -> str:

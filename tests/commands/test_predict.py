@@ -57,6 +57,9 @@ def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkp
     assert status == 2 and "only a backbone" in err
     status, _, err = run(capsys, "predict", checkpoint, "nowhere.jpg")
     assert status == 2 and "no file or folder nowhere.jpg" in err
+    for command in (("predict",), ("embed", "--out", "x.npz")):
+        status, _, err = run(capsys, *command, "runs/nosuch", "nowhere.jpg")
+        assert status == 2 and "There is no checkpoint 'runs/nosuch'" in err
     status, _, err = run(capsys, "predict", checkpoint)
     assert status == 2 and "No image was given" in err
     status, _, err = run(capsys, "predict", checkpoint, photos, "--json", "--csv", "x.csv")

@@ -38,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     with pytest.raises(SystemExit) as exit_:
         main(words)
     out, err = capsys.readouterr()
-    logging.getLogger("vitrail").handlers.clear()
+    assert not logging.getLogger("vitrail").handlers, "a handler is left, and would show warnings of later commands"
     return int(exit_.value.code or 0), out, err
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from vitrail.commands.arguments import parse
 from vitrail.commands.train import shared_flags
 from vitrail.data.augment_sheet import augment_sheet
 from vitrail.recipes import recipe_named
@@ -51,9 +51,7 @@ def sheet(words: list[str]) -> int:
         return recipe, options
 
     arguments = shared_flags(words[1:] if named else words)
-    chosen, options = tyro.cli(
-        collect, prog="vitrail data sheet", args=arguments, description=inspect.cleandoc(sheet.__doc__ or "")
-    )
+    chosen, options = parse(collect, "data sheet", arguments, sheet.__doc__)
     draw_sheet(chosen, options)
     return 0
 

@@ -45,8 +45,8 @@ def embed(
     console = Console(stderr=True)
     check_extension(out)
     world = World(choose_device(options.device))
-    split = find_images(images)
     bundle = options.bundle(checkpoint, world)
+    split = find_images(images)
     with progress_bar(console, "embedding", len(split)) as advance:
         context = options.eval_context(world, advance)
         embeddings = embed_images(bundle, split, features, context)

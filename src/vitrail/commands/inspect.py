@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from vitrail.checkpoints import load
-from vitrail.commands.options import Json
+from vitrail.commands.options import Checkpoint, Json
 from vitrail.errors import VitrailError
 from vitrail.inspect.images import RawImages, from_files, from_source, preprocess_images
 from vitrail.inspect.reconstruction import inspect_reconstruction, own_source
@@ -22,8 +22,8 @@ from vitrail.train.parallel import choose_device
 
 
 def inspect(
-    checkpoint: Annotated[str, tyro.conf.Positional],
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
+    checkpoint: Checkpoint,
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGE …]")] = (),
     /,
     *,
     out: Path,

@@ -15,7 +15,7 @@ from vitrail.models.config import ModelConfig, ViTConfig
 
 
 def models(
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL …]")] = (),
     /,
     *,
     image_size: int = 224,

@@ -18,8 +18,8 @@ from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings, 
 
 
 def neighbours(
-    embeddings: Annotated[Path, tyro.conf.Positional],
-    images: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    embeddings: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="EMBEDDINGS")],
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGE …]")] = (),
     /,
     *,
     count: int = 8,

@@ -5,19 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from typing import Any, cast, get_type_hints
 
+import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vitrail.commands.arguments import parse
 from vitrail.commands.finetune import extract_flags
 from vitrail.commands.train import parsed
 from vitrail.commands.training_display import group_table
 from vitrail.errors import VitrailError
 from vitrail.recipes import recipe_named
+from vitrail.train.config import Recipe
 from vitrail.train.plan import GIB, Need, Plan, make_plan
 
 _FLAGS = ("--gpus", "--memory", "--outputs")
+_USED = ("epochs", "steps", "batch", "micro_batch", "precision", "ema", "model", "task", "optim", "schedule")
+"""Settings of a recipe that a plan depends on."""
 
 
 def plan(words: list[str]) -> int:
@@ -28,18 +34,20 @@ def plan(words: list[str]) -> int:
     --gpus N         number of GPUs (default: 1)
     --memory GIB     memory of each GPU (default: 80)
     --outputs N      number of classes (default: 1000)
+    --json           print JSON instead of a table
 
-    Every setting of the recipe can be changed as in `vitrail train`; --micro-batch N plans for that micro-batch.
-    Options of the run itself, such as --out or --sweep, have no effect here.
+    Every setting of the recipe can be changed as in `vitrail train`; those below have an effect on the plan. --micro-batch N plans
+    for that micro-batch.
 
     Example: vitrail plan vit-b16-imagenet --gpus 8 --memory 80
 
     Example: vitrail plan vit-h14-jft --gpus 64 --memory 40 --model.recompute -1 --json
     """
     given, rest = extract_flags(words, _FLAGS)
-    if not rest or rest[0].startswith("-"):
-        if "-h" in rest or "--help" in rest:
-            parsed(recipe_named("digits"), ["--help"], command="plan", description=plan.__doc__)
+    named = bool(rest) and not rest[0].startswith("-")
+    if "-h" in rest or "--help" in rest:
+        print_help(recipe_named(rest[0] if named else "digits"))
+    if not named:
         raise VitrailError("The recipe is missing: `vitrail plan RECIPE`. `vitrail train --recipes` lists them.")
     recipe, options = parsed(recipe_named(rest[0]), rest[1:], command="plan", description=plan.__doc__)
     micro_batch = None if recipe.micro_batch == "auto" else int(recipe.micro_batch)
@@ -61,6 +69,16 @@ def plan(words: list[str]) -> int:
 
 
 plan.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
+
+
+def print_help(recipe: Recipe) -> None:
+    """Print the options that have an effect on a plan, and end the program."""
+    values = {one.name: getattr(recipe, one.name) for one in dataclasses.fields(recipe)}
+    types, suppressed = get_type_hints(Recipe, include_extras=True), cast(Any, tyro.conf.Suppress)
+    hidden = [(name, suppressed[types[name]], value) for name, value in values.items() if name not in _USED]
+    # A subclass, for which tyro finds the docstrings of the fields.
+    shown = dataclasses.make_dataclass("Recipe", hidden, bases=(Recipe,), frozen=True, kw_only=True)
+    parse(shown, "plan RECIPE", ["--help"], plan.__doc__, default=shown(**values))
 
 
 def _number(given: dict[str, str], flag: str, otherwise: float) -> float:

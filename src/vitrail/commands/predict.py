@@ -55,8 +55,8 @@ def predict(
     if not images:
         raise VitrailError("No image was given. Pass image files, folders of images, or .txt files that list images.")
     world = World(choose_device(options.device))
-    split = find_images(images)
     bundle = options.bundle(checkpoint, world)
+    split = find_images(images)
     bad, console, context = 0, Console(stderr=True), options.eval_context(world)
     if (note := context.precision_note(bundle.model)) is not None:
         console.print(note, highlight=False, soft_wrap=True)

@@ -35,8 +35,7 @@ def study(
     (§4.6), resolution (§3.2), optimizer (Table 7). `vitrail study --list` explains each.
 
     Rows are written to OUT/NAME.csv as they finish, with all settings, FLOPs, times and versions; OUT/report.html shows all
-    studies.
-    Finished rows are never run again; run the same command again to resume. Several processes may run one study.
+    studies. Finished rows are never run again; run the same command again to resume. Several processes may run one study.
 
     Example: vitrail study data-size --budget 2
 
@@ -71,7 +70,9 @@ def study(
     )
 
 
-def plot(name: Annotated[str, tyro.conf.Positional] = "all", /, *, out: Path = Path("runs/study")) -> None:
+def plot(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = "all", /, *, out: Path = Path("runs/study")
+) -> None:
     """Draw a study, or all of a folder, again from the CSV files alone: figures (PNG and SVG), tables (Markdown), the HTML report.
 
     Example: vitrail study plot all

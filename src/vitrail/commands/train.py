@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vitrail.commands.arguments import parse
 from vitrail.commands.training_display import deviations, display_for, group_table, name_patterns, print_result
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext
@@ -100,13 +102,17 @@ def parsed(recipe: Recipe, words: list[str], *, command: str, description: str |
     ) -> tuple[Recipe, Options]:
         return recipe, options
 
-    return tyro.cli(collect, prog=f"vitrail {command}", args=words, description=inspect.cleandoc(description or ""))
+    return parse(collect, command, words, description)
 
 
 def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
     """Train `chosen`, which may differ from its `recipe`, and show it."""
     console = Console(stderr=options.json, quiet=options.json)
-    logging.getLogger("vitrail").addHandler(_Warnings(console))
+    with warnings_on(console):
+        return _run(recipe, chosen, options, console)
+
+
+def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console) -> int:
     out = options.out or Path("runs") / chosen.name
     if options.explain:
         explain(chosen, console)
@@ -199,6 +205,17 @@ def _main_rank() -> bool:
     import os
 
     return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def warnings_on(console: Console) -> Iterator[None]:
+    """Show the package's warnings on the console meanwhile."""
+    logger, handler = logging.getLogger("vitrail"), _Warnings(console)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class _Warnings(logging.Handler):

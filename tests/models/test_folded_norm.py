@@ -263,3 +263,23 @@ def test_a_copy_with_folded_norms(gelu: str, shift: float, fusing: None, monkeyp
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         assert near(model(images), expected, tolerance)  # its norms have weights of their own
     assert not calls
+
+
+def test_a_reader_of_the_last_tokens_gets_their_mean(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer norm would not miss it; without one, the class token that the last block computes must have it."""
+    from vitrail.models.fused import hopper_matmul, selection
+    from vitrail.models.inference.gpu import gpu_copy
+
+    if not HOPPER:
+        monkeypatch.setattr(hopper_matmul, "matmul_bias", matmul_in_torch)
+        monkeypatch.setattr(hopper_matmul, "matmul_bias_gelu", gelu_in_torch)
+    model, images = small(depth=2, qk_norm=True).eval(), torch.randn(1, 3, 48, 48, device=DEVICE)
+    model.norm, model.kernels = nn.Identity(), "plain"  # type: ignore[assignment]
+    with torch.no_grad():
+        model.class_token += 20  # type: ignore[operator]
+        expected = model(images)
+    model.kernels = "auto"
+    copied = gpu_copy(model, torch.device(DEVICE), LOW)
+    widths = 3 * model.config.width, model.config.mlp
+    monkeypatch.setattr(selection, "use_norm_epilogue", lambda x, biased, gelu: (biased, gelu) == widths)
+    assert near(copied(images), expected, (1e-5 + CLOSE) * 5)

@@ -27,6 +27,7 @@ from vitrail.models.cuda_graph import CudaGraph
 from vitrail.models.inference import InferenceModel, capture, for_inference
 from vitrail.models.inference.capture import MAX_CAPTURES, WARMUP_CALLS, CapturedForward
 from vitrail.models.inference.gpu import GpuModel, gpu_copy
+from vitrail.models.layers import Mlp
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -223,6 +224,22 @@ def test_no_change_of_the_model_is_missed(change: Callable[[InferenceModel], Non
     assert error(expected, before) > 2 * CLOSE, "the change changes nothing"
     for _ in range(WARMUP_CALLS + 2):
         assert error(made(images), expected) < CLOSE
+
+
+@torch.no_grad()
+def test_a_class_that_is_patched_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    images, called = random_images(made), list[nn.Module]()
+    captured(made, images)
+    before = made(images)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mlp, "forward", lambda self, x: (called.append(self), torch.sin(x))[1])
+        for _ in range(2):
+            called.clear()
+            found = made(images)
+            assert made.model.blocks[0].mlp in called and error(found, before) > 2 * CLOSE
+    called.clear()
+    assert error(made(images), before) < CLOSE and not called
 
 
 @torch.no_grad()

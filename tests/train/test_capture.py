@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import vitrail.train
 from vitrail.errors import VitrailError
 from vitrail.train import CapturedStep, capture
+from vitrail.train.shards import local
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -27,11 +28,13 @@ class StandIn:
     def capture(self, run: Callable[[], Any]) -> Any:
         self.run, self.results = run, run()
         self.gradients = [one.grad for one in self.parameters]
+        self.memory = self._memory()
         self.results = self.results if isinstance(self.results, tuple) else (self.results,)
         return self.results if len(self.results) > 1 else self.results[0]
 
     def replay(self) -> None:
         self.replays += 1
+        assert self._memory() == self.memory, "a graph would still read what was there"
         there = [one.grad for one in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -43,6 +46,9 @@ class StandIn:
             if place is not None and parameter.grad is not None:
                 place.copy_(parameter.grad)
             parameter.grad = before
+
+    def _memory(self) -> list[int]:
+        return [local(one).data_ptr() for one in self.parameters]
 
 
 def stand_in(step: Any, parameters: list[nn.Parameter], **keywords: Any) -> CapturedStep:

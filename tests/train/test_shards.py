@@ -232,6 +232,25 @@ def test_a_loop_of_ones_own_is_not_captured_over_shards(group: None) -> None:
     assert not made.captured and not made.failure
 
 
+@pytest.mark.parametrize("micro_batch", [8, 16])
+def test_only_a_whole_step_is_replayed(micro_batch: int, tmp_path: Path, group: None) -> None:
+    """A captured step sums gradients over ranks, which must happen once per step, with its last micro-batch."""
+    recipe = small(parallel="fsdp", batch=16, micro_batch=micro_batch, model__dropout=0.0, model__stochastic_depth=0.0)
+    loop = Loop(recipe, RunFolder(tmp_path), World(CPU, mode="fsdp"), prepare(recipe, on_meta=True), ())
+    loop.go_to(0)
+    step, sizes = loop.step, list[int]()
+
+    def replay(images: Tensor, targets: Tensor) -> Tensor:
+        sizes.append(len(images))
+        return step._backward(images, targets, recipe.batch)
+
+    step._captured = replay  # type: ignore[assignment]
+    step.take(loop.parts(), 0)
+    step._captured = None
+    loop.close()
+    assert sizes == ([16] if micro_batch == 16 else [])
+
+
 def test_blocks_stay_gathered_where_there_is_memory() -> None:
     model = tiny()
     values = sum(one.numel() for one in model.blocks.parameters())

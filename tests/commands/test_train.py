@@ -82,7 +82,7 @@ def test_the_best_checkpoint_and_early_stopping_are_said(capsys: pytest.CaptureF
     words = ["train", *SHORT, "--steps", "9", "--eval-every", "0.1", "--keep-best", "loss", "--patience", "1", "--ema", "0.5"]
     status, out, err = run(capsys, *words, "--min-improvement", "5", "--plain", "--out", str(tmp_path / "run"))
     assert status == 0, err
-    assert "(best so far)" in out and "; raw weights: accuracy" in out
+    assert "; best loss so far" in out and "; raw weights: accuracy" in out
     assert "stopped early at step 4 of 9: loss has not improved by more than 5 in 1 validation;" in out
     assert f"{tmp_path / 'run' / 'model'}: averaged weights with the best loss" in out and "4 steps, stopped early" in out
     status, out, _ = run(capsys, *words, "--min-improvement", "5", "--json", "--out", str(tmp_path / "run"))

@@ -9,6 +9,7 @@ from PIL import Image
 from tests.data.memory_splits import MemorySplit, photos, picture, stored
 from vitrail.data.augment import Augment
 from vitrail.data.augment_sheet import _CELL, _GAP, _HEADER, _MARGIN, _spread, augment_sheet
+from vitrail.data.contact_sheet import shorten
 from vitrail.data.preprocess import preset
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError
@@ -49,3 +50,9 @@ def test_as_many_classes_as_possible() -> None:
 def test_without_rows_there_is_no_sheet(tmp_path: Path) -> None:
     with pytest.raises(VitrailError, match="at least one row"):
         augment_sheet(stored(4), preset("imagenet", size=16), Augment(), tmp_path / "sheet.png", rows=0)
+
+
+def test_lines_break_between_words() -> None:
+    assert shorten("crop none, erase 0.25, smoothing 0.1", 30, wrap=15) == "crop none,\nerase 0.25,…"
+    assert shorten("n02102040-" * 5, 60, wrap=22).count("\n") == 2
+    assert shorten("a long line", 6) == "a lon…"

@@ -53,6 +53,8 @@ def test_it_stays_between_0_and_the_peak_and_never_rises_after_the_warm_up(kind,
 def test_an_endless_warm_up_is_refused():
     with pytest.raises(VitrailError, match="as long as the whole run of 100"):
         check_schedule(ScheduleSpec(warmup=100), 100)
+    with pytest.raises(VitrailError, match="warm-up of 500 steps is longer than the whole run of 100"):
+        check_schedule(ScheduleSpec(warmup=500), 100)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +100,7 @@ def test_a_warm_up_longer_than_the_run_is_refused_in_its_own_words():
         in_steps(ScheduleSpec(warmup="10ep"), 1900, 190)
     with pytest.raises(VitrailError, match="only 5 epochs"):
         Recipe(epochs=5, schedule=ScheduleSpec(warmup="10ep"))
+    with pytest.raises(VitrailError, match=r"only 1 epoch\."):
+        Recipe(epochs=1, schedule=ScheduleSpec(warmup="10ep"))
     with pytest.raises(TypeError, match="in_steps"):
         factor(ScheduleSpec(warmup="10ep"), 0, 100, 1.0)

@@ -84,7 +84,7 @@ def test_patience_counts_validations_since_a_real_improvement() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"patience": -1}, "0 or more"),
+        ({"patience": -1}, "patience is -1; it must be 0 or more"),
         ({"min_improvement": 0.1}, "add --patience"),
         ({"final_model": "best"}, "add --keep-best"),
         ({"keep_best": "accuracy", "eval_every": 0.0}, "eval_every is 0"),
@@ -150,6 +150,7 @@ def test_masked_runs_keep_the_best_too(kind: Any, tmp_path: Path) -> None:
     names = ("relative_loss", "loss", *(("patch_accuracy",) if kind == "masked-patch" else ()))
     assert all(name in record and f"raw_{name}" in record for name in names) and "raw_target_entropy" not in record
     assert result.model is not None and result.model.metric == "raw_relative_loss" and result.model.checkpoint == "best"
+    assert result.model.describe().startswith("raw weights with the best relative loss, ")
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, values: dict[int, float]) -> None:

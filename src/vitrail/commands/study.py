@@ -98,7 +98,7 @@ def results(folders: Folder = (), /, *, page: Path = Path("RESULTS.md")) -> None
     """
     chosen = list(folders) or sorted(one for one in Path("docs/results/studies").glob("*") if one.is_dir())
     if not chosen:
-        raise VitrailError("docs/results/studies has no folder. Name folders that hold CSV files of studies.")
+        raise VitrailError("There are no folders in docs/results/studies. Name folders that hold CSV files of studies.")
     write_results(page, chosen)
     Console().print(str(page), highlight=False)
 

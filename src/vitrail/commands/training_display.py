@@ -128,7 +128,9 @@ def validation_text(record: dict[str, Any]) -> str:
     parts += _metric_texts(record)
     parts += [f"{name.replace('shot', '-shot')} {value:.2%}" for name, value in record.items() if name.endswith("shot")]
     raw = _metric_texts({name: record[f"raw_{name}"] for name in _SHORT if f"raw_{name}" in record})
-    text = ", ".join(parts) + (f"; raw weights: {', '.join(raw)}" if raw else "") + (" (best so far)" if record.get("best") else "")
+    text = ", ".join(parts) + (f"; raw weights: {', '.join(raw)}" if raw else "")
+    if "best" in record:
+        text += f"; best {record['best'].replace('_', ' ')} so far"
     if "attention_entropy" in record:
         entropies = f"{record['attention_entropy']:.2f} of {record['attention_uniform_entropy']:.2f}"
         text += f"; attention entropy {entropies}, score std {record['attention_score_std']:.2f}"
@@ -225,4 +227,8 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_plain, value)) or "–"
     return "–" if value is None else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,8 +80,9 @@ def _paste(sheet: Image.Image, split: Split, index: int, corner: tuple[int, int]
 
 def shorten(text: str, limit: int, wrap: int | None = None) -> str:
     text = text.encode("utf-8", "replace").decode()  # a folder name may not be valid UTF-8
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "\n".join(text[k : k + wrap] for k in range(0, len(text), wrap)) if wrap else text
+    if wrap:
+        return textwrap.fill(text, wrap, max_lines=-(-limit // wrap), placeholder="…")
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 @cache

@@ -328,14 +328,13 @@ def check(recipe: Recipe) -> None:
         raise VitrailError(f"micro_batch is {recipe.micro_batch}; it must be at least 1, or auto for what fits.")
     for name in ("epochs", "steps"):
         if getattr(recipe, name) is not None and getattr(recipe, name) <= 0:
-            raise VitrailError(f"{name} is {getattr(recipe, name)}; there would be nothing to train.")
+            raise VitrailError(f"{name} is {getattr(recipe, name):g}; there would be nothing to train.")
     if not 0 <= recipe.ema < 1:
         raise VitrailError(f"ema is {recipe.ema}; it is a decay from 0 (off) up to, but not including, 1, such as 0.9999.")
     warmup = recipe.schedule.warmup
     if recipe.epochs is not None and isinstance(warmup, str) and warmup.endswith("ep") and float(warmup[:-2]) >= recipe.epochs:
-        raise VitrailError(
-            f"schedule.warmup is {warmup}, but the run has only {recipe.epochs:g} epochs. Train longer, or use a shorter warm-up."
-        )
+        length = "1 epoch" if recipe.epochs == 1 else f"{recipe.epochs:g} epochs"
+        raise VitrailError(f"schedule.warmup is {warmup}, but the run has only {length}. Train longer, or use a shorter warm-up.")
     if recipe.schedule.timescale < 1:
         raise VitrailError(f"schedule.timescale is {recipe.schedule.timescale}; it must be at least 1.")
     if not 0 <= recipe.data.holdout < 1:
@@ -373,8 +372,9 @@ def _literals(hint: Any) -> tuple[Any, ...]:
 
 
 def _check_selection(recipe: Recipe) -> None:
-    if recipe.patience < 0 or recipe.min_improvement < 0:
-        raise VitrailError("patience and min_improvement are 0 or more.")
+    for name in ("patience", "min_improvement"):
+        if getattr(recipe, name) < 0:
+            raise VitrailError(f"{name} is {getattr(recipe, name):g}; it must be 0 or more.")
     if recipe.min_improvement and not recipe.patience:
         raise VitrailError("min_improvement is for early stopping: add --patience, the number of validations to wait.")
     if recipe.final_model == "best" and recipe.keep_best is None:

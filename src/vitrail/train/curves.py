@@ -26,12 +26,14 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
     loss.plot(steps, [one["loss"] for one in trained], color="#2b6ca3", label="training")
     if measured:
         at = [one["step"] for one in measured]
-        loss.plot(at, [one["loss"] for one in measured], color="#c8553d", marker=".", label="validation")
-        if f"raw_{headline}" in measured[-1]:
+        averaged = f"raw_{headline}" in measured[-1]
+        label = "validation, averaged weights" if averaged else "validation"
+        loss.plot(at, [one["loss"] for one in measured], color="#c8553d", marker=".", label=label)
+        if averaged:
             raw = [one.get(f"raw_{headline}") for one in measured]
             quality.plot(at, raw, color="#c8553d", alpha=0.45, linestyle="--", label="raw weights")
         quality.plot(at, [one[headline] for one in measured], color="#c8553d", marker=".", label="averaged weights")
-        if f"raw_{headline}" in measured[-1]:
+        if averaged:
             quality.legend(frameon=False, fontsize=9)
         best = (min if lower_is_better(headline) else max)(measured, key=lambda one: one[headline])
         quality.set_title(f"{headline.replace('_', ' ')}, best {best[headline]:.4g} at step {best['step']}", fontsize=10)

@@ -36,6 +36,8 @@ class SavedModel:
         kind = "averaged weights" if self.weights == "averaged" else "weights"
         if self.checkpoint == "last":
             return f"{kind} of the last step, {self.step}"
+        if str(self.metric).startswith(RAW):
+            kind = "raw weights"
         metric = str(self.metric).removeprefix(RAW).replace("_", " ")
         return f"{kind} with the best {metric}, {self.value:.6g}, of step {self.step} of {self.steps_taken}"
 

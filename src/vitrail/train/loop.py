@@ -354,7 +354,7 @@ class Loop:
         attention = self._validation.attention
         if attention is not None:
             record |= attention.record()
-        self.tell("validated", {**record, "best": True} if best else record)
+        self.tell("validated", {**record, "best": self.selection.metric} if best else record)
         if metrics.get("predicted_classes") == 1 and self.prepared.task.outputs > 1:
             self.say(
                 "warning: the model predicts the same class for every image. Lower the learning rate, or use a longer warm-up."

@@ -27,8 +27,9 @@ def in_steps(spec: ScheduleSpec, total: int, per_epoch: float) -> ScheduleSpec:
 def check_schedule(spec: ScheduleSpec, total: int, written: str = "") -> None:
     """Refuse a warm-up, in steps, that never ends. `written` is how the recipe gives it."""
     if total > 1 and _steps(spec.warmup) >= total:
+        compared = "as long as" if spec.warmup == total else "longer than"
         raise VitrailError(
-            f"The warm-up of {written or f'{spec.warmup} steps'} is as long as the whole run of {total} steps. "
+            f"The warm-up of {written or f'{spec.warmup} steps'} is {compared} the whole run of {total} steps. "
             f"Train longer, or set --schedule.warmup to {total // 10} or 10%."
         )
 

@@ -99,7 +99,7 @@ def check_metric(recipe: Recipe, task: Task, *, has_validation: bool, has_evalua
         return
     hint = did_you_mean(chosen, known)
     if chosen.startswith(RAW) and not recipe.ema:
-        hint = " Raw weights are measured apart only with averaging (--ema)."
+        hint = " Raw weights are evaluated separately only with averaging (--ema)."
     raise VitrailError(f"keep_best is {chosen!r}; it can be {', '.join(known)}.{hint}")
 
 

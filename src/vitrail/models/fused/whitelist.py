@@ -85,15 +85,20 @@ def _check_parts(
     scales = _SCALES if layer_scale else _NO_SCALES
     if type(scale1) not in scales or type(scale2) not in scales or type(norm1) not in _NORMS or type(norm2) not in _NORMS:
         return None
-    for module in (attention, mlp, skip, dropout, norm1, norm2, qkv, out, up, down, scale1, scale2, mlp_dropout):
-        state = module.__dict__  # as in `is_plain`, without a call for each
+    qkv_state, out_state, up_state, down_state = qkv.__dict__, out.__dict__, up.__dict__, down.__dict__
+    dropout_state, mlp_dropout_state, skip_state = dropout.__dict__, mlp_dropout.__dict__, skip.__dict__
+    for state in (
+        attention_state, mlp_state, qkv_state, out_state, up_state, down_state, dropout_state, mlp_dropout_state, skip_state,
+        norm1.__dict__, norm2.__dict__, scale1.__dict__, scale2.__dict__,
+    ):  # fmt: skip
+        # As in `is_plain`, without a call for each.
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
             return None
         if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state:
             return None
     if "_split" in attention_state or "_fused" in attention_state or "_merge" in attention_state:
         return None
-    width, hidden = _norm_width(norm1, dtype), up.__dict__["out_features"]
+    width, hidden = _norm_width(norm1, dtype), up_state["out_features"]
     if not width or _norm_width(norm2, dtype) != width:
         return None
     qk_norm = "q_norm" in inner or "k_norm" in inner
@@ -102,22 +107,24 @@ def _check_parts(
             return None
     elif attention_state["q_norm"] is not None or attention_state["k_norm"] is not None:
         return None
-    for linear, rows, columns in ((qkv, 3 * width, width), (out, width, width), (up, hidden, width), (down, width, hidden)):
-        parameters = linear.__dict__["_parameters"]
+    for state, size in (
+        (qkv_state, (3 * width, width)), (out_state, (width, width)), (up_state, (hidden, width)), (down_state, (width, hidden)),
+    ):  # fmt: skip
+        parameters = state["_parameters"]
         weight, bias = parameters["weight"], parameters["bias"]
-        if (type(weight) is not _Parameter and not _is_parameter(weight)) or weight.shape != (rows, columns):
+        if (type(weight) is not _Parameter and not _is_parameter(weight)) or weight.shape != size:
             return None
         if dtype is not None and (weight.dtype is not dtype or (bias is not None and bias.dtype is not dtype)):
             return None
         if bias is None:
             continue
-        if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.numel() != rows or bias.stride() != _UNIT_STRIDE:
+        if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.numel() != size[0] or bias.stride() != _UNIT_STRIDE:
             return None
     # Where nothing survives, the plain path knows how.
     if not eval_mode and (
-        dropout.__dict__["p"] >= 1.0
-        or mlp_dropout.__dict__["p"] >= 1.0
-        or skip.__dict__["rate"] >= 1.0
+        dropout_state["p"] >= 1.0
+        or mlp_dropout_state["p"] >= 1.0
+        or skip_state["rate"] >= 1.0
         or (attention_state["dropout"] > 0.0 and attention_state["training"])
     ):
         return None
@@ -229,7 +236,8 @@ def _is_block(block: nn.Module) -> bool:
     state = block.__dict__
     if "forward" in state or "_add_branches" in state or "_compiled_call_impl" in state or "_call_impl" in state:
         return False
-    if has_hooks(block):
+    hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
+    if hooked and has_hooks(block):
         return False
     # FSDP2 gathers parameters for `forward_pending` only where that is registered with it, which puts it on the instance.
     return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)

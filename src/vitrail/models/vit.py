@@ -31,8 +31,7 @@ class Block(nn.Module):
         self.attention = attention_for(config, number)
         self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
-        self.scale1 = nn.Identity() if config.layer_scale is None else LayerScale(config.width)
-        self.scale2 = nn.Identity() if config.layer_scale is None else LayerScale(config.width)
+        self.scale1, self.scale2 = (nn.Identity() if config.layer_scale is None else LayerScale(config.width) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
         self.skip = StochasticDepth(config.stochastic_depth * number / max(config.blocks - 1, 1))
 
@@ -91,8 +90,7 @@ class ViT(nn.Module):
 
     def features(self, images: Tensor, layers: Iterable[int] = ()) -> Features:
         """Compute everything by name in one pass; `layers` also keeps the tokens after those blocks."""
-        numbers = list(layers)
-        kept: dict[int, Tensor] = dict.fromkeys(chosen_layers(numbers, len(self.blocks)) if numbers else (), images)
+        kept = dict.fromkeys(chosen_layers(wanted, len(self.blocks)) if (wanted := list(layers)) else (), images)
         tokens, prefix = self._encode_images(images, kept), self.config.prefix
         pooled = self._pool(tokens)
         patches = tokens[:, prefix:].reshape(-1, *self.config.grid, self.config.width)
@@ -115,7 +113,7 @@ class ViT(nn.Module):
         return self.dropout(x)  # type: ignore[no-any-return]
 
     def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None, num_queries: int | None = None) -> Tensor:
-        """Run all blocks, then the final norm where it comes before pooling; `kept` is filled with the layers it names.
+        """Run all blocks, then the final norm if it comes before pooling. `kept` gets the tokens after the blocks it names.
 
         With `num_queries` the last block computes only so many of the first tokens.
         """

@@ -17,7 +17,7 @@ COMMANDS = {
     "convert": ("vitrail.commands.convert:convert", "Convert weights between formats."),
     "train": ("vitrail.commands.train:train", "Train a model with a recipe."),
     "finetune": ("vitrail.commands.finetune:finetune", "Fine-tune a pretrained model."),
-    "plan": ("vitrail.commands.plan:plan", "Estimate memory and time of a recipe on any GPU, without that GPU."),
+    "plan": ("vitrail.commands.plan:plan", "Estimate the memory that a recipe needs on any GPU, without that GPU."),
     "eval": ("vitrail.commands.evaluate:evaluate", "Evaluate a checkpoint on labelled images."),
     "fewshot": (
         "vitrail.commands.fewshot:fewshot",

@@ -59,3 +59,8 @@ def test_verify_detects_replaced_weights(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_missing_checkpoint_gives_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, "info", "nowhere")
     assert code == 2 and "There is no checkpoint 'nowhere'" in out
+
+
+def test_qk_norm_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vitrail.save(tmp_path / "x", vitrail.create_model("ViT-Ti/4", image_size=8, width=32, depth=1, heads=2, mlp=32, qk_norm=True))
+    assert "qk norm" in " ".join(run(capsys, "info", str(tmp_path / "x"))[1].split())

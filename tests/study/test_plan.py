@@ -62,6 +62,9 @@ def test_a_budget_that_cannot_be_kept_is_refused() -> None:
     plan = plan_of("data-size")
     with pytest.raises(VitrailError, match=r"Even the shortest form .* \(6 rows\) takes about .* Use --budget"):
         fitted(plan, speeds_of(plan, 1e-9, 60.0), 30, 1)
+    slow = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, budget=2.0))
+    with pytest.raises(VitrailError, match=r"and 0\.0 are left after 4\.0 minutes of measuring the speed\. Use --budget 26,"):
+        fitted(slow, speeds_of(plan, 1e-9, 60.0), -120, 1)
 
 
 def test_more_processes_take_less_time() -> None:

@@ -123,6 +123,7 @@ def _numerics(config: ModelConfig) -> str:
         parts = [f"GELU {config.gelu}", f"norm eps {config.norm_eps:g}", f"position embedding {config.position}", pool]
         parts.append(f"position resize rule {config.position_resize}")
         parts += [f"pre-logits {config.pre_logits}"] if config.pre_logits else []
+        parts += ["qk norm"] if config.qk_norm else []
     resnet = getattr(config, "resnet", None)
     return ", ".join(parts + [f"{name} {getattr(resnet, name)}" for name in _RESNET if resnet])
 

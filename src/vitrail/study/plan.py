@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -214,11 +215,12 @@ def _kept(plan: Plan, estimate: Estimate, seconds: float) -> list[int]:
     while (shortest := estimate.seconds(kept, SHORTEST)) > seconds:
         last = max(kept, key=lambda number: (points[number].priority, number))
         if points[last].priority == 0:
-            needed = shortest / SAFETY / 60
+            needed, left = shortest / SAFETY / 60, seconds / SAFETY / 60
+            used = max((plan.settings.budget or left) - left, 0.0)  # by measuring the speed, which the next attempt repeats
             raise VitrailError(
                 f"Even the shortest form of the study {plan.study.name} ({counted(estimate.seeds * len(kept), 'row')}) takes about "
-                f"{needed:.1f} minutes here, and {seconds / SAFETY / 60:.1f} are left. "
-                f"Use --budget {needed * 1.2 + 0.5:.0f}, fewer seeds or smaller models."
+                f"{needed:.1f} minutes here, and {max(left, 0.0):.1f} are left after {used:.1f} minutes of measuring the speed. "
+                f"Use --budget {math.ceil(used + 1.2 * needed)}, fewer seeds or smaller models."
             )
         kept.remove(last)
     return kept

@@ -11,8 +11,8 @@ from vitrail.errors import VitrailError
 from vitrail.study.rows import DONE, FAILED, LEFT_OUT, Results, Row, try_lock
 
 
-def row(key: str, status: str = DONE, **values: object) -> Row:
-    return Row(study="data-size", series="ViT", label="10 %", seed=0, status=status, key=key, **values)  # type: ignore[arg-type]
+def row(key: str, status: str = DONE, point: int = 0, **values: object) -> Row:
+    return Row(study="data-size", point=point, series="ViT", label="10 %", seed=0, status=status, key=key, **values)  # type: ignore[arg-type]
 
 
 def put_many(file: Path, name: str) -> None:
@@ -39,6 +39,13 @@ def test_a_row_survives_the_file(tmp_path: Path) -> None:
     assert [(one.key, one.few_shot) for one in results.read()] == [("a", 0.5), ("b", 0.25), ("c", None)]
     results.remove(FAILED)
     assert results.finished() == {"a", "b"}
+
+
+def test_the_file_is_in_the_order_of_the_grid(tmp_path: Path) -> None:
+    results = Results(tmp_path / "x.csv")
+    results.put([row("second", point=1)])
+    results.put([row("first", point=0)])
+    assert [one.key for one in results.read()] == ["first", "second"]
 
 
 def test_processes_do_not_lose_each_others_rows(tmp_path: Path) -> None:

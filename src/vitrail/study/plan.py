@@ -32,6 +32,8 @@ class PlannedRow:
     """One point with one seed, and its two recipes."""
 
     study: str
+    number: int
+    """Of the point in the study's grid."""
     point: Point
     seed: int
     pretrain: Recipe | None
@@ -54,6 +56,7 @@ class PlannedRow:
         """Return a row of results with what is known beforehand."""
         return Row(
             study=self.study,
+            point=self.number,
             series=self.point.series,
             label=self.point.label,
             x=self.point.x,
@@ -95,13 +98,13 @@ class Plan:
     def rows(self, points: Iterable[int] | None = None) -> list[PlannedRow]:
         """Return the rows, the first seed of every point before the second of any."""
         everything = self.study.points(self.ladder)
-        chosen = [everything[number] for number in (self.kept if points is None else points)]
-        return [self._row(point, seed) for seed in range(self.settings.seeds) for point in chosen]
+        chosen = list(self.kept if points is None else points)
+        return [self._row(number, everything[number], seed) for seed in range(self.settings.seeds) for number in chosen]
 
     def left_out(self) -> list[PlannedRow]:
         return self.rows(number for number in range(len(self.study.points(self.ladder))) if number not in self.kept)
 
-    def _row(self, point: Point, seed: int) -> PlannedRow:
+    def _row(self, number: int, point: Point, seed: int) -> PlannedRow:
         settings, ladder = self.settings, self.ladder
         pretrain = finetune = None
         common = {"seed": seed, "device": settings.device, "log_every": 50}
@@ -112,7 +115,7 @@ class Plan:
         if self.study.finetune:
             recipe = changed(ladder.finetune(), {**common, "data.source": settings.target, **point.finetune})
             finetune = _with_length(recipe, ladder.finetune_epochs * self.target_images * self.scale, available=self.target_images)
-        return PlannedRow(self.study.name, point, seed, pretrain, finetune)
+        return PlannedRow(self.study.name, number, point, seed, pretrain, finetune)
 
     def save(self, file: Path) -> None:
         content = {

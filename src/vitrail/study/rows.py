@@ -19,6 +19,8 @@ class Row:
     """One point of a study with one seed. A value that was not measured is None, and empty in the file."""
 
     study: str
+    point: int
+    """Its number in the study's grid."""
     series: str
     label: str
     seed: int
@@ -106,7 +108,7 @@ class Results:
         with lock(self.file.with_name(f".{self.file.name}.lock")):
             kept = {row.key: row for row in self.read()}
             kept |= {row.key: row for row in rows}
-            write_csv(self.file, Row, kept.values())
+            write_csv(self.file, Row, sorted(kept.values(), key=lambda row: (row.point, row.seed)))
 
     def remove(self, status: str) -> None:
         with lock(self.file.with_name(f".{self.file.name}.lock")):

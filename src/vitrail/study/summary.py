@@ -68,18 +68,12 @@ class Summary:
     def __init__(self, study: Study, rows: Sequence[Row]) -> None:
         self.study, self.rows = study, list(rows)
         grouped: dict[tuple[str, str], list[Row]] = {}
-        for row in rows:
+        for row in sorted(rows, key=lambda one: (one.point, one.seed)):
             if row.status == DONE:
                 grouped.setdefault((row.series, row.label), []).append(row)
         self.entries = [Entry(series, label, tuple(group)) for (series, label), group in grouped.items()]
-        self.entries.sort(key=self._order)
         self.failed = [row for row in rows if row.status == FAILED]
         self.left_out = [row for row in rows if row.status == LEFT_OUT]
-
-    def _order(self, entry: Entry) -> tuple[int, float]:
-        seen = list(dict.fromkeys(row.series for row in self.rows))
-        x = entry.number(self.study.plot.x) if self.study.plot.kind == "lines" else None
-        return seen.index(entry.series), 0.0 if x is None else x
 
     @property
     def series(self) -> list[str]:

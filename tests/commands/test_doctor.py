@@ -20,6 +20,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert "needs a_missing_package: pip install 'vitrail[hub]'" in out
 
 
+@pytest.mark.slow
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", "--json"])

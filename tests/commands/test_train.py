@@ -123,7 +123,7 @@ def test_a_warm_up_as_it_is_written_on_the_command_line(capsys: pytest.CaptureFi
     for wrong in ("0.05", "many"):
         status, out, err = run(capsys, *words, "--schedule.warmup", wrong)
         assert status == 2 and "10ep" in out + err and "Traceback" not in out + err
-    status, out, _ = run(capsys, "plan", "digits", "--schedule.warmup", "10ep")
+    status, out, _ = run(capsys, "plan", "digits", "--model.depth", "1", "--schedule.warmup", "10ep")
     assert status == 0 and "schedule: cosine over 40 epochs, warm-up 10 epochs" in out
 
 
@@ -131,6 +131,7 @@ def test_parts_of_a_model_are_shown_before_anything_is_trained(capsys: pytest.Ca
     words = ["--model.freeze", "--optim.freeze", "!*.norm?", "--optim.lr-scale", "head=10", "--optim.weight-decay-for", "head=0.5"]
     status, out, err = run(capsys, "train", "digits", *words, "--explain", "--out", str(tmp_path / "run"))
     assert status == 0 and "frozen" in out and "0.02" in out and "blocks.*.norm1.weight" in out, err
+    words += ["--model.depth", "1"]
     status, out, _ = run(capsys, "plan", "digits", *words, "--json")
     groups = json.loads(out)["groups"]
     assert status == 0 and [(group["scale"], group["weight_decay"], group["frozen"]) for group in groups] == [
@@ -234,7 +235,7 @@ def test_data_is_short_for_the_source(written: list[str], photos: Path, capsys: 
     saved = RunFolder(tmp_path / "run").saved_recipe()
     assert saved is not None and saved.data.source == words[-1].removeprefix("--data=")
     assert "--data SRC is short for" in run(capsys, "train", "--help")[1].replace("\n", " ")
-    assert run(capsys, "plan", "digits", *words)[0] == 0
+    assert run(capsys, "plan", "digits", *words, "--model.depth", "1")[0] == 0
 
 
 def test_the_flags_that_messages_advise_are_accepted(tmp_path, capsys):

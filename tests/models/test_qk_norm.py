@@ -195,6 +195,7 @@ def close(model: ViT, images: Tensor) -> None:
         assert near(gradients[name], gradient, 3 * CLOSE), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["nothing", "matmuls"])
 def test_recomputed_blocks_give_the_same(keep: Any, images: Tensor, fusing: None) -> None:
     model = tiny(qk_norm=True, depth=2).train()
@@ -204,6 +205,7 @@ def test_recomputed_blocks_give_the_same(keep: Any, images: Tensor, fusing: None
     assert all(near(recomputed[name], one, 1e-6) for name, one in kept.items())
 
 
+@pytest.mark.slow
 def test_many_tokens_use_torchs_attention(images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward, branches
 
@@ -212,6 +214,7 @@ def test_many_tokens_use_torchs_attention(images: Tensor, fusing: None, monkeypa
     close(tiny(qk_norm=True).train(), images)
 
 
+@pytest.mark.slow
 def test_frozen_norms(images: Tensor, fusing: None) -> None:
     model = tiny(qk_norm=True).train()
     model.blocks[0].attention.q_norm.requires_grad_(False)

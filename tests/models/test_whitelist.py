@@ -269,6 +269,7 @@ def test_global_hooks_are_called_for_every_module(kind: str, images: Tensor, fus
 # Dropout as the modules have it
 
 
+@pytest.mark.slow
 def test_dropout_alone_in_train_mode_drops(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
     """Monte-Carlo dropout: eval(), and then only the dropouts back in train()."""
     model = tiny(dropout=0.5).eval()

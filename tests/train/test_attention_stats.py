@@ -178,6 +178,7 @@ def test_only_collapsed_attention_is_warned_of() -> None:
         assert stats(*healthy).warning(qk_norm=False) == ""
 
 
+@pytest.mark.slow
 def test_it_is_logged_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small(**EVERY_STEP, model__pooling="map")
     train(recipe, tmp_path / "run")
@@ -194,6 +195,7 @@ def test_it_is_logged_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert same(weights(tmp_path / "run"), weights(tmp_path / "without"))
 
 
+@pytest.mark.slow
 def test_a_collapsing_run_warns_once_also_when_it_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, recorder = small(**EVERY_STEP), Recorder()
     monkeypatch.setattr(AttentionProbe, "measure", lambda self: stats(0.01, 0.02))

@@ -73,6 +73,7 @@ def test_shards_beyond_the_fake_ranks_are_computed_right(monkeypatch: pytest.Mon
     assert computed.peak == pytest.approx(exact.peak, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_needs_no_gradient_and_no_optimiser_state() -> None:
     whole = make_plan(small_plan(ema=0.99), gpus=8, memory=8, micro_batch=8)
     part = make_plan(small_plan(ema=0.99, optim=OptimSpec(freeze=("*", "!head"))), gpus=8, memory=8, micro_batch=8)
@@ -120,6 +121,7 @@ def test_the_largest_micro_batch_fits_and_one_more_tenth_does_not() -> None:
     assert need.optimizer == 2 * need.weights and need.average == 0
 
 
+@pytest.mark.slow
 def test_sgd_needs_less_and_averaging_more() -> None:
     sgd = make_plan(small_plan(optim=OptimSpec(name="sgd"), ema=0.99), gpus=1, memory=8).needs[0]
     assert sgd.optimizer == sgd.weights == sgd.average

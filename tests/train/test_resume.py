@@ -77,6 +77,7 @@ def test_a_resumed_run_is_the_same_with_other_settings(changes, tmp_path, monkey
     assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_log(undisturbed, tmp_path):
     train(small(deterministic=True), tmp_path / "one")
     assert losses(tmp_path / "one") == losses(undisturbed)
@@ -119,6 +120,7 @@ def test_changed_settings_are_shown_and_refused_unless_allowed(tmp_path, monkeyp
     assert losses(tmp_path / "run")[-1][0] == 6
 
 
+@pytest.mark.slow
 def test_what_only_changes_speed_may_change(undisturbed, tmp_path, monkeypatch):
     interrupted(small(), tmp_path / "run", monkeypatch, 3)
     recipe = small(log_every=2, keep=5, data=DataSpec(source="digits", workers=1, holdout=0.02))

@@ -190,6 +190,7 @@ def stopped_at(step: int, out: Path) -> dict[str, torch.Tensor]:
     return kept
 
 
+@pytest.mark.slow
 def test_the_best_is_in_model_and_the_last_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stopped_at(3, tmp_path / "plain")
     scripted(monkeypatch, RISE_AND_FALL)
@@ -284,6 +285,7 @@ def validations(out: Path) -> list[str]:
     return [json.dumps(one) for one in RunFolder(out).records() if one["kind"] == "val"]
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, RISE_AND_FALL)
     recorder = Recorder()
@@ -329,6 +331,7 @@ def test_a_run_killed_between_stopping_and_ending_stops_again(tmp_path: Path, mo
     assert (result.steps, result.stopped_early) == (6, True) and validations(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 def test_raw_and_averaged_weights_are_both_measured(tmp_path: Path) -> None:
     recipe = small(**EVERY_STEP, ema=0.9)
     seen: dict[str, Any] = {}

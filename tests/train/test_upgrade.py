@@ -62,6 +62,7 @@ def test_old_settings_are_read_in_todays_words() -> None:
         upgrade({"format": 9})
 
 
+@pytest.mark.slow
 def test_a_run_of_the_older_format_is_resumed_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(today(), tmp_path / "whole")
     interrupted(today(), tmp_path / "run", monkeypatch, 4)

@@ -1,4 +1,4 @@
-"""Training steps on one GPU, by every way that this package has to run them.
+"""Training steps on one GPU, in every mode of this package.
 
 Forward, cross-entropy, backward and fused AdamW in bf16 on random images that lie on the device:
 
@@ -14,7 +14,7 @@ Forward, cross-entropy, backward and fused AdamW in bf16 on random images that l
     timm, compiled          timm's model in that loop under torch.compile, if timm is installed
 
 All are built for a model at the same time and run in alternating rounds, each after a warm-up in which it compiles and captures;
-the median over rounds counts. A captured step is dropped at the end of its turn, so that ViT-L/16 fits.
+the median over rounds counts. A captured step is dropped at the end of its round, so that ViT-L/16 fits.
 
     python benchmarks/parallel.py                         # S/16, B/16, L/16, batch 256: about eight minutes on an H200
     python benchmarks/parallel.py --models ViT-S/16 --rounds 9
@@ -58,15 +58,18 @@ OPTIM = OptimSpec(name="adamw", lr=1e-5, weight_decay=0.1, clip=None)
 WARMUP = 14  # DDP is captured after 11
 
 
-class Way:
-    """One way to take steps: a name, a step that returns its loss, and what to drop at the end of a round."""
+class Entry:
+    """A mode of one model: its name, a step that returns its loss, and what to drop at the end of a round.
 
-    def __init__(self, name: str, step: Callable[[], Tensor], drop: Callable[[], None], note: Callable[[], str]) -> None:
-        self.name, self.step, self.drop, self.note = name, step, drop, note
+    `describe` tells whether the step is captured, or why not.
+    """
+
+    def __init__(self, name: str, step: Callable[[], Tensor], drop: Callable[[], None], describe: Callable[[], str]) -> None:
+        self.name, self.step, self.drop, self.describe = name, step, drop, describe
         self.seconds: list[float] = []
-        self.loss, self.remark = math.nan, ""
+        self.loss, self.note = math.nan, ""
 
-    def turn(self, steps: int, device: torch.device) -> None:
+    def run_round(self, steps: int, device: torch.device) -> None:
         for _ in range(WARMUP):
             self.step()
         settle(device)
@@ -75,7 +78,7 @@ class Way:
             loss = self.step()
         settle(device)
         self.seconds.append((time.perf_counter() - began) / steps)
-        self.loss, self.remark = float(loss), self.note()
+        self.loss, self.note = float(loss), self.describe()
         if not math.isfinite(self.loss):
             raise SystemExit(f"{self.name}: the loss is {self.loss}")
         self.drop()
@@ -105,7 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20, help="steps per round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", help="only ways whose name begins with one of these words")
+    parser.add_argument("--only", nargs="+", help="only modes whose name begins with one of these words")
     parser.add_argument("--tiny", action="store_true", help="two small blocks on the CPU, few steps, no results written")
     options = parser.parse_args()
     if options.tiny:
@@ -121,7 +124,7 @@ def join(device: torch.device) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
     if dist.get_world_size() != 1:
-        raise SystemExit("This benchmark compares ways on one device; start one process.")
+        raise SystemExit("This benchmark compares modes on one device; start one process.")
 
 
 def compare(name: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -132,34 +135,34 @@ def compare(name: str, options: argparse.Namespace, device: torch.device) -> lis
     targets = torch.randint(config.outputs, (options.batch,), device=device, generator=generator)
     chosen = [
         (kind, make)
-        for kind, make in WAYS.items()
+        for kind, make in MODES.items()
         if not options.only or kind.split(",")[0].split()[0] in options.only or kind in options.only
     ]
-    ways = [make(kind, config, images, targets) for kind, make in chosen if not missing(kind)]
+    entries = [make(kind, config, images, targets) for kind, make in chosen if not missing(kind)]
     for number in range(options.rounds):
-        for way in ways if number % 2 == 0 else reversed(ways):
-            way.turn(options.steps, device)
-            print(f"{name}  round {number + 1}  {way.name:<20} {way.seconds[-1] * 1e3:8.2f} ms  {way.remark}", flush=True)
-    medians = {way.name: statistics.median(way.seconds) for way in ways}
+        for entry in entries if number % 2 == 0 else reversed(entries):
+            entry.run_round(options.steps, device)
+            print(f"{name}  round {number + 1}  {entry.name:<20} {entry.seconds[-1] * 1e3:8.2f} ms  {entry.note}", flush=True)
+    medians = {entry.name: statistics.median(entry.seconds) for entry in entries}
     rows = []
-    for way in ways:
+    for entry in entries:
         row = {
             "model": name,
             "batch": options.batch,
             "precision": PRECISION,
-            "way": way.name,
-            "ms": round(medians[way.name] * 1e3, 3),
-            "fastest_ms": round(min(way.seconds) * 1e3, 3),
-            "images_per_second": round(options.batch / medians[way.name], 1),
-            "of_loop": round(medians["loop"] / medians[way.name], 4) if "loop" in medians else "",
-            "of_timm": round(medians["timm, compiled"] / medians[way.name], 4) if "timm, compiled" in medians else "",
-            "loss": round(way.loss, 4),
-            "note": way.remark,
+            "mode": entry.name,
+            "ms": round(medians[entry.name] * 1e3, 3),
+            "fastest_ms": round(min(entry.seconds) * 1e3, 3),
+            "images_per_second": round(options.batch / medians[entry.name], 1),
+            "of_loop": round(medians["loop"] / medians[entry.name], 4) if "loop" in medians else "",
+            "of_timm": round(medians["timm, compiled"] / medians[entry.name], 4) if "timm, compiled" in medians else "",
+            "loss": round(entry.loss, 4),
+            "note": entry.note,
         }
         rows.append(row)
-    for way in ways:
-        way.step = way.drop = way.note = None  # type: ignore[assignment]
-    del ways
+    for entry in entries:
+        entry.step = entry.drop = entry.describe = None  # type: ignore[assignment]
+    del entries
     gc.collect()
     return rows
 
@@ -171,10 +174,10 @@ def missing(kind: str) -> str | None:
     return message
 
 
-def engine(mode: Mode, *, captured: bool = True, kernels: str = "auto") -> Callable[..., Way]:
+def engine(mode: Mode, *, captured: bool = True, kernels: str = "auto") -> Callable[..., Entry]:
     """The training loop's own step, under an engine."""
 
-    def make(name: str, config: ModelConfig, images: Tensor, targets: Tensor) -> Way:
+    def make(name: str, config: ModelConfig, images: Tensor, targets: Tensor) -> Entry:
         device = images.device
         model = built(config, device)
         model.kernels = kernels  # type: ignore[assignment]
@@ -185,7 +188,7 @@ def engine(mode: Mode, *, captured: bool = True, kernels: str = "auto") -> Calla
         runner = Runner(model, world, param_dtype=shard_dtype(PRECISION, device))
         step = Step(runner, Classify(config.outputs), Optimizer(model, OPTIM), recipe, total=1, precision=PRECISION, average=None)
         batch = Batch(images, targets, torch.arange(len(images)), 0, 0, 0, 1, len(images))
-        remark = [""]
+        failure = [""]  # kept when the capture is reset
 
         def take() -> Tensor:
             step.take([batch], 0)
@@ -197,21 +200,21 @@ def engine(mode: Mode, *, captured: bool = True, kernels: str = "auto") -> Calla
                 raise SystemExit(f"{name}: {reading.skipped} steps had gradients that were not finite")
             step.reset_capture()
 
-        def note() -> str:
+        def describe() -> str:
             reason = step.why_not_captured()
-            remark[0] = f"not captured: {reason}" if reason else remark[0]
+            failure[0] = f"not captured: {reason}" if reason else failure[0]
             running = step._captured is not None and step._captured.captured
-            return remark[0] or ("captured" if running else "")
+            return failure[0] or ("captured" if running else "")
 
-        return Way(name, take, drop, note)
+        return Entry(name, take, drop, describe)
 
     return make
 
 
-def own_loop(kind: str) -> Callable[..., Way]:
+def own_loop(kind: str) -> Callable[..., Entry]:
     """A loop as a reader of the documentation would write it."""
 
-    def make(name: str, config: ModelConfig, images: Tensor, targets: Tensor) -> Way:
+    def make(name: str, config: ModelConfig, images: Tensor, targets: Tensor) -> Entry:
         device = images.device
         model = built(config, device) if kind != "timm" else timm_model(config, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, weight_decay=OPTIM.weight_decay, fused=True)
@@ -235,12 +238,12 @@ def own_loop(kind: str) -> Callable[..., Way]:
             if step is not None:
                 step.reset()
 
-        def note() -> str:
+        def describe() -> str:
             if step is None:
                 return ""
             return f"not captured: {step.failure}" if step.failure else "captured" * step.captured
 
-        return Way(name, take, drop, note)
+        return Entry(name, take, drop, describe)
 
     return make
 
@@ -262,7 +265,7 @@ def timm_model(config: ModelConfig, device: torch.device) -> nn.Module:
     return model
 
 
-WAYS: dict[str, Callable[..., Way]] = {
+MODES: dict[str, Callable[..., Entry]] = {
     "loop": engine("single"),
     "loop, uncaptured": engine("single", captured=False),
     "ddp": engine("ddp"),
@@ -285,7 +288,7 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace, device: torch
     print()
     for row in rows:
         print(
-            f"{row['model']:<10} {row['way']:<20} {row['ms']:>9.2f} ms {row['images_per_second']:>10.1f} images/s  "
+            f"{row['model']:<10} {row['mode']:<20} {row['ms']:>9.2f} ms {row['images_per_second']:>10.1f} images/s  "
             f"{row['of_loop'] or '':>7} of loop  {row['of_timm'] or '':>7} of timm  {row['note']}"
         )
     if options.tiny:

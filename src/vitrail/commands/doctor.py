@@ -23,8 +23,6 @@ from vitrail.models import model_config
 from vitrail.models.inference import choose
 
 EXTRAS = {
-    "export": ("onnx", "onnxruntime"),
-    "serve": ("fastapi", "uvicorn"),
     "hub": ("datasets",),
     "web": ("fsspec", "aiohttp"),
     "wandb": ("wandb",),

@@ -326,6 +326,13 @@ def test_a_gradient_of_a_gradient_is_refused(images: Tensor, fusing: None) -> No
         torch.autograd.grad(gradient.square().sum(), weight)
 
 
+def test_several_gradients_at_once_are_refused(images: Tensor, fusing: None) -> None:
+    model = tiny(depth=1).train()
+    found = logits(model, images, "auto")
+    with pytest.raises(RuntimeError, match=r'is_grads_batched=True, set model\.kernels = "plain"'):
+        torch.autograd.grad(found, [model.blocks[0].mlp.up.weight], torch.ones(3, *found.shape), is_grads_batched=True)
+
+
 def test_forward_mode_differentiation_takes_the_plain_path(fusing: None) -> None:
     model = tiny().eval().requires_grad_(False)
     tokens, direction = torch.randn(2, 2, 5, 32, device=DEVICE)

@@ -88,11 +88,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make an autograd function's backward raise if its result is differentiated in turn.
 
     torch's decorator of this name returns gradients without a history: `torch.autograd.grad` then does not reach it, and leaves out
-    a term silently. Here they depend on everything that backward read, so that every path through them raises.
+    a term silently. Here they depend on everything that backward read, so that every path through them raises. Several gradients at
+    once (`is_grads_batched`) raise, too: a kernel cannot read them.
     """
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(one is not None and is_batched(one) for one in grads):
+            raise RuntimeError(
+                "Vitrail's fused kernels compute one gradient at a time. "
+                'For is_grads_batched=True, set model.kernels = "plain" before the forward pass.'
+            )
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph; a compiled graph refuses by itself

@@ -155,15 +155,15 @@ def test_masked_runs_keep_the_best_too(kind: Any, tmp_path: Path) -> None:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, values: dict[int, float]) -> None:
     """Give validations these accuracies; weights and losses stay as they are."""
-    measure = Validator.measure
+    evaluate = Validator.evaluate
 
     def pretend(self: Validator, step: int) -> Any:
-        validation = measure(self, step)
+        validation = evaluate(self, step)
         assert validation is not None
         validation.metrics["accuracy"] = values[step]
         return validation
 
-    monkeypatch.setattr(Validator, "measure", pretend)
+    monkeypatch.setattr(Validator, "evaluate", pretend)
 
 
 RISE_AND_FALL = {1: 0.1, 2: 0.3, 3: 0.6, 4: 0.6, 5: 0.5, 6: math.nan, 7: 0.2, 8: 0.55}

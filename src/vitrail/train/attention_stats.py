@@ -48,16 +48,19 @@ class AttentionStats:
 
     def record(self) -> dict[str, Any]:
         """Return what a validation record holds: means, and lists by block."""
-        by_block: dict[str, Any] = {"score_std": _rounded(self.score_std), "entropy": _rounded(self.entropy)}
-        by_block["uniform_entropy"] = _rounded(self.uniform)
-        if self.pooling is not None:
-            by_block |= dict(zip(("pooling_score_std", "pooling_entropy"), _rounded(self.pooling), strict=False))
-        means = {
-            "attention_entropy": float(np.mean(self.entropy)),
-            "attention_uniform_entropy": float(np.mean(self.uniform)),
-            "attention_score_std": float(np.mean(self.score_std)),
+        by_block: dict[str, Any] = {
+            "score_std": _rounded(self.score_std),
+            "entropy": _rounded(self.entropy),
+            "uniform_entropy": _rounded(self.uniform),
         }
-        return {**dict(zip(means, _rounded(list(means.values())), strict=True)), "attention": by_block}
+        if self.pooling is not None:
+            by_block["pooling_score_std"], by_block["pooling_entropy"], _ = _rounded(self.pooling)
+        return {
+            "attention_entropy": _mean(self.entropy),
+            "attention_uniform_entropy": _mean(self.uniform),
+            "attention_score_std": _mean(self.score_std),
+            "attention": by_block,
+        }
 
     def collapsed(self) -> list[int]:
         """Return the blocks whose attention has collapsed."""
@@ -191,6 +194,10 @@ def num_images(config: ViTConfig) -> int:
 def _arguments(x: Tensor, bias: Tensor | None = None, num_queries: int | None = None) -> tuple[Tensor, Tensor | None, int | None]:
     """The arguments of `Attention.forward`."""
     return x, bias, num_queries
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(float(np.mean(values)), 5)
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

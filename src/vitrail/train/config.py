@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError, did_you_mean
-from vitrail.train.lengths import Length, parsed_length
+from vitrail.train.lengths import Length, describe_length, parsed_length
 from vitrail.train.parameter_groups import check_patterns
 
 T = TypeVar("T")
@@ -333,7 +333,7 @@ def check(recipe: Recipe) -> None:
         raise VitrailError(f"ema is {recipe.ema}; it is a decay from 0 (off) up to, but not including, 1, such as 0.9999.")
     warmup = recipe.schedule.warmup
     if recipe.epochs is not None and isinstance(warmup, str) and warmup.endswith("ep") and float(warmup[:-2]) >= recipe.epochs:
-        length = "1 epoch" if recipe.epochs == 1 else f"{recipe.epochs:g} epochs"
+        length = describe_length(f"{recipe.epochs:g}ep")
         raise VitrailError(f"schedule.warmup is {warmup}, but the run has only {length}. Train longer, or use a shorter warm-up.")
     if recipe.schedule.timescale < 1:
         raise VitrailError(f"schedule.timescale is {recipe.schedule.timescale}; it must be at least 1.")

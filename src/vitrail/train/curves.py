@@ -7,6 +7,7 @@ from pathlib import Path
 from vitrail.files import atomic_file
 from vitrail.tasks.base import lower_is_better
 from vitrail.train.run import RunFolder
+from vitrail.train.selection import RAW
 
 
 def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
@@ -16,7 +17,7 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
 
     records = run.records()
     trained = [one for one in records if one["kind"] == "train"]
-    measured = [one for one in records if one["kind"] == "val"]
+    validated = [one for one in records if one["kind"] == "val"]
     if not trained:
         return None
     figure = Figure(figsize=(11, 3.4), layout="constrained")
@@ -24,18 +25,18 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
     loss, quality, rate = figure.subplots(1, 3)
     steps = [one["step"] for one in trained]
     loss.plot(steps, [one["loss"] for one in trained], color="#2b6ca3", label="training")
-    if measured:
-        at = [one["step"] for one in measured]
-        averaged = f"raw_{headline}" in measured[-1]
+    if validated:
+        at = [one["step"] for one in validated]
+        averaged = RAW + headline in validated[-1]
         label = "validation, averaged weights" if averaged else "validation"
-        loss.plot(at, [one["loss"] for one in measured], color="#c8553d", marker=".", label=label)
+        loss.plot(at, [one["loss"] for one in validated], color="#c8553d", marker=".", label=label)
         if averaged:
-            raw = [one.get(f"raw_{headline}") for one in measured]
+            raw = [one.get(RAW + headline) for one in validated]
             quality.plot(at, raw, color="#c8553d", alpha=0.45, linestyle="--", label="raw weights")
-        quality.plot(at, [one[headline] for one in measured], color="#c8553d", marker=".", label="averaged weights")
+        quality.plot(at, [one[headline] for one in validated], color="#c8553d", marker=".", label="averaged weights")
         if averaged:
             quality.legend(frameon=False, fontsize=9)
-        best = (min if lower_is_better(headline) else max)(measured, key=lambda one: one[headline])
+        best = (min if lower_is_better(headline) else max)(validated, key=lambda one: one[headline])
         quality.set_title(f"{headline.replace('_', ' ')}, best {best[headline]:.4g} at step {best['step']}", fontsize=10)
     else:
         quality.text(0.5, 0.5, "no validation split", ha="center", va="center", transform=quality.transAxes)

@@ -65,7 +65,7 @@ def write_models(loop: Loop, validation: Validation | None) -> tuple[SavedModel,
             _remove(loop, *others.values())
             return last, _write(loop, last, loop.run.model, validation)
         loop.step.runner.reshard()
-        validation = loop.validator.measure(best.step)
+        validation = loop.validator.evaluate(best.step)
     metrics_of_best = _write(loop, best, loop.run.model if wants_best else others["best"], validation)
     return (best, metrics_of_best) if wants_best else (last, metrics_of_last)
 

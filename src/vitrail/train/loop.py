@@ -345,7 +345,7 @@ class Loop:
     def _validate(self) -> bool:
         """Validate and log; return whether the checkpoint of this step is to be kept as the best."""
         with self.clock.paused():
-            self._validation = self.validator.measure(self.done)
+            self._validation = self.validator.evaluate(self.done)
         if self._validation is None:
             return False
         metrics = self._validation.metrics
@@ -404,7 +404,7 @@ class Loop:
             self.say(f"stopped early at step {self.done} of {self.total}: {self.selection.reason()}")
         validation = self._validation
         if validation is None or validation.step != self.done:  # resumed after its last step
-            validation = self.validator.measure(self.done)
+            validation = self.validator.evaluate(self.done)
         saved, metrics = write_models(self, validation)
         seconds = sum(one["speed"]["seconds"] for one in self.run.records() if one["kind"] == "train")
         task = self.prepared.task

@@ -49,7 +49,7 @@ class Validator:
         self.loop, self.evaluators = loop, list(evaluators)
         self._probe = AttentionProbe(loop)
 
-    def measure(self, step: int) -> Validation | None:
+    def evaluate(self, step: int) -> Validation | None:
         """Return the metrics, the same on every rank; None without validation images."""
         loop, split = self.loop, self.loop.prepared.validation
         if split is None or len(split) == 0:

@@ -145,7 +145,7 @@ def attend(
     """Return attention's output and, where backward needs them, the logarithms of softmax's denominators.
 
     Queries, keys and values are given as to `attention_forward`. The Hopper kernel multiplies what TMA has loaded, so it cannot
-    normalise: a pass over memory before it would take longer than it saves.
+    normalise, and a pass before it would move more bytes than attention itself.
     """
     if kv is not None or qk_norms or not use_hopper_attention(q, heads, needs_grad):
         return attention_forward(q, kv, heads, qk_norms, eps)

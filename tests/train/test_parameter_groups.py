@@ -109,8 +109,10 @@ def test_impossible_patterns_are_sentences(changes: dict[str, Any], words: str) 
 
 
 def test_nothing_to_train_and_a_rate_of_the_frozen_are_errors() -> None:
-    with pytest.raises(VitrailError, match="leaves nothing to train"):
+    with pytest.raises(VitrailError, match=r"optim.freeze \* leaves nothing to train"):
         freeze(model(), OptimSpec(freeze=("*",)))
+    with pytest.raises(VitrailError, match=r"model.freeze with optim.freeze head leaves nothing to train"):
+        freeze(model(), OptimSpec(freeze=("head",)), head_only=True)
     network, spec = model(), OptimSpec(freeze=("blocks",), lr_scale=("blocks.0=2",))
     freeze(network, spec)
     with pytest.raises(VitrailError, match="every parameter that it matches is frozen"):

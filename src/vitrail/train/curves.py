@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from vitrail.files import atomic_file
 from vitrail.tasks.base import lower_is_better
+from vitrail.train.callbacks import Record
 from vitrail.train.run import RunFolder
 from vitrail.train.selection import RAW
 
@@ -36,8 +38,7 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
         quality.plot(at, [one[headline] for one in validated], color="#c8553d", marker=".", label="averaged weights")
         if averaged:
             quality.legend(frameon=False, fontsize=9)
-        best = (min if lower_is_better(headline) else max)(validated, key=lambda one: one[headline])
-        quality.set_title(f"{headline.replace('_', ' ')}, best {best[headline]:.4g} at step {best['step']}", fontsize=10)
+        quality.set_title(headline.replace("_", " ") + _best(validated, headline), fontsize=10)
     else:
         quality.text(0.5, 0.5, "no validation split", ha="center", va="center", transform=quality.transAxes)
     rate.plot(steps, [one["lr"] for one in trained], color="#5b8c5a")
@@ -53,3 +54,12 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
     with atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=130)
     return path
+
+
+def _best(validated: list[Record], headline: str) -> str:
+    """Return ", best … at step …"; nothing where no validation gave a number."""
+    finite = [one for one in validated if math.isfinite(one[headline])]
+    if not finite:
+        return ""
+    best = (min if lower_is_better(headline) else max)(finite, key=lambda one: one[headline])
+    return f", best {best[headline]:.4g} at step {best['step']}"

@@ -101,13 +101,19 @@ def freeze(model: nn.Module, spec: OptimSpec, *, head_only: bool = False) -> Non
         parameters[name].requires_grad_(False)
     if not any(one.requires_grad for one in parameters.values()):
         raise VitrailError(
-            f"optim.freeze {' '.join(spec.freeze)} leaves nothing to train: all {len(parameters)} tensors are frozen. "
-            "Except some with '!PATTERN', such as '!head'."
+            f"{_written(spec, head_only)} leaves nothing to train: all {len(parameters)} tensors are frozen. "
+            "Leave it out, or except some with --optim.freeze '!PATTERN', such as '!head'."
         )
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and own and not any(one.requires_grad for one in own):
             module.eval()
+
+
+def _written(spec: OptimSpec, head_only: bool) -> str:
+    """Return the settings that freeze, as a user gave them."""
+    settings = ["model.freeze"] * head_only + [f"optim.freeze {' '.join(spec.freeze)}"] * bool(spec.freeze)
+    return " with ".join(settings)
 
 
 def is_kernel(name: str, parameter: Tensor) -> bool:

@@ -51,14 +51,13 @@ def _explain(loop: Loop, number: int) -> str:
     fault, names = NOT_AGAIN, list[str]()
     loop.step.optimizer.zero_grad()
     loop.step.runner.reshard()
-    torch.compiler.set_stance("force_eager")
     try:
-        for batch in loop.parts():
-            names += batch.names(loop.prepared.train)
-            if loop.world.sharded or fault == NOT_AGAIN:  # FSDP2 communicates, so no rank may leave out what another computes
-                fault = earliest_fault((fault, _fault_of(loop, batch, number)))
+        with torch.compiler.set_stance("force_eager"):
+            for batch in loop.parts():
+                names += batch.names(loop.prepared.train)
+                if loop.world.sharded or fault == NOT_AGAIN:  # FSDP2 communicates: no rank may leave out what another computes
+                    fault = earliest_fault((fault, _fault_of(loop, batch, number)))
     finally:
-        torch.compiler.set_stance("default")
         loop.step.optimizer.zero_grad()
     found = loop.world.gather((fault, names))
     fault = earliest_fault(one for one, _ in found)

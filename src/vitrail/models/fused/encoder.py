@@ -37,6 +37,11 @@ class PendingResidual(NamedTuple):
     mean: Tensor | None = None
     """Subtracted from every token [image, token] of x. Norms do not see it (`folded_norm.py`)."""
 
+    @property
+    def addition(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
+        """What a kernel adds up, as its first arguments."""
+        return self.x, self.branch, self.bias, self.drop_path_scale, self.seed, self.rate
+
 
 class BlockOptions(NamedTuple):
     """What a block needs besides tokens. Everything random is drawn beforehand, so that a block can be recomputed."""
@@ -102,7 +107,7 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     sharded = is_sharded(block)
     refold = sharded and not block.stays_gathered  # FSDP2 frees the parameters once the block is done
     attention_scale, mlp_scale = options.drop_path_scales or (None, None)
-    x, y = residual_norm(*pending[:-1], block.norm1.eps, dtype)
+    x, y = residual_norm(*pending.addition, block.norm1.eps, dtype)
     branch = _attention(block.attention, block.norm1, y, options, refold)
     mean = pending.mean
     if options.num_queries is not None:
@@ -122,7 +127,7 @@ def settle(pending: PendingResidual) -> Tensor:
 
     dtype, x = matmul_dtype(pending.x), pending.x
     if pending.branch is not None and dtype is not None:
-        x, _ = residual_norm(*pending[:-1], 1.0, dtype)
+        x, _ = residual_norm(*pending.addition, 1.0, dtype)
     return x if pending.mean is None else (x + pending.mean[..., None]).to(x.dtype)
 
 
@@ -131,7 +136,7 @@ def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
     from vitrail.models.fused.branches import residual_norm
 
     dtype = pending.x.dtype
-    _, y = residual_norm(*pending[:-1], norm.eps, dtype)
+    _, y = residual_norm(*pending.addition, norm.eps, dtype)
     return torch.addcmul(norm.bias.to(dtype), y, norm.weight.to(dtype))
 
 

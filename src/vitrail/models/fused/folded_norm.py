@@ -115,7 +115,7 @@ def folded_block(block: Block, pending: PendingResidual) -> PendingResidual:
 
     attention, mlp = block.attention, block.mlp
     qkv, out, up, down = attention.qkv, attention.out, mlp.up, mlp.down
-    x, rstd, mean = residual_centred(*pending[:-1], block.norm1.eps, pending.mean)
+    x, rstd, mean = residual_centred(*pending.addition, block.norm1.eps, pending.mean)
     projected = matmul_bias(x, qkv.weight, qkv.bias, rstd)
     values, _ = attend(projected, None, attention.heads, False, *qk_norms(attention))
     x, rstd, mean = residual_centred(x, F.linear(values, out.weight), out.bias, None, None, 0.0, block.norm2.eps, mean)

@@ -69,10 +69,14 @@ def convert(
     bundle, written = convert_checkpoint(source, target, to, classes=names, drop=drop, **chosen)
     if json_:
         print(json.dumps(_as_json(bundle, written), indent=2))  # noqa: T201
-        return
+    else:
+        _show(bundle, written, to, all_rows=all_rows)
+
+
+def _show(bundle: Bundle, written: Report, to: str, *, all_rows: bool) -> None:
     # Tensor names are long: outside a terminal lines are wider, so that they are not wrapped.
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for report, title in ((bundle.report, f"read from {source}"), (written, f"written to {target}")):
+    for report, title in ((bundle.report, f"read from {bundle.report.source}"), (written, f"written to {written.source}")):
         if report.format != "vitrail" or bundle.report.format == to == "vitrail":  # our own format has our own names
             console.print(_table(report, title, all_rows=all_rows))
     console.print(bundle.report.summary(), highlight=False)
@@ -80,7 +84,7 @@ def convert(
         console.print(f"· {note}", highlight=False)
     if bundle.preprocess:
         console.print(f"preprocessing {bundle.preprocess.describe()}", highlight=False)
-    console.print(f"written to {target} as {to}, read back and verified", highlight=False)
+    console.print(f"written to {written.source} as {to}, read back and verified", highlight=False)
 
 
 def _class_names(path: Path) -> tuple[str, ...]:

@@ -180,27 +180,25 @@ def pack(
     except KeyboardInterrupt:
         console.print("Stopped. Run the same command again to resume.")
         raise
-    counts = {name: part["count"] for name, part in description["splits"].items()}
-    total = sum(part["bytes"] for part in description["splits"].values())
     result = {
         "packed": str(destination),
-        "splits": counts,
-        "bytes": total,
+        "splits": {name: part["count"] for name, part in description["splits"].items()},
+        "bytes": sum(part["bytes"] for part in description["splits"].values()),
         "skipped": description["skipped"],
         **description["packing"],
     }
     if json_:
         print(json.dumps(result, indent=2))  # noqa: T201
-        return
-    sizes = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    bad = counted(len(description["skipped"]), "bad image")
-    skipped = f" Skipped {bad}, listed in packed.json." if description["skipped"] else ""
-    console.print(
-        f"{destination}: {sizes} images, {total / 2**20:,.0f} MiB, checksums verified, "
-        f"{time.perf_counter() - start:.0f} s.{skipped} Use it as packed:{destination}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    else:
+        console.print(_packed_summary(result, time.perf_counter() - start), highlight=False, soft_wrap=True)
+
+
+def _packed_summary(result: dict[str, Any], seconds: float) -> str:
+    sizes = ", ".join(f"{name} {count:,}" for name, count in result["splits"].items())
+    bad = counted(len(result["skipped"]), "bad image")
+    skipped = f" Skipped {bad}, listed in packed.json." if result["skipped"] else ""
+    about = f"{sizes} images, {result['bytes'] / 2**20:,.0f} MiB, checksums verified, {seconds:.0f} s"
+    return f"{result['packed']}: {about}.{skipped} Use it as packed:{result['packed']}"
 
 
 def _open_leniently(reference: str, seed: int) -> tuple[Source | None, list[Problem]]:

@@ -79,9 +79,13 @@ def evaluate(
         write_report(report, results, opened, about)
     if json_:
         print(json.dumps({**about, "split": opened.name, "results": [one.summary() for one in results]}, indent=2))  # noqa: T201
-        return
+    else:
+        _show_all(console, results, opened, report)
+
+
+def _show_all(console: Console, results: list[EvalResult], split: Split, report: Path | None) -> None:
     for result in results:
-        _show(console, result, opened)
+        _show(console, result, split)
     if report is not None:
         console.print(f"report: {report / 'report.html'}", highlight=False, soft_wrap=True)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 from rich.console import Console
 
-from vitrail.checkpoints import load
+from vitrail.checkpoints import Bundle, load
 from vitrail.commands.options import Checkpoint, Json
 from vitrail.errors import VitrailError
-from vitrail.inspect.images import RawImages, from_files, from_source, preprocess_images
+from vitrail.inspect.images import PreprocessedImages, RawImages, from_files, from_source, preprocess_images
 from vitrail.inspect.reconstruction import inspect_reconstruction, own_source
 from vitrail.inspect.report import INDEX, InspectOptions, Section, check_output_folder, compare, inspect_model, write_report
 from vitrail.train.parallel import choose_device
@@ -89,35 +89,54 @@ def inspect(
     check_output_folder(out, overwrite)
     if show < 1:
         raise VitrailError(f"--show is {show}; use 1 or more.")
-    size = _size(image_size)
+    size, references = _size(image_size), (checkpoint, *compare_with)
     if what == "reconstruction":
-        _check_runs((checkpoint, *compare_with))
+        _check_runs(references)
         data, count = (data if data or images else own_source(checkpoint)), min(count, show)
         _check_reconstruction(data, images, size)
-    raw = _load_images(images, data, split, count, seed)
-    references = (checkpoint, *compare_with)
-    names = short_names(references)
-    inspect_options = InspectOptions(layers=layers or None, patch=patch, batch=batch)
-    bundles, all_inputs, sections = [], [], list[Section]()
+    raw, names = _load_images(images, data, split, count, seed), short_names(references)
     with console.status("loading") as status:
+        loaded = []
         for reference, name in zip(references, names, strict=True):
             bundle = load(reference, preprocess=preprocess, device=choose_device(device), image_size=size)
-            inputs = preprocess_images(bundle, raw, show) if raw is not None else None
             folder = "." if len(references) == 1 else re.sub(r"[^A-Za-z0-9._+-]+", "-", name)
-            progress = lambda text, name=name: status.update(f"{name}: {text}")  # noqa: E731
-            if what == "reconstruction":
-                assert inputs is not None
-                sections.append(inspect_reconstruction(name, folder, reference, bundle, inputs, seed))
-            else:
-                sections.append(inspect_model(name, folder, bundle, inputs, inspect_options, progress))
-            bundles.append(bundle)
-            all_inputs.append(inputs)
-        status.update("drawing")
-        comparison = compare(sections, bundles, all_inputs) if what == "figures" else None
-        sections = [comparison, *sections] if comparison is not None else sections
+            inputs = preprocess_images(bundle, raw, show) if raw is not None else None
+            loaded.append(Loaded(reference, name, folder, bundle, inputs))
+        if what == "figures":
+            sections = _figures(loaded, InspectOptions(layers=layers or None, patch=patch, batch=batch), status.update)
+        else:
+            sections = _reconstructions(loaded, seed)
         about = {"checkpoints": list(references), "titles": names, "data": data, "version": version("vitrail")}
         write_report(out, sections, {**about, "images": raw.names if raw else []})
     _print_summary(console, sections, out, json_)
+
+
+class Loaded(NamedTuple):
+    """A checkpoint to inspect, and the images as it takes them."""
+
+    reference: str
+    name: str
+    folder: str
+    bundle: Bundle
+    inputs: PreprocessedImages | None
+
+
+def _figures(loaded: Sequence[Loaded], options: InspectOptions, show_status: Callable[[str], None]) -> list[Section]:
+    sections = []
+    for one in loaded:
+        progress = lambda text, name=one.name: show_status(f"{name}: {text}")  # noqa: E731
+        sections.append(inspect_model(one.name, one.folder, one.bundle, one.inputs, options, progress))
+    show_status("drawing")
+    comparison = compare(sections, [one.bundle for one in loaded], [one.inputs for one in loaded])
+    return [comparison, *sections] if comparison is not None else sections
+
+
+def _reconstructions(loaded: Sequence[Loaded], seed: int) -> list[Section]:
+    sections = []
+    for one in loaded:
+        assert one.inputs is not None  # checked before
+        sections.append(inspect_reconstruction(one.name, one.folder, one.reference, one.bundle, one.inputs, seed))
+    return sections
 
 
 def _load_images(images: tuple[Path, ...], data: str | None, split: str | None, count: int, seed: int) -> RawImages | None:

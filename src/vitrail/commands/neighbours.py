@@ -16,6 +16,9 @@ from vitrail.commands.options import Json
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings, short_name
 
+Neighbours = list[tuple[str, list[tuple[str, float]]]]
+"""Each query with its nearest images, and their similarity or distance."""
+
 
 def neighbours(
     embeddings: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="EMBEDDINGS")],
@@ -57,21 +60,30 @@ def neighbours(
         queries = sorted(np.random.default_rng(seed).permutation(len(names))[:examples].tolist())
     order, values = loaded.nearest(queries, count, metric)
     missing = contact_sheet(sheet, loaded, queries, order, values) if sheet is not None else []
-    rows = [
-        {
-            "image": names[query],
-            "neighbours": [{"image": names[int(k)], metric: round(float(v), 6)} for k, v in zip(*pair, strict=True)],
-        }
-        for query, *pair in zip(queries, order, values, strict=True)
+    found = [
+        (names[query], [(names[int(k)], float(value)) for k, value in zip(*nearest, strict=True)])
+        for query, *nearest in zip(queries, order, values, strict=True)
     ]
     if json_:
-        print(json.dumps({"metric": metric, "sheet": str(sheet) if sheet else None, "queries": rows}, indent=2))  # noqa: T201
-        return
+        _print_json(found, metric, sheet)
+    else:
+        _show(found, metric, sheet, missing)
+
+
+def _print_json(found: Neighbours, metric: str, sheet: Path | None) -> None:
+    rows = [
+        {"image": name, "neighbours": [{"image": near, metric: round(value, 6)} for near, value in nearest]}
+        for name, nearest in found
+    ]
+    print(json.dumps({"metric": metric, "sheet": str(sheet) if sheet else None, "queries": rows}, indent=2))  # noqa: T201
+
+
+def _show(found: Neighbours, metric: str, sheet: Path | None, missing: list[str]) -> None:
     console = Console()
     table = Table("image", f"nearest ({metric})", box=box.SIMPLE_HEAD)
-    for query, near, value in zip(queries, order, values, strict=True):
-        text = ", ".join(f"{short_name(names[int(k)])} {v:.3f}" for k, v in zip(near[:3], value[:3], strict=True))
-        table.add_row(short_name(names[query]), text + (" …" if len(near) > 3 else ""))
+    for name, nearest in found:
+        text = ", ".join(f"{short_name(near)} {value:.3f}" for near, value in nearest[:3])
+        table.add_row(short_name(name), text + (" …" if len(nearest) > 3 else ""))
     console.print(table)
     if sheet is not None:
         console.print(f"contact sheet: {sheet}", highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from vitrail.commands.options import Json
 from vitrail.commands.training_display import display_for
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, find_tasks, run_task, write_results
+from vitrail.evaluate.suite_sources import TaskData
 from vitrail.evaluate.suites import SuiteTask, tasks_of
 
 Settings = Annotated[SuiteSettings, tyro.conf.arg(name="")]
@@ -61,12 +63,7 @@ def vtab(
     chosen = tasks_of(suite, tasks)
     available, missing = find_tasks(chosen, root, dict(_pair(one) for one in source))
     if checkpoint is None:
-        if json_:
-            listed = {name: {"origin": data.origin, "official": data.official} for name, data in available.items()}
-            print(json.dumps({"available": listed, "missing": missing}, indent=2))  # noqa: T201
-        else:
-            console.print(_overview(chosen, {name: data.origin for name, data in available.items()}))
-            _show_missing(console, missing)
+        _list(console, chosen, available, missing, as_json=json_)
         return 0
     if not available:
         raise VitrailError(
@@ -74,10 +71,9 @@ def vtab(
         )
     scores = []
     for task in chosen:
-        if task.name in available:
-            console.print(f"{task.title}: {available[task.name].origin}", highlight=False, soft_wrap=True)
-            display = display_for(console, plain=False)
-            scores.append(run_task(task, available[task.name], checkpoint, out, settings, callbacks=[display]))
+        if (data := available.get(task.name)) is not None:
+            console.print(f"{task.title}: {data.origin}", highlight=False, soft_wrap=True)
+            scores.append(run_task(task, data, checkpoint, out, settings, callbacks=[display_for(console, plain=False)]))
             console.print(f"{task.title}: {scores[-1].accuracy:.2%}", highlight=False)
     result = SuiteResult(tuple(scores), missing, len(chosen))
     if not main:
@@ -89,6 +85,17 @@ def vtab(
     else:
         _show(console, result, out)
     return 0
+
+
+def _list(
+    console: Console, tasks: tuple[SuiteTask, ...], available: Mapping[str, TaskData], missing: dict[str, str], *, as_json: bool
+) -> None:
+    if as_json:
+        listed = {name: {"origin": data.origin, "official": data.official} for name, data in available.items()}
+        print(json.dumps({"available": listed, "missing": missing}, indent=2))  # noqa: T201
+        return
+    console.print(_overview(tasks, {name: data.origin for name, data in available.items()}))
+    _show_missing(console, missing)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -145,6 +145,7 @@ def test_a_budget_that_is_over_leaves_rows_for_the_next_run(tmp_path: Path, monk
         result = run_study("positions", settings, say=said.append)
     assert result.late == 4 and "4 rows were not started. Run the same command again" in said[-1]
     assert len(Results(result.csv).finished()) == 1
+    assert "the budget was over before they started" in result.csv.with_suffix(".md").read_text()
     assert run_study("positions", settings).late == 0
     assert len(summaries(tmp_path)[0].entries) == 5
 

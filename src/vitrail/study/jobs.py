@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from vitrail.errors import VitrailError
 from vitrail.study.run import Interrupted
-from vitrail.train.parallel import World, choose_device, joined
+from vitrail.train.parallel import World, joined
 
 Work = Callable[..., Any]
 """Called as work(*arguments, world)."""
@@ -39,16 +39,17 @@ class InProcess:
 
 
 class Processes:
-    """Processes that stay alive between calls, so that each imports torch and opens its GPU once.
+    """This process and others, which stay alive between calls, so that each imports torch and opens its GPU once.
 
     Each has a pipe of its own: with a shared queue, one that is killed while it reads would block the others.
     """
 
-    def __init__(self, count: int, device: str) -> None:
+    def __init__(self, count: int, device: str, world: World) -> None:
+        self.world = world
         context = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
         self._workers: dict[Connection, Any] = {}
         self._stopping = False
-        for _ in range(count):
+        for _ in range(count - 1):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, device))
             process.start()
@@ -65,7 +66,10 @@ class Processes:
                 worker = idle.pop(0)
                 worker.send((work, one))
                 busy[worker] = number
-            for ready in wait(list(busy)):
+            if remaining:
+                number, one = remaining.pop()
+                found[number] = work(*one, self.world)
+            for ready in wait(list(busy), timeout=0 if remaining else None):
                 assert isinstance(ready, Connection)
                 found[busy.pop(ready)] = self._answer(ready)
                 idle.append(ready)
@@ -81,7 +85,7 @@ class Processes:
                 raise Interrupted from None
             raise VitrailError(
                 f"A process of the study ended with status {process.exitcode}; perhaps the memory was too small for "
-                f"{len(self._workers)} at once. Run the same command again to resume, with fewer --jobs."
+                f"{len(self._workers) + 1} at once. Run the same command again to resume, with fewer --jobs."
             ) from None
         if error is not None:
             raise error
@@ -119,25 +123,25 @@ def _serve(parent: Connection, device: str) -> None:
 
 @contextmanager
 def pool(count: int, device: str) -> Iterator[tuple[Pool, World]]:
-    """Yield a pool of processes, or this process alone if `count` is 1."""
-    if count == 1:
-        with joined(device) as world:
-            yield InProcess(world), world
-        return
-    if "RANK" in os.environ:
+    """Yield a pool of `count` processes, of which this is one."""
+    if count > 1 and "RANK" in os.environ:
         raise VitrailError("Under torchrun all devices train one row together; use --jobs 1.")
-    processes = Processes(count, device)
-    before = signal.getsignal(signal.SIGTERM)
+    with joined(device) as world:
+        if count == 1:
+            yield InProcess(world), world
+            return
+        processes = Processes(count, device, world)
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            yield processes, world
+        except BaseException:
+            processes.terminate()
+            raise
+        finally:
+            processes.close()
+            signal.signal(signal.SIGTERM, before)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        processes.terminate()
 
-    signal.signal(signal.SIGTERM, forward)
-    try:
-        yield processes, World(choose_device(device))
-    except BaseException:
-        processes.terminate()
-        raise
-    finally:
-        processes.close()
-        signal.signal(signal.SIGTERM, before)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End on SIGTERM while no run is in progress; a run saves and ends by itself."""
+    raise Interrupted

@@ -25,6 +25,7 @@ from vitrail.train.parallel import choose_device
 
 SHORTEST = 0.1  # of the full length: below that, points are left out instead
 SAFETY = 0.9  # of the budget is planned for
+LATE = "the budget was over before they started; the same command runs them"
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,10 @@ class Plan:
     """Expected seconds; None if the speed was not measured."""
 
     def rows(self, points: Iterable[int] | None = None) -> list[PlannedRow]:
-        """Return the rows, the first seed of every point before the second of any."""
+        """Return the rows in the order in which they are run: the first seed of every point before the second, the most important
+        points first, so that a study that is cut off shows what matters."""
         everything = self.study.points(self.ladder)
-        chosen = list(self.kept if points is None else points)
+        chosen = sorted(self.kept if points is None else points, key=lambda number: (everything[number].priority, number))
         return [self._row(number, everything[number], seed) for seed in range(self.settings.seeds) for number in chosen]
 
     def left_out(self) -> list[PlannedRow]:
@@ -199,7 +201,7 @@ class Estimate:
 def fitted(plan: Plan, speeds: Speeds, seconds: float | None, jobs: int) -> Plan:
     """Shorten a plan until it takes no more than `seconds`: first the runs, then, point by point, the grid."""
     rows = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, seeds=1)).rows()
-    training = {number: speeds.training(row) for number, row in zip(plan.kept, rows, strict=True)}
+    training = {row.number: speeds.training(row) for row in rows}
     estimate = Estimate(training, speeds.overhead, plan.settings.seeds, jobs)
     kept, scale = list(plan.kept), 1.0
     if seconds is not None:
@@ -250,8 +252,14 @@ def describe(plan: Plan, jobs: int) -> list[str]:
 
 
 def left_out_rows(plan: Plan) -> list[Row]:
+    """Return rows for the points that the plan leaves out, so that the file says so."""
     note = f"the budget of {plan.settings.budget:g} minutes was too short" if plan.settings.budget else ""
     return [row.row(plan.settings, status=LEFT_OUT, note=note) for row in plan.left_out()]
+
+
+def late_rows(plan: Plan, finished: set[str]) -> list[Row]:
+    """Return rows for what was planned and not started; they are replaced when the study is resumed."""
+    return [row.row(plan.settings, status=LEFT_OUT, note=LATE) for row in plan.rows() if row.key not in finished]
 
 
 def probes(plan: Plan) -> list[PlannedRow]:

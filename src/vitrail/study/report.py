@@ -15,7 +15,7 @@ from vitrail.study.definitions import STUDIES, study_named
 from vitrail.study.draw import draw
 from vitrail.study.rows import read_rows
 from vitrail.study.summary import Summary
-from vitrail.study.table import AGREES, columns, markdown, outcomes, setting
+from vitrail.study.table import AGREES, columns, left_out, markdown, outcomes, setting
 
 REPORT = "report.html"
 
@@ -71,8 +71,7 @@ def _section(summary: Summary) -> str:
         for claim, paper, outcome in outcomes(summary)
     )
     notes = [f"Failed: {row.series} {row.label}, seed {row.seed}: {row.note}" for row in summary.failed]
-    missing = dict.fromkeys(f"{row.series} {row.label}" for row in summary.left_out)
-    notes += [f"Left out, since {summary.left_out[0].note or 'the budget was too short'}: {', '.join(missing)}."] if missing else []
+    notes += left_out(summary)
     callout = f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else ""
     commands = "<br>".join(escape(one) for one in dict.fromkeys(row.command for row in summary.rows))
     return (

@@ -35,6 +35,8 @@ from vitrail.train.run import RunFolder
 
 Say = Callable[[str], None]
 _PROBE_STEPS = {"cpu": 12, "cuda": 120}
+_warm = False
+"""Whether this process has run a row."""
 
 
 class Interrupted(Exception):
@@ -188,7 +190,7 @@ def _train(recipe: Recipe, out: Path, job: Job, world: World) -> Phase:
     recipe = recipe.replace(data=dataclasses.replace(recipe.data, workers=workers))
     prepared = prepare(recipe)
     config = prepared.model.config
-    result = train(recipe, out, prepared=prepared)
+    result = train(recipe, out, prepared=prepared, curves=False)
     if result.ended_by is not None:
         raise Interrupted
     speeds = [one["speed"]["images_per_second"] for one in RunFolder(out).records() if one["kind"] == "train"]
@@ -280,9 +282,12 @@ def _environment(job: Job, world: World) -> dict[str, Any]:
 def measure(planned: PlannedRow, job: Job, world: World) -> Sample:
     """Run a row with a few steps in a temporary folder, and return what it took.
 
-    Before that it is run with two steps, to load and compile what a process loads and compiles once.
+    Before that it is run with two steps, to load and compile what a process loads and compiles once, on a GPU for each model.
     """
-    _short_run(planned, 2, job, world)
+    global _warm
+    if not _warm or world.device.type != "cpu":
+        _short_run(planned, 2, job, world)
+        _warm = True
     began = time.perf_counter()
     phases = _short_run(planned, _PROBE_STEPS.get(world.device.type, 40), job, world)
     per_image = [1 / one.images_per_second if one is not None and one.images_per_second else None for one in phases]

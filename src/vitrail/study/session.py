@@ -11,7 +11,7 @@ from pathlib import Path
 from vitrail.errors import VitrailError
 from vitrail.study.definitions import study_named
 from vitrail.study.jobs import Pool, pool
-from vitrail.study.plan import Plan, describe, fitted, full_plan, left_out_rows, probes, stored_plan
+from vitrail.study.plan import Plan, describe, fitted, full_plan, late_rows, left_out_rows, probes, stored_plan
 from vitrail.study.report import write_outputs
 from vitrail.study.rows import FAILED, LEFT_OUT, Results, lock
 from vitrail.study.run import Interrupted, Job, Say, late_text, measure, run_remaining, to_stderr
@@ -60,6 +60,8 @@ def run_study(name: str, settings: StudySettings, *, say: Say = to_stderr) -> St
             world.barrier()
             late = max(workers.map(run_remaining_here, [(job, say is _silent)] * jobs), default=0)
             main = world.main
+            if main and late:
+                results.put(late_rows(plan, results.finished()))
     except Interrupted as error:
         raise VitrailError(f"The study {name} was interrupted; run the same command again to resume.") from error
     files = write_outputs(settings.out, [name]) if main else ()

@@ -64,6 +64,14 @@ def _side_by_side(row: Row) -> str:
     return f", {row.processes} processes side by side" if (row.processes or 1) > 1 else ""
 
 
+def left_out(summary: Summary) -> list[str]:
+    """Say which points are missing, and why."""
+    by_reason: dict[str, dict[str, None]] = {}
+    for row in summary.left_out:
+        by_reason.setdefault(row.note, {})[f"{row.series} {row.label}"] = None
+    return [f"Left out, since {reason or 'the budget was too short'}: {', '.join(names)}." for reason, names in by_reason.items()]
+
+
 def markdown(summary: Summary) -> str:
     """Return the page of a study: figure, table, findings."""
     study = summary.study
@@ -78,9 +86,7 @@ def markdown(summary: Summary) -> str:
         lines += [f"- **{claim}.** The paper ({paper}). Here: {outcome.ours}. **{AGREES[outcome.agrees].capitalize()}**{why}."]
     for row in summary.failed:
         lines += [f"- Failed: {row.series} {row.label}, seed {row.seed}: {row.note}"]
-    missing = dict.fromkeys(f"{row.series} {row.label}" for row in summary.left_out)
-    if missing:
-        lines += [f"- Left out, since {summary.left_out[0].note or 'the budget was too short'}: {', '.join(missing)}."]
+    lines += [f"- {note}" for note in left_out(summary)]
     commands = dict.fromkeys(row.command for row in summary.rows)
     lines += ["", "```", *commands, f"vitrail study plot {study.name}", "```"]
     return "\n".join(lines) + "\n"

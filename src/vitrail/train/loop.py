@@ -71,11 +71,12 @@ def train(
     evaluators: Sequence[MakeEvaluator] = (),
     allow_change: Sequence[str] = (),
     prepared: Prepared | None = None,
+    curves: bool = True,
 ) -> Result:
     """Train a recipe into a run folder; if the folder holds the same run, resume it.
 
     `evaluators` add metrics to the task's own, at every validation. `prepared` replaces the recipe's data and model with ones
-    that you built in Python.
+    that you built in Python. Without `curves`, figures/curves.png is not drawn, which takes longer than a tiny run.
     """
     with joined(recipe.device, recipe.parallel) as world, deterministic(recipe.deterministic), threads(recipe.threads):
         run = RunFolder(out)
@@ -88,6 +89,7 @@ def train(
             if end is not None and not changed:
                 return finished(run, end)
             loop = Loop(recipe, run, world, prepared or prepare(recipe, on_meta=world.sharded), callbacks, evaluators)
+            loop.draws_curves = curves
             try:
                 return loop.run_to_the_end()
             finally:
@@ -108,6 +110,7 @@ class Loop:
         callbacks: Sequence[Callback],
         evaluators: Sequence[MakeEvaluator] = (),
     ) -> None:
+        self.draws_curves = True
         self.recipe, self.run, self.world, self.prepared = recipe, run, world, prepared
         if evaluators and world.sharded:
             raise VitrailError("Evaluators need the whole model on each device: use --parallel ddp.")
@@ -411,9 +414,10 @@ class Loop:
         end = {"kind": "end", "step": self.done, "headline": task.headline, "seconds": round(seconds, 3)}
         end |= {"stopped_early": self.done < self.total, "model": saved.to_dict(), **metrics}
         if self.world.main:
-            from vitrail.train.curves import draw_curves
+            if self.draws_curves:
+                from vitrail.train.curves import draw_curves
 
-            draw_curves(self.run, headline=task.headline)
+                draw_curves(self.run, headline=task.headline)
             self.run.add(end)
             if self.loader.bad:
                 count = self.loader.save_bad_images(str(self.run.path / "bad-images.txt"))

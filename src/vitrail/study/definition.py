@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,9 +114,3 @@ def changed(recipe: Recipe, changes: Changes) -> Recipe:
     top = by_part.pop("", {})
     parts = {part: dataclasses.replace(getattr(recipe, part), **values) for part, values in by_part.items()}
     return recipe.replace(**parts, **top)
-
-
-def scaled(values: Iterable[float], names: Sequence[str] = ()) -> list[str]:
-    """Return `×½`-like labels of factors."""
-    written = {0.25: "¼", 0.5: "½", 1.5: "1½"}
-    return [f"×{written.get(value, f'{value:g}')}" for value in values]

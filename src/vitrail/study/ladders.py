@@ -20,6 +20,7 @@ from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, Schedul
 Family = Literal["ViT", "hybrid", "BiT"]
 FAMILIES: tuple[Family, ...] = ("ViT", "hybrid", "BiT")
 LadderName = Literal["tiny", "small", "paper"]
+RUNGS = 3
 
 _STAGES = {4: 1, 8: 2, 16: 3, 32: 4}
 """ResNet stages by stride."""
@@ -37,10 +38,6 @@ class Ladder:
     epochs: float
     """Passes over the pre-training set, when no budget is given."""
     finetune_epochs: float
-
-    @property
-    def rungs(self) -> int:
-        return 3
 
     @property
     def patch(self) -> int:

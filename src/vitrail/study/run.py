@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
         took_one = False
         for name in list(waiting):
             file = job.folder / "locks" / name
-            with try_lock(file) if world.main else _follow() as held:
+            with try_lock(file) if world.main else nullcontext(True) as held:  # the main rank decides for all
                 finished = job.results.finished() if world.main else set()
                 rows = world.broadcast([row.key for row in waiting[name] if row.key not in finished] if held else None)
                 if rows is None:
@@ -115,16 +116,6 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
         if not took_one:
             time.sleep(0.5)
     return late
-
-
-class _follow:
-    """Other ranks hold nothing: the main one decides."""
-
-    def __enter__(self) -> bool:
-        return True
-
-    def __exit__(self, *exception: object) -> None:
-        return None
 
 
 def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, keys: set[str]) -> None:

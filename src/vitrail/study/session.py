@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -75,11 +74,8 @@ def _silent(text: str) -> None:
 
 
 def run_remaining_here(job: Job, silent: bool, world: World) -> int:
+    """Do so in one process of the pool."""
     return run_remaining(job, world, _silent if silent else to_stderr)
-
-
-def measure_here(row: object, job: Job, world: World) -> object:
-    return measure(row, job, world)  # type: ignore[arg-type]
 
 
 def _jobs(plan: Plan) -> int:
@@ -117,13 +113,13 @@ def _planned(whole: Plan, results: Results, folder: Path, workers: Pool, world: 
 
 
 def _measured(whole: Plan, results: Results, folder: Path, workers: Pool, jobs: int, began: float, say: Say) -> Plan:
-    rows = list(probes(whole))
+    rows = probes(whole)
     # All processes measure at the same time, so that what they cost each other is part of the result.
     rows = (rows * jobs)[: max(len(rows), jobs)] if len(rows) < jobs else rows
     say(f"measuring the speed with {len(rows)} short runs")
     job = Job(whole, folder, results, jobs)
     speeds = Speeds()
-    for row, sample in zip(rows, workers.map(measure_here, [(row, job) for row in rows]), strict=True):
+    for row, sample in zip(rows, workers.map(measure, [(row, job) for row in rows]), strict=True):
         speeds.add(row, sample)
     left = None if whole.settings.budget is None else 60 * whole.settings.budget - (time.time() - began)
-    return fitted(dataclasses.replace(whole), speeds, left, jobs)
+    return fitted(whole, speeds, left, jobs)

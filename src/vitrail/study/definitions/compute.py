@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
 from vitrail.study.judge import NOT_MEASURED, cost_to_reach, frontier, interpolated, percent, written
-from vitrail.study.ladders import FAMILIES, Ladder
+from vitrail.study.ladders import FAMILIES, RUNGS, Ladder
 from vitrail.study.summary import Summary
 
 _LENGTHS = {1.0: 0, 0.5: 1, 0.25: 2}
@@ -25,7 +25,7 @@ def points(ladder: Ladder) -> list[Point]:
             priority=priority,
         )
         for family in FAMILIES
-        for rung in range(ladder.rungs)
+        for rung in range(RUNGS)
         for length, priority in _LENGTHS.items()
     ]
 

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import math
 
-from vitrail.study.definition import Finding, Outcome, Plot, Point, Study, scaled
+from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
 from vitrail.study.judge import NOT_MEASURED, caution
 from vitrail.study.ladders import Ladder, with_model
 from vitrail.study.summary import Summary
 
 _BASE = "base"
+_SCALED = {"depth": ("depth",), "width": ("width", "heads"), "MLP": ("mlp",), "patch size": ("patch",)}
+"""Heads grow with the width, so that each keeps its number of channels."""
+_FACTORS = {0.5: "×½", 2.0: "×2", 4.0: "×4"}
 
 
 def points(ladder: Ladder) -> list[Point]:
     base, shape = ladder.model(), ladder.shape()
     found = [Point(series=_BASE, label="×1", pretrain=base)]
-    factors = {"depth": (0.5, 2.0), "width": (0.5, 2.0), "MLP": (0.5, 2.0, 4.0), "patch": (0.5, 2.0)}
-    for dimension, values in factors.items():
-        for factor, label in zip(values, scaled(values), strict=True):
-            fields = {name: max(1, round(factor * shape[name])) for name in _FIELDS[dimension]}
-            series = "patch size" if dimension == "patch" else dimension
-            priority = 0 if factor in (2.0, 0.5) and (factor == 2.0) != (dimension == "patch") else 1
-            found.append(Point(series=series, label=label, pretrain=with_model(base, **fields), priority=priority))
+    for series, names in _SCALED.items():
+        dearer = 0.5 if series == "patch size" else 2.0  # what costs more is compared; the rest shows the trend
+        for factor, label in _FACTORS.items():
+            if factor == 4.0 and series != "MLP":
+                continue  # four times the rest would cost more than all other points together
+            fields = {name: max(1, round(factor * shape[name])) for name in names}
+            pretrain = with_model(base, **fields)
+            found.append(Point(series=series, label=label, pretrain=pretrain, priority=0 if factor == dearer else 1))
     return found
-
-
-_FIELDS = {"depth": ("depth",), "width": ("width", "heads"), "MLP": ("mlp",), "patch": ("patch",)}
-"""Heads grow with the width, so that each keeps its number of channels."""
 
 
 def judge(summary: Summary) -> Outcome:
@@ -40,7 +40,7 @@ def judge(summary: Summary) -> Outcome:
         if base is None or start is None:
             break
         gains, values = {}, [start]
-        for series in ("depth", "width", "MLP", "patch size"):
+        for series in _SCALED:
             larger = [(x, value) for entry, x, value in summary.line(series, metric) if x > (base.first.forward_flops or 0)]
             if larger:
                 x, value = larger[-1]

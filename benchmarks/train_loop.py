@@ -37,10 +37,11 @@ from vitrail.tasks import Classify
 from vitrail.train.callbacks import Callback, Record
 from vitrail.train.captured_step import capture
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
-from vitrail.train.loop import Loop, Result
+from vitrail.train.loop import Loop
 from vitrail.train.parallel import World, choose_device
 from vitrail.train.plan import make_plan
 from vitrail.train.prepare import Prepared
+from vitrail.train.result import Result
 from vitrail.train.run import RunFolder
 from vitrail.train.speed import peak_flops
 from vitrail.train.step import chosen_precision

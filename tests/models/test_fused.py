@@ -283,7 +283,7 @@ def test_a_block_needs_the_self_test_of_its_own_shape(monkeypatch: pytest.Monkey
     monkeypatch.setattr(self_test, "works", lambda *given: bool(asked.append(given)) or True)
     block = create_model("ViT-Ti/16", outputs=0, image_size=32, width=64, depth=1, heads=2, mlp=96).blocks[0]
     x = torch.zeros(1, 4, 64)
-    assert dispatch.fuses_block(block, x, torch.bfloat16, autocasts=True)
+    assert dispatch.fuses_block(block, x, torch.bfloat16, uses_autocast=True)
     assert asked == [(x.device, torch.bfloat16, 64, 96, 2, True, False)]
 
 

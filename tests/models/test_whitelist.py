@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from tests.models.other_libraries import randomise
@@ -330,7 +331,9 @@ def test_several_gradients_at_once_are_refused(images: Tensor, fusing: None) -> 
     model = tiny(depth=1).train()
     found = logits(model, images, "auto")
     with pytest.raises(RuntimeError, match=r'is_grads_batched=True, set model\.kernels = "plain"'):
-        torch.autograd.grad(found, [model.blocks[0].mlp.up.weight], torch.ones(3, *found.shape), is_grads_batched=True)
+        torch.autograd.grad(
+            found, [model.blocks[0].mlp.up.weight], torch.ones(3, *found.shape, device=DEVICE), is_grads_batched=True
+        )
 
 
 def test_forward_mode_differentiation_takes_the_plain_path(fusing: None) -> None:
@@ -409,7 +412,7 @@ def test_mixed_precisions_take_the_plain_path(
     block, x = tiny().blocks[0].to(tokens), torch.zeros(1, 5, 32, device=DEVICE, dtype=tokens)
 
     def fuses(x: Tensor) -> bool:
-        return dispatch.fuses_block(block, x, tokens, autocasts=encoder.autocasts(x))
+        return dispatch.fuses_block(block, x, tokens, uses_autocast=encoder.uses_autocast(x))
 
     assert fuses(x)
     module, _, name = part.rpartition(".")
@@ -418,6 +421,36 @@ def test_mixed_precisions_take_the_plain_path(
     assert not fuses(x)
     with torch.autocast(DEVICE, dtype=tokens):  # casts weights as kernels do
         assert fuses(x) and fuses(x.float())
+
+
+PARAMETERS = [name for name, _ in tiny(depth=1, qk_norm=True).blocks[0].named_parameters()]
+
+
+def move(block: nn.Module, part: str, device: str) -> None:
+    module, _, name = part.rpartition(".")
+    parameters = block.get_submodule(module)._parameters
+    parameters[name] = nn.Parameter(torch.empty(parameters[name].shape, device=device))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu", "meta"])
+@pytest.mark.parametrize("part", PARAMETERS)
+def test_parameters_on_several_devices_take_the_plain_path(part: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch says that devices differ, a kernel would read memory that it cannot."""
+    monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
+    block = tiny(depth=1, qk_norm=True).blocks[0]
+
+    def fuses() -> bool:
+        return dispatch.fuses_block(block, torch.empty(1, 5, 32, device="cuda:0"), torch.bfloat16, uses_autocast=True)
+
+    with FakeTensorMode():
+        for name in PARAMETERS:
+            move(block, name, "cuda:0")
+        assert fuses()
+        move(block, part, device)
+        assert not fuses() and not whitelist.is_plain_block(block)
+        for name in PARAMETERS:
+            move(block, name, device)
+        assert not fuses() and whitelist.is_plain_block(block)
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])

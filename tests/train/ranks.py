@@ -16,7 +16,7 @@ from tests.train.test_capture import StandIn
 from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError
-from vitrail.train import CapturedStep, selection
+from vitrail.train import CapturedStep, best_checkpoint
 from vitrail.train import parallel as parallel_engines
 from vitrail.train.config import ModelSpec, Recipe, TaskSpec
 from vitrail.train.loop import Loop, train
@@ -76,11 +76,11 @@ def distilling(out: Path, parallel: str = "auto") -> Recipe:
 @contextmanager
 def higher_is_better() -> Iterator[None]:
     """Let the highest loss be the best: so it is not the last, and must be restored."""
-    before, selection.lower_is_better = selection.lower_is_better, lambda metric: False
+    before, best_checkpoint.lower_is_better = best_checkpoint.lower_is_better, lambda metric: False
     try:
         yield
     finally:
-        selection.lower_is_better = before
+        best_checkpoint.lower_is_better = before
 
 
 def crash_at(step: int) -> None:

@@ -22,12 +22,15 @@ from vitrail.train.run import RunFolder
 ROOT = Path(__file__).parents[2]
 
 
-def launch(ranks: int, what: str, out: Path) -> None:
-    """As torchrun would start them."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return int(free.getsockname()[1])
+
+
+def launch(ranks: int, what: str, out: Path) -> None:
+    """As torchrun would start them."""
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-m", "tests.train.ranks", what, str(out)]
     started = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.train.small import small
 from tests.train.test_capture import StandIn
+from vitrail.errors import VitrailError
 from vitrail.models import create_model
 from vitrail.models.vit import ViT
 from vitrail.train import CapturedStep, recovery
@@ -271,6 +273,39 @@ def test_a_trial_leaves_no_gradient(tmp_path: Path, group: None) -> None:
         norms.append(loop.step.read().grad_norm)
         loop.close()
     assert norms[0] == norms[1] > 0
+
+
+class Ranks(World):
+    """Two ranks of FSDP2, of which the other one answers `other`."""
+
+    other: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, type(self).other]
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_ranks_agree_whether_a_micro_batch_fits(here: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ran out of memory alone left the others waiting for its shards."""
+    monkeypatch.setattr(Ranks, "other", there)
+    loop: Any = types.SimpleNamespace(world=Ranks(CPU, ranks=2, mode="fsdp"), micro_batch=8)
+    if here == there:
+        assert recovery._any_failed(loop, here) == here
+        return
+    with pytest.raises(VitrailError, match=f"Rank {int(there)} ran out of memory at micro-batch 8.*--micro-batch 4"):
+        recovery._any_failed(loop, here)
+
+
+def test_ranks_run_out_of_memory_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: limits.append(fraction))
+    monkeypatch.setattr(Ranks, "other", 50)
+    with recovery._equal_memory(Ranks(torch.device("cuda", 0), ranks=2, mode="fsdp")):
+        assert limits == [0.5]
+    assert limits == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

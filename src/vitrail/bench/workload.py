@@ -214,9 +214,11 @@ def _training(case: Case, model: nn.Module, inputs: Inputs) -> Callable[[], Tens
 def _train_loop_step(case: Case, model: nn.Module, inputs: Inputs, parameters: int) -> Workload:
     """Build the training loop's own step: the same work, captured where possible, with its check for non-finite gradients."""
     optim = dataclasses.replace(OPTIM, clip=case.clip)
-    recipe = Recipe(optim=optim, schedule=ScheduleSpec(kind="constant"), batch=case.batch, on_nonfinite="skip")
+    schedule = ScheduleSpec(kind="constant")
+    recipe = Recipe(optim=optim, schedule=schedule, batch=case.batch, on_nonfinite="skip")
     runner, task = Runner(model, World(case.device)), Classify(case.config.outputs)
-    one = Step(runner, task, Optimizer(model, optim), recipe, total=1, precision=case.precision, average=None)
+    optimizer = Optimizer(model, optim)
+    one = Step(runner, task, optimizer, recipe, total=1, precision=case.precision, average=None, schedule=schedule)
     batch = Batch(inputs.images, inputs.targets, torch.arange(case.batch), 0, 0, 0, 1, case.batch)
 
     def step() -> Tensor:

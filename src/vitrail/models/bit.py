@@ -42,7 +42,7 @@ class BiT(nn.Module):
         super().__init__()
         self.config = config
         resnet = config.resnet
-        self.root = StandardisedConv(resnet, config.channels, 64 * resnet.multiplier, 7, 2)
+        self.root = StandardisedConv(resnet, config.channels, resnet.width, 7, 2)
         self.stages = build_stages(resnet, PreActivationUnit)
         self.norm = group_norm(resnet, resnet.out_channels)
         self.head = Float32Linear(resnet.out_channels, config.outputs) if config.outputs else nn.Identity()

@@ -47,7 +47,7 @@ class ResNetConfig(_Fields):
     """The convolutional part of a hybrid, or a whole BiT. The defaults are the hybrids' (post-activation, TF padding)."""
 
     layers: tuple[int, ...]  # blocks per stage; () is the stem alone
-    multiplier: int = 1  # width factor: the x3 of R50x3
+    multiplier: float = 1  # width factor: the x3 of R50x3; 0.5: the first convolution has 32 filters
     groups: int = 32
     group_norm_eps: float = 1e-6
     standardise: Literal["std+eps", "sqrt(var+eps)"] = "std+eps"
@@ -58,7 +58,16 @@ class ResNetConfig(_Fields):
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         self._check()
-        self._whole(1, "layers", "multiplier", "groups")
+        self._whole(1, "layers", "groups")
+        number = isinstance(self.multiplier, (int, float)) and not isinstance(self.multiplier, bool)
+        if not number or not 0 < self.multiplier < 1e6 or 64 * self.multiplier % self.groups:
+            choices = f"64 · multiplier must be a multiple of {self.groups}, as with 0.5, 1 or 3"
+            raise VitrailError(f"multiplier is {self.multiplier!r}; {choices}.")
+
+    @property
+    def width(self) -> int:
+        """Filters of the first convolution."""
+        return int(64 * self.multiplier)
 
     @property
     def stride(self) -> int:
@@ -67,7 +76,7 @@ class ResNetConfig(_Fields):
 
     @property
     def out_channels(self) -> int:
-        return 64 * self.multiplier * (4 << (len(self.layers) - 1) if self.layers else 1)
+        return self.width * (4 << (len(self.layers) - 1) if self.layers else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ def _position_parameters(config: ViTConfig) -> int:
 
 def _convolutions(resnet: ResNetConfig, channels: int) -> list[tuple[int, int, int, int]]:
     """Return every convolution as (channels in, filters, kernel, stride of its output against the image)."""
-    width = 64 * resnet.multiplier
+    width = resnet.width
     found, channels, stride = [(channels, width, 7, 2)], width, 4
     for stage, count in enumerate(resnet.layers):
         filters = width * 2**stage
@@ -103,9 +103,9 @@ def _convolutions(resnet: ResNetConfig, channels: int) -> list[tuple[int, int, i
 
 
 def _pre_activation_norms(resnet: ResNetConfig) -> int:
-    total, channels = 0, 64 * resnet.multiplier
+    total, channels = 0, resnet.width
     for stage, count in enumerate(resnet.layers):
-        filters = 64 * resnet.multiplier * 2**stage
+        filters = resnet.width * 2**stage
         for _ in range(count):
             total += 2 * channels + 4 * filters
             channels = 4 * filters

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Graph(Protocol):
@@ -33,3 +34,24 @@ class CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+RandomState = tuple[Tensor, Tensor | None]
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the state of the random generators of the CPU and, if it is a GPU, of the device."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def recover(device: torch.device, random: RandomState) -> None:
+    """Bring the device and the random generators back to where they were before a capture that failed."""
+    torch.set_rng_state(random[0])
+    if random[1] is None:
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    # The generator still believes that it is being captured, and would refuse to draw.
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(torch.Generator(device).manual_seed(generator.initial_seed()).graphsafe_get_state())
+    generator.set_state(random[1])

@@ -79,7 +79,7 @@ class HybridStem(nn.Module):
     def __init__(self, config: ResNetConfig, channels: int) -> None:
         super().__init__()
         self.config = config
-        width = 64 * config.multiplier
+        width = config.width
         self.root, self.norm = StandardisedConv(config, channels, width, 7, 2), group_norm(config, width)
         self.stages = build_stages(config, PostActivationUnit)
 
@@ -92,9 +92,9 @@ class HybridStem(nn.Module):
 
 def build_stages(config: ResNetConfig, unit: type[nn.Module]) -> nn.ModuleList:
     """Stages of units; every stage but the first halves the map in its first unit."""
-    stages, channels = nn.ModuleList(), 64 * config.multiplier
+    stages, channels = nn.ModuleList(), config.width
     for number, count in enumerate(config.layers):
-        filters, units = 64 * config.multiplier * 2**number, []
+        filters, units = config.width * 2**number, []
         for index in range(count):
             units.append(unit(config, channels, filters, 2 if number and not index else 1))
             channels = 4 * filters

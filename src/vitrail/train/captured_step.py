@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vitrail.errors import VitrailError
-from vitrail.models.cuda_graph import CudaGraph, Graph
+from vitrail.models.cuda_graph import CudaGraph, Graph, random_state, recover
 from vitrail.train.shards import local
 
 WARMUP = 3  # ordinary calls before a capture: they compile and choose kernels, and allocate memory
@@ -169,7 +169,7 @@ class CapturedStep:
         """Try to capture the step; where that fails on any rank, every rank runs normally from now on."""
         self._captured = None  # its memory is needed
         before = [parameter.grad for parameter in self._parameters]
-        random = _random_state(self._device)
+        random = random_state(self._device)
         failure, made = _unfit(inputs, self._device), None
         if not failure:
             try:
@@ -179,7 +179,7 @@ class CapturedStep:
         for parameter, gradient in zip(self._parameters, before, strict=True):
             parameter.grad = gradient
         if made is None:
-            _restore(self._device, random)
+            recover(self._device, random)
         if self._any_rank(bool(failure)):
             made, self.failure = None, failure or "it failed on another rank"
             self._on_failure(self.failure)
@@ -252,23 +252,6 @@ def _first_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _restore(device: torch.device, random: tuple[Tensor, Tensor | None]) -> None:
-    """Bring the device and the random generators back to where they were before a capture that failed."""
-    torch.set_rng_state(random[0])
-    if random[1] is None:
-        return
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    # The generator still believes that it is being captured, and would refuse to draw.
-    generator = torch.cuda.default_generators[device.index or 0]
-    generator.graphsafe_set_state(torch.Generator(device).manual_seed(generator.initial_seed()).graphsafe_get_state())
-    generator.set_state(random[1])
 
 
 def _warn(reason: str) -> None:

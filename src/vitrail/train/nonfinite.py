@@ -76,6 +76,14 @@ def _finite(tensor: Tensor) -> bool:
     return bool(local(tensor.detach()).isfinite().all())
 
 
+def nonfinite_weight(tensors: dict[str, Tensor]) -> str:
+    """Return the first of a checkpoint's weights, raw or averaged, that is not finite on this rank; empty if all are."""
+    names = [name for name, one in tensors.items() if name.startswith(("model.", "ema.")) and one.is_floating_point()]
+    if not names or bool(torch.stack([local(tensors[name]).isfinite().all() for name in names]).all()):  # synchronises once
+        return ""
+    return next(name for name in names if not _finite(tensors[name])).partition(".")[2]
+
+
 def advice(precision: str, lr: float) -> str:
     """Return what to try, the most likely fix first."""
     cures = ["--precision bf16 (or fp32)"] if precision == "fp16" else []

@@ -6,6 +6,7 @@ Under `torchrun` every process is a rank with a device of its own; without it th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -74,6 +75,16 @@ class World:
     def barrier(self) -> None:
         if self.ranks > 1:
             dist.barrier()
+
+    def raise_rank_error(self, error: RuntimeError) -> None:
+        """Raise a sentence if this error says that another rank has ended."""
+        lost = isinstance(error, dist.DistError) or re.search(r"gloo|Connection (closed|reset)|Timed out waiting", str(error))
+        if self.ranks > 1 and lost:
+            raise VitrailError(
+                f"Rank {self.rank} of {self.ranks} cannot reach another rank, which has ended or does not answer. If that rank "
+                "printed no message, it was killed, most often because its memory was too small. Run the same command again to "
+                "resume from the newest checkpoint."
+            ) from error
 
 
 @contextmanager

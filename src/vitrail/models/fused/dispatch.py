@@ -75,14 +75,18 @@ class ResidualStream:
     def __init__(self, x: Tensor, kernels: Kernels, recompute: Recompute | None = None, *, fp8: bool = False) -> None:
         self._pending = PendingResidual(x)
         self._recompute = recompute or Recompute()
-        self._autocasts = encoder.autocasts(x)
+        self._uses_autocast = encoder.uses_autocast(x)
         self._dtype = encoder.matmul_dtype(x) if kernels != "plain" and can_fuse(x) else None
         self._fp8 = fp8
 
     def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
         """Run block `number`, with what positions add before it or inside it."""
         at_input = positions is None or positions.at == "input"
-        if self._dtype is not None and at_input and fuses_block(block, self._pending.x, self._dtype, autocasts=self._autocasts):
+        if (
+            self._dtype is not None
+            and at_input
+            and fuses_block(block, self._pending.x, self._dtype, uses_autocast=self._uses_autocast)
+        ):
             self._run_fused(number, block, num_queries)  # type: ignore[arg-type]
             return
         x, bias = self.tokens, None
@@ -125,15 +129,16 @@ def can_fuse(x: Tensor) -> bool:
     return whitelist.is_plain_tensor(x) and whitelist.is_ordinary_call() and _kernels_run(x, dtype)
 
 
-def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, autocasts: bool) -> bool:
+def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocast: bool) -> bool:
     """Tell whether a block runs in fused kernels on tokens that `can_fuse`, with matmuls of this precision."""
-    if autocasts or x.dtype is not dtype:
-        found = whitelist.device_and_shape(block)
+    device = x.get_device()
+    if uses_autocast or x.dtype is not dtype:
+        shape = whitelist.shape_of_block(block, device)
     else:  # torch's modules say what they think of mixed precisions; FSDP2 may gather others than it holds
-        found = whitelist.device_and_shape(block, dtype=dtype)
-        if found is None and whitelist.is_sharded(block):
-            found = whitelist.device_and_shape(block)
-    return found is not None and found[0] == x.device and _block_runs(found[1], x, dtype)
+        shape = whitelist.shape_of_block(block, device, dtype)
+        if shape is None and whitelist.is_sharded(block):
+            shape = whitelist.shape_of_block(block, device)
+    return shape is not None and _block_runs(shape, x, dtype)
 
 
 def is_fusable(model: ViT) -> bool:

@@ -59,11 +59,11 @@ class BlockOptions(NamedTuple):
 
 def matmul_dtype(x: Tensor) -> torch.dtype | None:
     """Return the low precision in which matmuls run here: autocast's, or the tokens' own; None for float32."""
-    dtype = torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+    dtype = torch.get_autocast_dtype(x.device.type) if uses_autocast(x) else x.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
-def autocasts(x: Tensor) -> bool:
+def uses_autocast(x: Tensor) -> bool:
     """Tell whether autocast is on where these tokens are; the meta device has none."""
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)

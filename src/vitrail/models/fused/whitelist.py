@@ -55,22 +55,36 @@ def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bo
     `layer_scale` also admits `LayerScale` on the branches. With `eval_mode` the block is judged as if it were in eval mode:
     dropout and stochastic depth, which a copy for inference switches off, then do not matter.
     """
-    return device_and_shape(block, layer_scale=layer_scale, eval_mode=eval_mode) is not None
+    return shape_of_block(block, layer_scale=layer_scale, eval_mode=eval_mode) is not None
 
 
-def device_and_shape(
-    block: nn.Module, *, dtype: torch.dtype | None = None, layer_scale: bool = False, eval_mode: bool = False
-) -> tuple[torch.device, BlockShape] | None:
-    """Return where a plain block is, and its sizes; None for a block that is not plain, or has parameters of another `dtype`."""
+def shape_of_block(
+    block: nn.Module,
+    device: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    layer_scale: bool = False,
+    eval_mode: bool = False,
+) -> BlockShape | None:
+    """Return the sizes of a plain block; None for one that is not plain, or has a parameter on another device or of another dtype.
+
+    `device` is `get_device()` of the tokens: the number of a GPU, or -1. None: any, but one for all parameters.
+    """
     try:
-        return _check_parts(block.__dict__["_modules"], dtype, layer_scale, eval_mode) if _is_block(block) else None
+        parts = block.__dict__["_modules"]
+        states = _states_of_parts(parts, layer_scale) if _is_block(block) else None
+        if states is None or not (eval_mode or _has_known_dropout(states)):
+            return None
+        return _shape_of_parts(parts, states, device, dtype)
     except KeyError:  # a part or a parameter was deleted, and something else put in its place
         return None
 
 
-def _check_parts(
-    parts: dict[str, Any], dtype: torch.dtype | None, layer_scale: bool, eval_mode: bool
-) -> tuple[torch.device, BlockShape] | None:
+_State = dict[str, Any]  # the `__dict__` of a module
+
+
+def _states_of_parts(parts: dict[str, Any], layer_scale: bool) -> tuple[_State, ...] | None:
+    """Return the state of each part of a block but the norms of queries and keys; None where one of them is not plain."""
     attention, mlp, skip, dropout = parts["attention"], parts["mlp"], parts["skip"], parts["dropout"]
     if type(attention) is not Attention or type(mlp) is not Mlp or type(skip) is not StochasticDepth:
         return None
@@ -85,50 +99,79 @@ def _check_parts(
     scales = _SCALES if layer_scale else _NO_SCALES
     if type(scale1) not in scales or type(scale2) not in scales or type(norm1) not in _NORMS or type(norm2) not in _NORMS:
         return None
-    qkv_state, out_state, up_state, down_state = qkv.__dict__, out.__dict__, up.__dict__, down.__dict__
-    dropout_state, mlp_dropout_state, skip_state = dropout.__dict__, mlp_dropout.__dict__, skip.__dict__
-    for state in (
-        attention_state, mlp_state, qkv_state, out_state, up_state, down_state, dropout_state, mlp_dropout_state, skip_state,
-        norm1.__dict__, norm2.__dict__, scale1.__dict__, scale2.__dict__,
-    ):  # fmt: skip
-        # As in `is_plain`, without a call for each.
+    states = (
+        attention_state, mlp_state, qkv.__dict__, out.__dict__, up.__dict__, down.__dict__, skip.__dict__, dropout.__dict__,
+        mlp_dropout.__dict__, norm1.__dict__, norm2.__dict__, scale1.__dict__, scale2.__dict__,
+    )  # fmt: skip
+    for state in states:  # as in `is_plain`, without a call for each
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
             return None
         if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state:
             return None
-    if "_split" in attention_state or "_fused" in attention_state or "_merge" in attention_state:
-        return None
-    width, hidden = _norm_width(norm1, dtype), up_state["out_features"]
-    if not width or _norm_width(norm2, dtype) != width:
-        return None
-    qk_norm = "q_norm" in inner or "k_norm" in inner
-    if qk_norm:
-        if not _has_plain_qk_norms(inner["q_norm"], inner["k_norm"], width // attention_state["heads"], dtype):
-            return None
-    elif attention_state["q_norm"] is not None or attention_state["k_norm"] is not None:
-        return None
-    for state, size in (
-        (qkv_state, (3 * width, width)), (out_state, (width, width)), (up_state, (hidden, width)), (down_state, (width, hidden)),
-    ):  # fmt: skip
+    return None if "_split" in attention_state or "_fused" in attention_state or "_merge" in attention_state else states
+
+
+def _has_known_dropout(states: tuple[_State, ...]) -> bool:
+    """Tell whether something survives each dropout, and attention has none; else only the plain path knows how."""
+    attention, skip, dropout, mlp_dropout = states[0], states[6], states[7], states[8]
+    if dropout["p"] >= 1.0 or mlp_dropout["p"] >= 1.0 or skip["rate"] >= 1.0:
+        return False
+    return not (attention["dropout"] > 0.0 and attention["training"])
+
+
+def _shape_of_parts(
+    parts: dict[str, Any], states: tuple[_State, ...], device: int | None, dtype: torch.dtype | None
+) -> BlockShape | None:
+    """Return the sizes of a block; None unless its parameters have them, and the strides, device and dtype that kernels expect."""
+    attention, mlp, qkv, out, up, down = states[:6]
+    width, hidden, heads, inner = up["in_features"], up["out_features"], attention["heads"], attention["_modules"]
+    if device is None and _is_parameter(qkv["_parameters"]["weight"]):
+        device = qkv["_parameters"]["weight"].get_device()
+    for state, size in ((qkv, (3 * width, width)), (out, (width, width)), (up, (hidden, width)), (down, (width, hidden))):
         parameters = state["_parameters"]
         weight, bias = parameters["weight"], parameters["bias"]
-        if (type(weight) is not _Parameter and not _is_parameter(weight)) or weight.shape != size:
+        if (type(weight) is not _Parameter and not _is_parameter(weight)) or weight.get_device() != device or weight.shape != size:
             return None
         if dtype is not None and (weight.dtype is not dtype or (bias is not None and bias.dtype is not dtype)):
             return None
         if bias is None:
             continue
-        if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.numel() != size[0] or bias.stride() != _UNIT_STRIDE:
+        if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.get_device() != device:
             return None
-    # Where nothing survives, the plain path knows how.
-    if not eval_mode and (
-        dropout_state["p"] >= 1.0
-        or mlp_dropout_state["p"] >= 1.0
-        or skip_state["rate"] >= 1.0
-        or (attention_state["dropout"] > 0.0 and attention_state["training"])
-    ):
+        if bias.numel() != size[0] or not bias.is_contiguous():
+            return None
+    if not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtype):
         return None
-    return weight.device, (width, hidden, attention_state["heads"], mlp_state["approximate"] == "tanh", qk_norm)
+    qk_norm = "q_norm" in inner or "k_norm" in inner
+    if qk_norm:
+        q_norm, k_norm = inner["q_norm"], inner["k_norm"]
+        if not is_plain(q_norm, nn.LayerNorm) or not is_plain(k_norm, nn.LayerNorm) or q_norm.eps != k_norm.eps:
+            return None
+        if not _are_affine_norms(q_norm, k_norm, width // heads, device, dtype):
+            return None
+    elif attention["q_norm"] is not None or attention["k_norm"] is not None:
+        return None
+    return width, hidden, heads, mlp["approximate"] == "tanh", qk_norm
+
+
+def _are_affine_norms(norm1: Any, norm2: Any, width: int, device: int | None, dtype: torch.dtype | None) -> bool:
+    """Tell whether two layer norms are over the last axis, of this width, with weight and bias; folded ones need neither."""
+    for norm in (norm1, norm2):
+        if type(norm) is FoldedNorm and norm.normalized_shape == (width,):
+            continue
+        parameters = norm.__dict__["_parameters"]
+        weight, bias = parameters["weight"], parameters["bias"]
+        if (type(weight) is not _Parameter and not _is_parameter(weight)) or (
+            type(bias) is not _Parameter and not _is_parameter(bias)
+        ):
+            return False
+        if device is not None and (weight.get_device() != device or bias.get_device() != device):
+            return False
+        if dtype is not None and (weight.dtype is not dtype or bias.dtype is not dtype):
+            return False
+        if weight.numel() != width or bias.numel() != width or not weight.is_contiguous() or not bias.is_contiguous():
+            return False
+    return True
 
 
 _Linear, _Dropout, _Parameter = nn.Linear, nn.Dropout, nn.Parameter
@@ -171,9 +214,6 @@ def _has_global_hooks() -> bool:
     return bool(forward or backward or module_globals._global_forward_pre_hooks or module_globals._global_backward_pre_hooks)
 
 
-_UNIT_STRIDE = (1,)  # of biases and norm weights: kernels read them without strides
-
-
 def is_plain_tensor(tensor: Any) -> bool:
     """Tell whether a tensor is torch's own (or a fake one, for planning) and not a subclass with arithmetic of its own."""
     if type(tensor) in PLAIN_TENSORS:
@@ -183,9 +223,9 @@ def is_plain_tensor(tensor: Any) -> bool:
     return type(tensor) is FakeTensor
 
 
-def is_plain_norm(norm: nn.Module, width: int, dtype: torch.dtype | None = None) -> bool:
-    """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias, in any precision or this one."""
-    return is_plain(norm, nn.LayerNorm) and _norm_width(norm, dtype) == width
+def is_plain_norm(norm: nn.Module, width: int) -> bool:
+    """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias, in any precision."""
+    return is_plain(norm, nn.LayerNorm) and _are_affine_norms(norm, norm, width, None, None)
 
 
 def are_plain_positions(positions: nn.Module) -> bool:
@@ -196,27 +236,6 @@ def are_plain_positions(positions: nn.Module) -> bool:
 
 _POSITIONS = frozenset(KINDS.values())
 _POSITION_METHODS = frozenset({"at_input", "_add", "_table"})
-
-
-def _has_plain_qk_norms(q_norm: Any, k_norm: Any, channels: int, dtype: torch.dtype | None) -> bool:
-    return is_plain_norm(q_norm, channels, dtype) and is_plain_norm(k_norm, channels, dtype) and q_norm.eps == k_norm.eps
-
-
-def _norm_width(norm: Any, dtype: torch.dtype | None) -> int:
-    """Return the width of a layer norm over the last axis, with weight and bias or folded; 0 for anything else."""
-    if type(norm) is FoldedNorm:
-        width: int = norm.normalized_shape[0]
-        return width
-    parameters = norm.__dict__["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) is not _Parameter and not _is_parameter(weight):
-        return 0
-    if type(bias) is not _Parameter and not _is_parameter(bias):
-        return 0
-    if dtype is not None and not weight.dtype is bias.dtype is dtype:
-        return 0
-    width = weight.numel()
-    return width if bias.numel() == width and weight.stride() == bias.stride() == _UNIT_STRIDE else 0
 
 
 def _is_parameter(parameter: Any) -> bool:
@@ -270,18 +289,8 @@ def class_methods() -> tuple[tuple[type[nn.Module], str, Any], ...]:
     """Each whitelisted class with its methods as they were when this was first called: by `vitrail.models`, when it is imported."""
     from vitrail.models.vit import Block
 
-    kinds = (
-        Attention,
-        Mlp,
-        StochasticDepth,
-        LayerScale,
-        FoldedNorm,
-        PatchEmbedding,
-        nn.Linear,
-        nn.LayerNorm,
-        nn.Dropout,
-        nn.Identity,
-    )
+    layers = (Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
+    kinds = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
     methods: list[tuple[type[nn.Module], str]] = [(kind, "forward") for kind in (Block, *kinds)]
     methods += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_fused"), (Attention, "_merge")]
     methods += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]

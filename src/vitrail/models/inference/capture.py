@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from vitrail.models.cuda_graph import CudaGraph, Graph
+from vitrail.models.cuda_graph import CudaGraph, Graph, random_state, recover
 from vitrail.models.fused.ops import device_guard
 from vitrail.models.fused.whitelist import has_hooks, is_eager_call, is_patched
 from vitrail.models.inference.replaceable import runs_known_code
@@ -54,16 +54,12 @@ class CapturedCall:
             self._result = self._capture(functools.partial(call, self._images))
 
     def _capture(self, run: Callable[[], Tensor]) -> Tensor:
-        if not self._images.is_cuda:
-            return self._graph.capture(run)  # type: ignore[no-any-return]
-        generator = torch.cuda.default_generators[self._images.device.index]
-        before = generator.clone_state()
+        device = self._images.device
+        random = random_state(device)
         try:
             return self._graph.capture(run)  # type: ignore[no-any-return]
         except Exception:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            generator.graphsafe_set_state(before)  # the old state still counts as captured, and would refuse to draw
+            recover(device, random)
             raise
 
     def replay(self, images: Tensor) -> Tensor:

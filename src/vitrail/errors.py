@@ -13,11 +13,30 @@ class VitrailError(ValueError):
     """
 
 
+class StoppedBySignal(VitrailError):
+    """A command was stopped by a signal, and can be resumed. The command line exits with status 128 + its number."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message, number)  # both, so that it can be pickled
+        self.number = number
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 3) -> str:
-    """Return ` Did you mean …?` with the known words closest to a mistyped one, or an empty string if none is close."""
-    by_key = {name.casefold(): name for name in known}
-    close = difflib.get_close_matches(word.casefold(), by_key, n=count, cutoff=0.5)
-    return f" Did you mean {' or '.join(by_key[key] for key in close)}?" if close else ""
+    """Return ` Did you mean …?` with the known words that differ from a mistyped one by little, or only complete it."""
+    by_key, key = {name.casefold(): name for name in known}, word.casefold()
+    close = difflib.get_close_matches(key, by_key, n=count, cutoff=_CLOSE)
+    likeness = [difflib.SequenceMatcher(None, one, key).ratio() for one in close]
+    close = [one for one, ratio in zip(close, likeness, strict=True) if ratio > likeness[0] - _AS_CLOSE]
+    close = close or [one for one in by_key if len(one) == len(key) and sorted(one) == sorted(key)][:count]
+    if not close and len(key) >= 3:
+        close = sorted((one for one in by_key if key in one), key=len)[:count]
+    return f" Did you mean {' or '.join(by_key[one] for one in close)}?" if close else ""
+
+
+_CLOSE, _AS_CLOSE = 0.75, 0.1  # likeness of two words, from 0 to 1; and how much less than the best is as good
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -69,6 +70,22 @@ def test_scores_depend_on_the_task(tmp_path: Path) -> None:
         assert {item.index: item.score for item in row} == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-6)
 
 
+def test_labels_that_reach_their_thresholds_come_first(tmp_path: Path) -> None:
+    """A label with a probability of 60 % and a threshold of 90 % is not one of the image's labels."""
+    vitrail.save(
+        tmp_path / "labels",
+        random_model(KINDS["plain"]),
+        task="multilabel",
+        provenance={"task": {"kind": "multilabel", "thresholds": [0.9, 0.1, 0.2, 0.99, 0.5]}},
+    )
+    bundle = vitrail.load(tmp_path / "labels")
+    outputs = torch.tensor([[0.6, 0.3, 0.35, 0.8, 0.1]]).logit()
+    found = bundle.decode(outputs, top=4)[0]
+    assert [(item.index, item.chosen) for item in found] == [(2, True), (1, True), (3, False), (0, False)]
+    bundle.provenance = {}
+    assert bundle.thresholds == (0.5,) * 5 and [item.index for item in bundle.decode(outputs, top=2)[0]] == [3, 0]
+
+
 def test_a_zero_head_is_detected_and_does_not_predict(tmp_path: Path) -> None:
     bundle = bundle_of(KINDS["plain"])
     with torch.no_grad():
@@ -82,6 +99,17 @@ def test_a_zero_head_is_detected_and_does_not_predict(tmp_path: Path) -> None:
     with pytest.raises(VitrailError, match="There is no head"):
         bundle_of(KINDS["no-head"]).predict(noise_image(0))
     assert bundle_of(KINDS["distilled"]).head == "set"
+
+
+def test_preprocessing_of_another_size_than_the_models_is_refused(folder: Path, tmp_path: Path) -> None:
+    bundle = vitrail.load(folder)
+    size = bundle.model.config.image_size
+    other = dataclasses.replace(bundle.stored_preprocess(), size=(size[0] + 16, size[1]))
+    vitrail.save(tmp_path / "x", bundle.model, preprocess=other, classes=bundle.classes)
+    loaded = vitrail.load(tmp_path / "x")
+    with pytest.raises(VitrailError, match=rf"makes images of {size[0] + 16}×{size[1]} pixels .* takes {size[0]}×{size[1]} pixels"):
+        loaded.predict(noise_image(0))
+    assert vitrail.load(tmp_path / "x", preprocess="google-vit").predict(noise_image(0))
 
 
 def test_missing_preprocessing_is_never_guessed(tmp_path: Path) -> None:
@@ -99,7 +127,7 @@ def test_assumptions_are_noted(tmp_path: Path) -> None:
     write(bundle_of(KINDS["plain"]), tmp_path / "x.npz", "google")
     bundle = vitrail.load(tmp_path / "x.npz")
     assert bundle.preprocess == preset("google-vit", size=(32, 32))
-    assert any("assumed 'google-vit'" in note for note in bundle.report.notes)
+    assert any("assumed 'google-vit'" in note for note in bundle.report.assumptions)
 
 
 def test_replacing_the_head(folder: Path) -> None:

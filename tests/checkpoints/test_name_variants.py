@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints.small_models import KINDS, bundle_of, needed_fields
+import vitrail
+from tests.checkpoints.small_models import KINDS, SUFFIX, bundle_of, needed_fields
 from vitrail.checkpoints import write
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.loading import load
@@ -150,6 +151,21 @@ def test_name_variants_of_bit(variant: Callable[[Arrays], Arrays], tmp_path: Pat
     assert changed.keys() != arrays.keys()
     np.savez(tmp_path / "other.npz", **changed)
     expect(bundle, tmp_path / "other.npz")
+    fill = load(tmp_path / "other.npz", image_size=64).model.config.resnet.pool_fill  # type: ignore[union-attr]
+    assert fill == ("-inf" if variant is as_big_vision_bit else "zero")
+
+
+@pytest.mark.parametrize("name", ["bit", "timm"])
+def test_half_width_resnets_are_read(name: str, tmp_path: Path) -> None:
+    config = KINDS["bit"].replace(multiplier=0.5)
+    bundle = bundle_of(config)
+    path = tmp_path / f"half{SUFFIX[name]}"
+    write(bundle, path, name)
+    again = load(path, image_size=64)
+    assert again.model.config.name == "BiT-R11x0.5" and again.model.root.weight.shape[0] == 32  # type: ignore[union-attr]
+    expect(bundle, path)
+    vitrail.save(tmp_path / "own", again.model)
+    assert vitrail.load(tmp_path / "own").model.config == again.model.config
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])

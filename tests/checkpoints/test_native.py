@@ -140,6 +140,7 @@ def test_a_config_that_describes_another_function_is_detected(folder: Path, fiel
         ({"golden__quick__logits": ["x"] * 5}, "do not fit this model"),
         ({"weights__checksum": "0"}, "not those that were saved"),
         ({"weights": 3}, "'weights' is missing"),
+        ({"weights__load_dtype": "int8"}, "load_dtype is 'int8'"),
     ],
 )
 def test_a_corrupted_config_gives_a_clear_error(folder: Path, changes: dict[str, Any], message: str) -> None:
@@ -218,6 +219,38 @@ def test_fields_can_be_changed_on_loading(folder: Path) -> None:
 def test_half_precision_passes_its_own_golden_check(dtype: torch.dtype, tmp_path: Path) -> None:
     vitrail.save(tmp_path / "x", random_model(KINDS["plain"], dtype=dtype))
     assert vitrail.load(tmp_path / "x", verify="full").model.norm.weight.dtype is dtype
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_weights_stored_in_half_precision_are_loaded_in_the_models_dtype(stored: torch.dtype, tmp_path: Path) -> None:
+    model = random_model(KINDS["plain"])
+    vitrail.save(tmp_path / "x", model, store_dtype=stored, read_back=True)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "x" / "model.safetensors").values()} == {stored}
+    again = vitrail.load(tmp_path / "x", verify="full").model
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.to(stored).float())
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    logits = config["golden"]["full"]["logits"]
+    config["golden"]["full"]["logits"] = [value + 1e-3 * max(map(abs, logits)) for value in logits]
+    (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(VitrailError, match="does not compute the same outputs"):  # the tolerance is that of float32
+        vitrail.load(tmp_path / "x", verify="full")
+
+
+def test_weights_too_large_for_the_stored_dtype_are_rejected(tmp_path: Path) -> None:
+    model = random_model(KINDS["plain"])
+    with torch.no_grad():
+        model.norm.weight[0] = 1e6
+    with pytest.raises(VitrailError, match=r"norm\.weight has values that are too large for float16"):
+        vitrail.save(tmp_path / "x", model, store_dtype=torch.float16)
+    with pytest.raises(VitrailError, match=r"cannot be stored as torch\.int8"):
+        vitrail.save(tmp_path / "x", model, store_dtype=torch.int8)
+
+
+def test_others_can_read_what_was_saved(folder: Path) -> None:
+    (folder.parent / "plain").touch()
+    expected = (folder.parent / "plain").stat().st_mode
+    assert {file.stat().st_mode for file in folder.iterdir()} == {expected}
 
 
 def test_the_golden_image_never_changes() -> None:

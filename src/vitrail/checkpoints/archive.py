@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import VitrailError
+from vitrail.regular_files import open_regular
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUMPY = {np.dtype(np.float16): torch.float16, np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
@@ -49,6 +50,8 @@ class Archive:
     tensors: dict[str, StoredTensor]
     notes: list[str] = field(default_factory=list)
     parts: tuple[str, ...] = ()  # the other keys of a nested .pth
+    prefix: str | None = None  # the part the user named, if it is a prefix of names
+    variant: str = ""  # which variant of a format's names it had, where that decides numerics
 
 
 @contextmanager
@@ -74,14 +77,16 @@ def open_archive(path: str | os.PathLike[str], part: str | None = None) -> Archi
     """Open a weight file; its kind is detected from its first bytes. `part` selects one key of a nested `.pth`."""
     file = Path(path)
     with wrap_errors(file):
-        with file.open("rb") as stream:
+        with os.fdopen(open_regular(file), "rb") as stream:
             start = stream.read(64)
         if start[:4] == b"PK\x03\x04":
             with zipfile.ZipFile(file) as archive:
                 numpy = any(name.endswith(".npy") for name in archive.namelist())
             return _open_npz(file) if numpy else _open_pth(file, part, mapped=True)
         if start[8:9] == b"{":
-            return _open_safetensors(file)
+            opened = _open_safetensors(file)
+            opened.prefix = part
+            return opened
         if start[:1] == b"\x80":
             return _open_pth(file, part, mapped=False)
         raise VitrailError(f"{file} {_unknown_file(start)}")
@@ -203,13 +208,50 @@ def _open_pth(path: Path, part: str | None, *, mapped: bool) -> Archive:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle protocol: only success or failure matters
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            with torch.serialization.safe_globals([(_Placeholder, name) for name in _SETTINGS]):
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise VitrailError(_pickle_message(path, str(error))) from error
     (key, state), others = _state_dict(path, content, part)
-    notes = [f"loaded key {key!r} of this file; it also contains {', '.join(others)}"] if key else []
+    also = f"; it also contains {', '.join(others)}" if others else ""
+    notes = [f"loaded key {key!r} of this file{also}"] if key else []
     tensors = {str(name): _pth_tensor(value) for name, value in state.items()}
-    return Archive(path, "pth", tensors, notes, tuple(others))
+    prefix = part if part is not None and key != part else None
+    return Archive(path, "pth", tensors, notes, tuple(others), prefix=prefix)
+
+
+class _Placeholder:
+    """Stands for a settings object in a pickle, whose class is never imported: whatever the file does to it has no effect."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> _Placeholder:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+# Objects that training code stores next to weights.
+_SETTINGS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "omegaconf.dictconfig.DictConfig",
+    "omegaconf.listconfig.ListConfig",
+    "omegaconf.base.ContainerMetadata",
+    "omegaconf.base.Metadata",
+    "omegaconf.nodes.AnyNode",
+    "typing.Any",
+    "yacs.config.CfgNode",
+    "easydict.EasyDict",
+)
 
 
 def _pickle_message(path: Path, reason: str) -> str:
@@ -226,18 +268,22 @@ def _state_dict(path: Path, content: Any, part: str | None) -> tuple[tuple[str, 
     if not isinstance(content, dict):
         raise VitrailError(f"{path} contains a {type(content).__name__}, not a state dict. Save model.state_dict().")
     nested = {str(key): value for key, value in content.items() if _holds_tensors(value)}
-    if part is not None:
-        if part not in nested:
-            raise VitrailError(f"{path} has no part {part!r}; parts with tensors: {', '.join(nested) or 'none'}.")
+    if part is not None and part in nested:
         return (part, nested[part]), [str(key) for key in content if str(key) != part]
+    if part is not None and not any(_has_prefix(inner, part) for inner in (content, *nested.values())):
+        raise VitrailError(f"{path} has no part {part!r}; parts with tensors: {', '.join(nested) or 'none'}.")
     if any(isinstance(value, Tensor) for value in content.values()):
         return ("", content), []
-    for key in ("model", "state_dict", "net", "params"):
+    for key in ("model", "state_dict", "teacher", "net", "params", *(nested if len(nested) == 1 else ())):
         if key in nested:
             return (key, nested[key]), [str(other) for other in content if str(other) != key]
     if nested:
         raise VitrailError(f"{path} has several parts: {', '.join(nested)}. Choose one, such as {path}:{next(iter(nested))}.")
     raise VitrailError(f"{path} contains no tensors. Save model.state_dict().")
+
+
+def _has_prefix(state: Any, part: str) -> bool:
+    return any(str(name).startswith(f"{part}.") for name in state)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -19,6 +19,7 @@ NUMERICS: dict[str, Any] = {
     "padding": "symmetric",
     "pool_fill": "zero",
 }
+_BIG_VISION_NUMERICS = {**NUMERICS, "pool_fill": "-inf"}  # Flax's max-pool, where big_transfer pads with zeros
 _CONV = "standardized_conv2d/kernel"
 _UNIT = [
     row(f"stages.{{s}}.{{u}}.{ours}", f"resnet/block{{b}}/unit{{v:02d}}/{letter}/{theirs}", rule)
@@ -51,6 +52,7 @@ def _normalise_names(archive: Archive) -> None:
     flatten_group_norms(archive)
     rename(archive, [(r"/standardized_conv2d_\d+/", "/standardized_conv2d/")], "numbers removed from convolution names")
     if rename(archive, _BIG_VISION, "big_vision's BiT names converted to the original ones"):
+        archive.variant = "big_vision"
         head = archive.tensors.get("resnet/head/conv2d/kernel")
         if head is not None and len(head.shape) == 2:  # a matrix in big_vision, a 1×1 convolution in BiT
             archive.tensors["resnet/head/conv2d/kernel"] = StoredTensor(
@@ -64,7 +66,8 @@ def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     layers = tuple(shapes.count(f"resnet/block{b}/unit{{:02d}}/a/{_CONV}", start=1) for b in range(1, blocks + 1))
     head = "resnet/head/conv2d/kernel"
     outputs = shapes(head, 4)[3] if head in shapes else 0
-    return bit_config(hints, resnet_config(layers, root, NUMERICS, shapes.path), outputs=outputs, channels=channels)
+    numerics = _BIG_VISION_NUMERICS if shapes.variant == "big_vision" else NUMERICS
+    return bit_config(hints, resnet_config(layers, root, numerics, shapes.path), outputs=outputs, channels=channels)
 
 
 def _rows(config: ModelConfig) -> list[Row]:

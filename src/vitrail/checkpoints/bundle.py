@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import VitrailError
-from vitrail.models import Model
+from vitrail.errors import VitrailError, counted
+from vitrail.models import Model, ViTConfig
 from vitrail.models.features import evaluating
+
+if TYPE_CHECKING:
+    from vitrail.data.trained_on import TrainedOn
 
 _BATCH = 32
 
@@ -26,6 +29,8 @@ class Prediction:
     label: str
     index: int
     score: float
+    chosen: bool = True
+    """Of a multi-label model: whether the probability reaches the label's threshold, so that the image has the label."""
 
 
 @dataclass
@@ -54,9 +59,22 @@ class Bundle:
         return recorded if isinstance(recorded, dict) else {}
 
     @property
+    def trained_on(self) -> tuple[TrainedOn, ...]:
+        """Records of the images that the model was trained on, and the model that it started from; empty if unknown."""
+        from vitrail.data.trained_on import records_in
+
+        return records_in(self.provenance, self.report.source)
+
+    @property
     def sigmoid(self) -> bool:
         """Whether the model was trained with a sigmoid per output; otherwise the outputs go through a softmax."""
         return self.task == "multilabel" or self.task_info.get("activation") == "sigmoid"
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """From which probability on a multi-label model predicts each label: as chosen in training, else 0.5."""
+        saved = self.task_info.get("thresholds")
+        return tuple(saved) if saved is not None else (0.5,) * self.model.config.outputs
 
     def predict(self, images: Any, top: int = 5) -> list[list[Prediction]]:
         """Return the `top` predictions per image, best first.
@@ -86,13 +104,24 @@ class Bundle:
         )
 
     def stored_preprocess(self, option: str = "--preprocess") -> Preprocess:
-        """Return the preprocessing; where there is none, raise an error that names the option of the command that sets it."""
+        """Return the preprocessing, checked against the model.
+
+        Where there is none or it does not fit, raise an error that names the option of the command that sets it.
+        """
         if self.preprocess is None:
             raise VitrailError(
                 f"No preprocessing is stored in {self.report.source}. Choose one: {option} google-vit for Google's ViTs "
                 f"([−1, 1], square resize), or another preset, such as imagenet; in Python load(…, preprocess='google-vit')."
             )
-        return self.preprocess
+        config, given = self.model.config, self.preprocess
+        any_size = not isinstance(config, ViTConfig)  # a ResNet
+        if given.channels != config.channels or (given.size != config.image_size and not any_size):
+            raise VitrailError(
+                f"The preprocessing stored in {self.report.source} makes images of {_shape(given.size, given.channels)}, but "
+                f"the model takes {_shape(config.image_size, config.channels)}. Correct `preprocess` in its config.json, or "
+                f"replace it: {option} with a preset such as google-vit."
+            )
+        return given
 
     def _batches(self, images: Any) -> Iterator[Tensor]:
         if isinstance(images, Tensor):
@@ -113,15 +142,27 @@ class Bundle:
             return self.decode(self.model(batch.to(weight.device, weight.dtype)), top)
 
     def decode(self, outputs: Tensor, top: int = 5) -> list[list[Prediction]]:
-        """Turn the model's outputs [images, outputs] into the `top` predictions per image, best first."""
+        """Turn the model's outputs [images, outputs] into the `top` predictions per image, best first.
+
+        Of a multi-label model, labels that reach their thresholds come before all others.
+        """
         logits = outputs.float().cpu()
         if self.task == "regress":
             return [[Prediction(self.label(i), i, value) for i, value in enumerate(row)] for row in logits.tolist()]
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=1)
-        values, indices = scores.topk(min(top, scores.shape[1]), dim=1)
-        rows = zip(values.tolist(), indices.tolist(), strict=True)
-        return [[Prediction(self.label(i), i, value) for value, i in zip(*row, strict=True)] for row in rows]
+        if self.task == "multilabel":  # in float64, as in evaluation
+            chosen = scores.double() >= torch.tensor(self.thresholds, dtype=torch.float64)
+            by_score = scores.argsort(dim=1, descending=True, stable=True)
+            indices = by_score.gather(1, chosen.gather(1, by_score).int().argsort(dim=1, descending=True, stable=True))[:, :top]
+        else:
+            chosen, indices = torch.ones_like(scores, dtype=torch.bool), scores.topk(min(top, scores.shape[1]), dim=1).indices
+        picked = zip(indices.tolist(), scores.gather(1, indices).tolist(), chosen.gather(1, indices).tolist(), strict=True)
+        return [[Prediction(self.label(i), i, score, yes) for i, score, yes in zip(*row, strict=True)] for row in picked]
 
 
 def _name(image: Any, number: int) -> str:
     return str(image) if isinstance(image, (str, os.PathLike)) else f"image {number}"
+
+
+def _shape(size: tuple[int, int], channels: int) -> str:
+    return f"{size[0]}×{size[1]} pixels with {counted(channels, 'channel')}"

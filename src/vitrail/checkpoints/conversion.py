@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from vitrail.checkpoints.timm_config import timm_config
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, atomic_folder, sha256
 from vitrail.models import ViTConfig
+from vitrail.text import to_json
 
 NAMES = ("vitrail", *FORMATS)
 
@@ -134,7 +134,7 @@ def _write_folder(path: Path, tensors: Mapping[str, Tensor], bundle: Bundle, fmt
         )
     native.write_shards(path, tensors, native.SHARD_SIZE)
     for name, values in files.items():
-        (path / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (path / name).write_text(to_json(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_back(path: Path, bundle: Bundle, target: Path) -> None:

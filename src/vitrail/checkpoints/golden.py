@@ -7,7 +7,8 @@ can check it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +22,12 @@ from vitrail.models.features import evaluating
 QUICK_PATCHES = 3
 MAX_VALUES = 32  # stored per output
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
+_ROUNDING, _MOST = (
+    8.0,
+    2e-2,
+)  # how many rounding errors of the model itself are allowed, and at most which part of the largest value
+_Values = dict[str, list[float]]
+_Compute = Callable[[Model], tuple[Tensor, Tensor]]
 
 
 def golden_image(channels: int, size: tuple[int, int]) -> Tensor:
@@ -44,23 +51,31 @@ def check(model: Model, golden: Any, source: str, *, full: bool) -> None:
         expected = golden.get(name) if isinstance(golden, Mapping) else None
         if not isinstance(expected, Mapping):
             raise VitrailError(f"{source}: config.json has no golden output to check the model with. It is corrupted.")
-        _compare(_sampled(compute(model)), expected, model, source)
+        _compare(_sampled(compute(model)), expected, model, source, compute)
 
 
-def _compare(got: dict[str, list[float]], expected: Mapping[str, Any], model: Model, source: str) -> None:
-    allowed = _TOLERANCE.get(model.norm.weight.dtype, 1e-4)
+def _compare(got: _Values, expected: Mapping[str, Any], model: Model, source: str, compute: _Compute) -> None:
+    relative = _TOLERANCE.get(model.norm.weight.dtype, 1e-4)
     for name, values in got.items():
         stored = expected.get(name)
         if not isinstance(stored, list) or len(stored) != len(values) or not all(isinstance(v, (int, float)) for v in stored):
             raise VitrailError(f"{source}: the golden {name} in config.json do not fit this model. One of them is corrupted.")
         largest = max((abs(v) for v in stored), default=0.0)
-        worst = max((abs(a - b) for a, b in zip(values, stored, strict=True)), default=0.0)
-        if not worst <= allowed * max(largest, 1e-6):
+        worst, allowed = _distance(values, stored), relative * max(largest, 1e-6)
+        if not worst <= allowed and model.norm.weight.dtype is torch.float32:
+            # Sharp attention amplifies rounding, which differs between CPUs: allow for this model's own rounding error.
+            rounding = _distance(values, _sampled(compute(copy.deepcopy(model).double()))[name])
+            allowed = max(allowed, min(_ROUNDING * rounding, _MOST * largest))
+        if not worst <= allowed:
             raise VitrailError(
                 f"{source} does not compute the same outputs as when it was saved: its {name} differ by {worst:.2g}, "
-                f"more than {allowed * max(largest, 1e-6):.2g}. The weights or the model in config.json were changed, or "
+                f"more than {allowed:.2g}. The weights or the model in config.json were changed, or "
                 f"this machine computes wrong results. Load it with verify='none' to skip this check."
             )
+
+
+def _distance(one: list[float], two: list[float]) -> float:
+    return max((abs(a - b) for a, b in zip(one, two, strict=True)), default=0.0)
 
 
 @torch.no_grad()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vitrail.checkpoints.archive import Archive
 from vitrail.checkpoints.format import PLAIN, Format
+from vitrail.checkpoints.huggingface_variants import DEFAULTS, matches, normalise_variant
 from vitrail.checkpoints.infer_config import Hints, Shapes, hint_grid, vit_config
 from vitrail.checkpoints.mapping import Row, numbered, rename, row, weight_and_bias
 from vitrail.errors import VitrailError
@@ -22,14 +23,26 @@ _BLOCK = [
     *weight_and_bias("blocks.{i}.norm2", f"{_LAYER}.layernorm_after"),
     *weight_and_bias("blocks.{i}.mlp.up", f"{_LAYER}.intermediate.dense"),
     *weight_and_bias("blocks.{i}.mlp.down", f"{_LAYER}.output.dense"),
+    row("blocks.{i}.scale1.weight", f"{_LAYER}.layer_scale1.lambda1"),
+    row("blocks.{i}.scale2.weight", f"{_LAYER}.layer_scale2.lambda1"),
 ]
 _OTHERS = [
     row("class_token", "embeddings.cls_token"),
+    row("distill_token", "embeddings.distillation_token"),
+    row("registers", "embeddings.register_tokens"),
     row("positions.table", "embeddings.position_embeddings"),
     *weight_and_bias("patches", "embeddings.patch_embeddings.projection"),
     *weight_and_bias("norm", "layernorm"),
     *weight_and_bias("pre_logits", "pooler.dense"),
     *weight_and_bias("head", "classifier"),
+    *weight_and_bias("distill_head", "distillation_classifier"),
+    row("pool.probe", "head.probe"),
+    *weight_and_bias("pool.q", "head.attention.q"),
+    *weight_and_bias("pool.kv", "head.attention.kv"),
+    *weight_and_bias("pool.out", "head.attention.out_proj"),
+    *weight_and_bias("pool.norm", "head.layernorm"),
+    *weight_and_bias("pool.mlp.up", "head.mlp.fc1"),
+    *weight_and_bias("pool.mlp.down", "head.mlp.fc2"),
 ]
 _NEW_NAMES = [
     (r"^layers\.(\d+)\.attention\.q_proj\.", r"encoder.layer.\1.attention.attention.query."),
@@ -41,7 +54,6 @@ _NEW_NAMES = [
     (r"^layers\.(\d+)\.", r"encoder.layer.\1."),
 ]
 _TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-_EPS = 1e-12  # the default of transformers
 
 
 def _rows(config: ModelConfig) -> list[Row]:
@@ -49,35 +61,46 @@ def _rows(config: ModelConfig) -> list[Row]:
     return [*_OTHERS, *(r for i in range(config.depth) for r in numbered(_BLOCK, i=i))]
 
 
-def _matches(names: Collection[str]) -> bool:
-    return any(name.removeprefix("vit.") == "embeddings.patch_embeddings.projection.weight" for name in names)
-
-
 def _normalise_names(archive: Archive) -> None:
-    rename(archive, [(r"^vit\.", "")])
+    normalise_variant(archive)
     rename(archive, _NEW_NAMES, "names of transformers 5 converted to those on the Hub")
 
 
 def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     hf_config = hints.config or {}
+    kind = str(hf_config.get("model_type", shapes.variant or "vit"))
     if not hf_config:
-        hints.notes.append(f"no config.json next to the weights: assumed GELU 'erf' and eps {_EPS:g}, the defaults of transformers")
+        hints.assumptions.append(
+            f"no config.json next to the weights: assumed the GELU and eps of transformers' defaults for {kind}"
+        )
     width, channels, height, across = shapes("embeddings.patch_embeddings.projection.weight", 4)
     hint_grid(hints, hf_config.get("image_size"), (height, across))
     first = _LAYER.format(i=0)
     headed = "classifier.weight" in shapes
+    tokens: dict[str, Any] = {
+        "class_token": "embeddings.cls_token" in shapes,
+        "distill_token": "embeddings.distillation_token" in shapes,
+        "registers": shapes("embeddings.register_tokens", 3)[1] if "embeddings.register_tokens" in shapes else 0,
+    }
+    if headed and shapes("classifier.weight", 2)[1] != width:
+        raise VitrailError(
+            f"{shapes.path}: the classifier takes {shapes('classifier.weight', 2)[1]} values for a model of width {width}, as "
+            f"DINOv2's over class token and patches does, which is not supported. Leave it out with drop=['classifier.*']."
+        )
     config = vit_config(
         shapes,
         hints,
-        numerics=numerics_of(hf_config),
+        numerics=numerics_of(hf_config, kind),
         width=width,
         depth=shapes.count("encoder.layer.{}.layernorm_before.weight"),
         mlp=shapes(f"{first}.intermediate.dense.weight", 2)[0],
         kernel=(channels, height, across),
         num_positions=shapes("embeddings.position_embeddings", 3)[1],
         heads=hf_config.get("num_attention_heads"),
-        covers_prefix=True,
-        class_token=True,
+        covers_prefix=not (shapes.variant == "dinov2" and tokens["registers"]),
+        pooling="map" if "head.probe" in shapes else "class" if tokens["class_token"] else "mean",
+        layer_scale=1e-5 if f"{first}.layer_scale1.lambda1" in shapes else None,
+        **tokens,
         qkv_bias=f"{first}.attention.attention.query.bias" in shapes,
         pre_logits=shapes("pooler.dense.weight", 2)[0] if "pooler.dense.weight" in shapes and not headed else None,
         outputs=shapes("classifier.weight", 2)[0] if headed else 0,
@@ -87,8 +110,9 @@ def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     return config
 
 
-def numerics_of(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    act = hf_config.get("hidden_act", "gelu")
+def numerics_of(hf_config: Mapping[str, Any], kind: str = "vit") -> dict[str, Any]:
+    defaults = DEFAULTS.get(kind, DEFAULTS["vit"])
+    act = hf_config.get("hidden_act", defaults["hidden_act"])
     if act != "gelu" and act not in _TANH:
         raise VitrailError(
             f"config.json has hidden_act={act!r}; only GELU is supported, erf ('gelu') or tanh ({', '.join(_TANH)})."
@@ -97,9 +121,9 @@ def numerics_of(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise VitrailError(f"config.json has pooler_act={hf_config['pooler_act']!r}; only tanh is supported.")
     return {
         "gelu": "tanh" if act in _TANH else "erf",
-        "norm_eps": float(hf_config.get("layer_norm_eps", _EPS)),
+        "norm_eps": float(hf_config.get("layer_norm_eps", defaults["layer_norm_eps"])),
         "position_resize": "hf",
-        "dropout": float(hf_config.get("hidden_dropout_prob", 0.0)),
+        "dropout": float(hf_config.get("hidden_dropout_prob") or 0.0),
         "attention_dropout": float(hf_config.get("attention_probs_dropout_prob", 0.0)),
     }
 
@@ -174,7 +198,7 @@ HUGGING_FACE = Format(
     name="hf",
     title="Hugging Face transformers",
     container="folder",
-    matches=_matches,
+    matches=matches,
     normalise_names=_normalise_names,
     infer_config=_infer_config,
     rows=_rows,
@@ -194,5 +218,6 @@ HUGGING_FACE = Format(
     ignored={
         r"pooler\.dense\.(weight|bias)": "ViTForImageClassification does not use a pooler",
         r"embeddings\.mask_token": "only masked-image modelling uses it",
+        r"embeddings\.position_ids": "it only counts",
     },
 )

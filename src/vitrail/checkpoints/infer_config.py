@@ -19,11 +19,13 @@ DEFAULT_SIZE = 224
 
 @dataclass
 class Hints:
-    """What shapes do not show: fields given by the user, and the config.json next to the weights."""
+    """What shapes do not show: fields and image size given by the user, and the config.json next to the weights."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    image_size: int | Pair | None = None
 
 
 class Shapes:
@@ -31,6 +33,7 @@ class Shapes:
 
     def __init__(self, archive: Archive) -> None:
         self.path: Path = archive.path
+        self.variant = archive.variant
         self._shapes = {name: tensor.shape for name, tensor in archive.tensors.items()}
 
     def __contains__(self, name: str) -> bool:
@@ -109,16 +112,17 @@ def vit_config(
 
 
 def hint_grid(hints: Hints, size: Any, patch: Pair) -> None:
-    """Set the grid from a (height, width) image size in config.json, unless the user gave a grid."""
+    """Set the grid from the image size in config.json, a number or (height, width), unless the user gave a grid."""
+    size = (size, size) if isinstance(size, int) else size
     if isinstance(size, (list, tuple)) and len(size) == 2 and all(isinstance(side, int) for side in size):
         hints.fields.setdefault("grid", (size[0] // patch[0], size[1] // patch[1]))
 
 
 def resnet_config(layers: tuple[int, ...], root: int, numerics: Mapping[str, Any], path: Path) -> ResNetConfig:
-    if root % 64:
-        raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; expected a multiple of 64.")
+    if root % 32:
+        raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; expected a multiple of 32.")
     settings = {key: value for key, value in numerics.items() if key in ResNetConfig.__dataclass_fields__}
-    return ResNetConfig(layers=layers, multiplier=root // 64, **settings)
+    return ResNetConfig(layers=layers, multiplier=root / 64 if root % 64 else root // 64, **settings)
 
 
 def bit_config(hints: Hints, resnet: ResNetConfig, *, outputs: int, channels: int) -> ModelConfig:
@@ -126,8 +130,8 @@ def bit_config(hints: Hints, resnet: ResNetConfig, *, outputs: int, channels: in
     given = dict(hints.fields)
     grid = given.pop("grid", None)
     size = (grid[0] * resnet.stride, grid[1] * resnet.stride) if grid else (DEFAULT_SIZE, DEFAULT_SIZE)
-    if not grid:
-        hints.notes.append(
+    if not grid and hints.image_size is None:
+        hints.assumptions.append(
             f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with image_size="
         )
     name = f"BiT-R{depth}x{resnet.multiplier}"
@@ -150,10 +154,11 @@ def _grid(
     """Infer rows and columns of the position embedding, and whether it includes the prefix tokens."""
     given_grid = given.pop("grid", None)
     covers_prefix = given.pop("position_prefix", None)
+    asked = _asked_grid(hints.image_size, stride)
     if num_positions is None:
-        if given_grid:
-            return (int(given_grid[0]), int(given_grid[1])), False
-        hints.notes.append(
+        if grid := given_grid or asked:
+            return (int(grid[0]), int(grid[1])), False
+        hints.assumptions.append(
             f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with grid=(rows, columns)"
         )
         return (max(DEFAULT_SIZE // stride[0], 1), max(DEFAULT_SIZE // stride[1], 1)), False
@@ -178,11 +183,21 @@ def _grid(
                 f"position embedding with {num_positions} entries read as {side}×{side} patches without prefix tokens"
             )
         return (side, side), covered
+    fitting = [value for value, patches in options.items() if asked and patches == asked[0] * asked[1]]
+    if asked and fitting:
+        return asked, fitting[0]
     why = "is ambiguous" if squares else "is not a square grid"
     raise VitrailError(
         f"{path}: a position embedding with {num_positions} entries and {counted(prefix, 'prefix token')} {why}. "
         f"Pass grid=(rows, columns) (--grid on the command line)."
     )
+
+
+def _asked_grid(size: int | Pair | None, stride: Pair) -> Pair | None:
+    if size is None:
+        return None
+    height, width = (size, size) if isinstance(size, int) else size
+    return height // stride[0], width // stride[1]
 
 
 def _vit_name(width: int, mlp: int, heads: int, depth: int, patch: Pair, resnet: ResNetConfig | None) -> str:

@@ -17,16 +17,19 @@ from vitrail.checkpoints.flax import strip_prefix
 from vitrail.checkpoints.format import Format
 from vitrail.checkpoints.formats import detect_format
 from vitrail.checkpoints.huggingface import label_names
+from vitrail.checkpoints.huggingface_variants import check_model_type
 from vitrail.checkpoints.infer_config import Hints, Shapes
-from vitrail.checkpoints.mapping import read_state, rename, rows_of
+from vitrail.checkpoints.mapping import empty_model_for, read_state, rows_of
+from vitrail.checkpoints.prefixes import drop_tensors, find_model, strip_wrappers, take_part
 from vitrail.checkpoints.preprocess_configs import from_hugging_face, from_timm
+from vitrail.checkpoints.pretrained import pretrained_models
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess, preset
-from vitrail.errors import VitrailError, counted
-from vitrail.models import ModelConfig, empty_model
+from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.models import ModelConfig
+from vitrail.regular_files import special_kind
 
 Verify = Literal["none", "quick", "full"]
-_WRAPPERS = [(r"^(?:module\.|_orig_mod\.)+", ""), (r"\._orig_mod\.", ".")]
 
 
 def load(
@@ -46,8 +49,10 @@ def load(
 ) -> Bundle:
     """Load a model from a checkpoint folder, a run folder, an `.npz`, `.pth` or `.safetensors` file, or `hf:owner/name`.
 
+    `vitrail-ti8-tiny-imagenet` is a model that is included in the package.
+
     Args:
-        ref: The path or Hub name. `file.npz:img` and `file.pth:model_ema` select a part of a file.
+        ref: The path or name. `file.npz:img` and `file.pth:model_ema` select a part of a file.
         outputs: Replace the head by a zero-initialised one with this many outputs (0: no head).
         image_size: Change the image size; position embeddings are resampled by the source library's rule.
         channels: Change the number of input channels; `stem` says how the first layer is adapted.
@@ -66,7 +71,11 @@ def load(
         raise VitrailError(f"verify is {verify!r}; it must be 'none', 'quick' or 'full'.")
     found = locate(ref)
     with wrap_errors(found.name):
-        bundle = _native(found, fields, drop, verify) if found.kind == "vitrail" else read_foreign(found, fields, drop)
+        bundle = (
+            _native(found, fields, drop, verify)
+            if found.kind == "vitrail"
+            else read_foreign(found, fields, drop, preprocessed=preprocess is None, image_size=image_size)
+        )
     if channels is not None:
         adapt.change_channels(bundle, channels, stem)
     if image_size is not None:
@@ -97,6 +106,9 @@ class Found:
 def locate(ref: str | os.PathLike[str]) -> Found:
     """Find what a reference points to; download it first if it is on the Hub."""
     name = os.fspath(ref)
+    included = pretrained_models()
+    if name in included:
+        return _folder(name, included[name])
     if name.startswith("hf:"):
         return _folder(name, hub.download(name.removeprefix("hf:")))
     path = Path(name).expanduser()
@@ -111,8 +123,11 @@ def locate(ref: str | os.PathLike[str]) -> Found:
         start, colon, part = name.rpartition(":")
         if colon and Path(start).expanduser().is_file():
             return Found(name, Path(start).expanduser(), "file", part=part)
+    if special := special_kind(path):
+        raise VitrailError(f"{name} is {special}, not a checkpoint. Give a folder or a regular file.")
     raise VitrailError(
-        f"There is no checkpoint {name!r}. Give a folder, an .npz, .pth or .safetensors file, or hf:owner/name for the Hub."
+        f"There is no checkpoint {name!r}.{did_you_mean(name, included)} Give a folder, an .npz, .pth or .safetensors file, "
+        f"hf:owner/name for the Hub, or the included model {' or '.join(included)}."
     )
 
 
@@ -137,30 +152,44 @@ def _native(found: Found, fields: Mapping[str, Any], drop: Sequence[str], verify
     model, report = read.model, read.report
     report.source = found.name
     if fields:
-        model = native.assign_weights(empty_model(model.config.replace(**fields)), read.state)
+        model = native.assign_weights(empty_model_for(model.config.replace(**fields), read.archive), read.state)
         report.notes.append(f"changed on loading: {', '.join(f'{key}={value!r}' for key, value in fields.items())}")
     return Bundle(model, read.preprocess, read.classes, read.task, report, read.provenance)
 
 
-def read_foreign(found: Found, fields: Mapping[str, Any], drop: Sequence[str]) -> Bundle:
-    """Load a model from another library's file or folder."""
+def read_foreign(
+    found: Found,
+    fields: Mapping[str, Any],
+    drop: Sequence[str],
+    *,
+    preprocessed: bool = True,
+    image_size: int | tuple[int, int] | None = None,
+) -> Bundle:
+    """Load a model from another library's file or folder, with its preprocessing unless another will replace it."""
+    check_model_type(found.config or {})
     archive = _open(found)
     report = Report(found.name, "")
     if archive.kind == "npz":
         strip_prefix(archive, found.part, report)
     else:
-        rename(archive, _WRAPPERS, "prefixes 'module.' and '_orig_mod.' of DDP and torch.compile were stripped")
+        strip_wrappers(archive)
+        if archive.prefix is not None:
+            take_part(archive, archive.prefix, report)
+    drop_tensors(archive, drop, report)
+    if archive.kind != "npz":
+        find_model(archive, report)
     fmt = detect_format(archive)
     report.format = fmt.name
     fmt.normalise_names(archive)
-    hints = Hints(dict(fields), found.config)
+    hints = Hints(dict(fields), found.config, image_size=image_size)
     config = fmt.infer_config(Shapes(archive), hints)
-    model = empty_model(config)
+    model = empty_model_for(config, archive)
     rows = rows_of(fmt.rows(config), model)
     state = read_state(archive, rows, model, report, ignored=fmt.ignored, drop=drop)
     native.assign_weights(model, state)
     report.notes += [*archive.notes, *hints.notes]
-    preprocess = _preprocess(found, fmt, config, report)
+    report.assumptions += hints.assumptions
+    preprocess = _preprocess(found, fmt, config, report) if preprocessed else None
     classes = _classes(found, fmt, config)
     return Bundle(model, preprocess, classes, "classify", report, {"source": found.name, "format": fmt.name})
 
@@ -179,12 +208,12 @@ def _preprocess(found: Found, fmt: Format, config: ModelConfig, report: Report) 
         values = native.read_json(file) if file and file.is_file() else {}
         stored = from_hugging_face(values, size, channels)
         if not values:
-            report.notes.append("no preprocessor_config.json next to the weights: assumed ViTImageProcessor's defaults")
+            report.assumptions.append("no preprocessor_config.json next to the weights: assumed ViTImageProcessor's defaults")
     elif fmt.name == "timm" and found.config is not None:
         stored = from_timm(found.config, size, channels)
     if stored is None:
         stored = preset(fmt.preset, size=size, channels=channels)
-        report.notes.append(f"the file does not store its preprocessing: assumed {fmt.preset!r}; change it with preprocess=")
+        report.assumptions.append(f"the file does not store its preprocessing: assumed {fmt.preset!r}; change it with preprocess=")
     if stored.size != size:
         report.notes.append(f"the stored preprocessing has size {stored.size}, the model {size}: changed to the model's")
         stored = stored.with_size(size)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from vitrail.checkpoints.archive import Archive, StoredTensor
 from vitrail.checkpoints.report import MappedTensor, Report, shape_text
-from vitrail.errors import VitrailError, did_you_mean
-from vitrail.models import Model
+from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.models import BiTConfig, Model, ModelConfig, ViTConfig, empty_model
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,29 @@ def weight_and_bias(ours: str, theirs: str) -> tuple[Row, Row]:
 def numbered(rows: Iterable[Row], **numbers: int) -> list[Row]:
     """Fill in numbers such as `{i}` in the names."""
     return [Row(r.ours.format(**numbers), tuple(name.format(**numbers) for name in r.theirs), r.rule) for r in rows]
+
+
+def empty_model_for(config: ModelConfig, archive: Archive) -> Model:
+    """Build an empty model, but not one with more blocks than the file has tensors: that takes hours and can match no file."""
+    layers = config.resnet.layers if isinstance(config, (ViTConfig, BiTConfig)) and config.resnet else ()
+    blocks = sum(layers) + (config.blocks if isinstance(config, ViTConfig) else 0)
+    if blocks > len(archive.tensors):
+        raise VitrailError(
+            f"{archive.path} has {counted(len(archive.tensors), 'tensor')}, but the config means {blocks:,} blocks. "
+            f"One of them belongs to another model, or is corrupted."
+        )
+    return empty_model(config)
+
+
+def add_class_position(archive: Archive, token: str, table: str) -> None:
+    """Add the class token's position to it: DINOv2's table covers the class token, but not the registers behind it."""
+    first, rest = archive.tensors.get(token), archive.tensors.get(table)
+    if first is None or rest is None or len(rest.shape) != 3 or rest.shape[1] < 2:
+        return
+    archive.tensors[token] = StoredTensor(first.shape, first.dtype, lambda: first.read() + rest.read()[:, :1])
+    shape = (rest.shape[0], rest.shape[1] - 1, rest.shape[2])
+    archive.tensors[table] = StoredTensor(shape, rest.dtype, lambda: rest.read()[:, 1:])
+    archive.notes.append("DINOv2's registers: the class token's position was added to the token")
 
 
 def rows_of(rows: Iterable[Row], model: Model) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints import golden
-from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
-from vitrail.checkpoints.mapping import read_state, row
+from vitrail.checkpoints.archive import FLOATS, Archive, open_archive, wrap_errors
+from vitrail.checkpoints.mapping import empty_model_for, read_state, row
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_folder, sha256
 from vitrail.models import Model, ModelConfig, empty_model, fill_fixed_tables
+from vitrail.regular_files import read_bytes
+from vitrail.text import to_json
 
 VERSION = 1
 SHARD_SIZE = 4 << 30  # bytes; larger files fail on some file systems and hosts
@@ -38,19 +41,25 @@ def save(
     classes: Sequence[str] | None = None,
     task: str = "classify",
     provenance: Mapping[str, Any] | None = None,
+    store_dtype: torch.dtype | None = None,
     shard_size: int = SHARD_SIZE,
     read_back: bool = False,
 ) -> None:
     """Write a checkpoint folder atomically. An existing checkpoint is replaced; a folder with other files is not touched.
 
     The model may be compiled, wrapped in DDP, on any device and in train or eval mode; it is not changed. `classes` are the
-    names of the outputs in order, `provenance` is free information on where the weights come from. With `read_back` the
-    folder is loaded and fully verified before the target is created.
+    names of the outputs in order, `provenance` is free information on where the weights come from. `store_dtype` rounds the
+    weights in the file, for instance to float16; they are loaded in the model's own dtype, and golden outputs are those of the
+    rounded weights. With `read_back` the folder is loaded and fully verified before the target is created.
     """
     bare, state = _unwrapped_state(model)
     config: ModelConfig = bare.config  # type: ignore[assignment]
     check_task(task, classes, config.outputs)
-    copy = assign_weights(empty_model(config), state)
+    dtypes = {}
+    if store_dtype is not None:
+        dtypes["load_dtype"] = _dtype_name(functools.reduce(torch.promote_types, [tensor.dtype for tensor in state.values()]))
+        state = _rounded(state, store_dtype)
+    copy = assign_weights(empty_model(config), _in_load_dtype(state, dtypes, Path(folder)))
     values = {
         "format": "vitrail",
         "version": VERSION,
@@ -67,7 +76,8 @@ def save(
         files = write_shards(temporary, state, shard_size)
         values["weights"] = {
             "parameters": sum(tensor.numel() for tensor in state.values()),
-            "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
+            "dtype": _dtype_name(next(iter(state.values())).dtype),
+            **dtypes,
             "checksum": checksum(state),
             "sha256": {name: sha256(temporary / name) for name in files},
         }
@@ -81,6 +91,7 @@ class NativeCheckpoint:
     """A loaded checkpoint folder: the saved model, and the rest of config.json."""
 
     model: Model
+    archive: Archive
     state: dict[str, Tensor]
     preprocess: Preprocess | None
     classes: tuple[str, ...] | None
@@ -98,7 +109,7 @@ def read(folder: Path, *, verify: str = "quick", drop: Sequence[str] = ()) -> Na
         report = Report(str(folder), "vitrail")
         files = weight_files(folder)
         archive = merge([open_archive(folder / name) for name in files], folder)
-        model = empty_model(config)
+        model = empty_model_for(config, archive)
         rows = [row(name, name) for name in model.state_dict()]
         state = read_state(archive, rows, model, report, ignored={}, drop=drop, finite=verify == "none")
         weights = _field(values, "weights", dict, folder)
@@ -109,6 +120,7 @@ def read(folder: Path, *, verify: str = "quick", drop: Sequence[str] = ()) -> Na
                 f"{folder}: the weights are not those that were saved: their checksum differs from config.json. The file is "
                 f"corrupted or was replaced: download or copy it again. Load it with verify='none' to skip this check."
             )
+        state = _in_load_dtype(state, weights, folder)
         assign_weights(model, state)
         if verify != "none":
             golden.check(model, values.get("golden"), str(folder), full=verify == "full")
@@ -119,6 +131,7 @@ def read(folder: Path, *, verify: str = "quick", drop: Sequence[str] = ()) -> Na
         check_task(task, names, config.outputs)
         return NativeCheckpoint(
             model,
+            archive,
             state,
             Preprocess.from_dict(preprocess) if preprocess is not None else None,
             names,
@@ -126,6 +139,13 @@ def read(folder: Path, *, verify: str = "quick", drop: Sequence[str] = ()) -> Na
             _field(values, "provenance", dict, folder),
             report,
         )
+
+
+def read_description(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return the model's config and its provenance, without the weights."""
+    values = read_json(folder / _CONFIG)
+    _check_version(values, folder)
+    return ModelConfig.from_dict(_field(values, "model", dict, folder)), _field(values, "provenance", dict, folder)
 
 
 def assign_weights(model: Model, state: Mapping[str, Tensor]) -> Model:
@@ -191,7 +211,7 @@ def merge(archives: Sequence[Archive], folder: Path) -> Archive:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_bytes(path))
     except ValueError as error:
         raise VitrailError(f"{path} is not valid JSON ({error}). It is corrupted: download or copy it again.") from error
     if not isinstance(values, dict):
@@ -250,6 +270,32 @@ def _unwrapped_state(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, state
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Convert the weights to the dtype they are stored in; raise an error if one is too large for it."""
+    if dtype not in FLOATS:
+        raise VitrailError(f"Weights cannot be stored as {dtype}. Use {', '.join(map(_dtype_name, FLOATS))}.")
+    rounded = {name: tensor.to(dtype) for name, tensor in state.items()}
+    too_large = next((name for name, tensor in rounded.items() if not torch.isfinite(tensor).all()), None)
+    if too_large is not None:
+        raise VitrailError(f"{too_large} has values that are too large for {_dtype_name(dtype)}. Store the weights as bfloat16.")
+    return rounded
+
+
+def _in_load_dtype(state: dict[str, Tensor], weights: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Convert weights from the dtype they are stored in to the one they are loaded in, if config.json names one."""
+    if "load_dtype" not in weights:
+        return state
+    dtypes = {_dtype_name(dtype): dtype for dtype in FLOATS}
+    name = weights["load_dtype"]
+    if name not in dtypes:
+        raise VitrailError(f"{folder / _CONFIG}: load_dtype is {name!r}; it must be one of {', '.join(dtypes)}.")
+    return {key: tensor.to(dtypes[name]) for key, tensor in state.items()}
+
+
 def check_task(task: str, classes: Sequence[str] | None, outputs: int) -> None:
     """Raise an error for an unknown task or a wrong number of class names."""
     if task not in TASKS:
@@ -288,6 +334,6 @@ def _check_sha256(folder: Path, files: Sequence[str], weights: Mapping[str, Any]
 
 def _json(values: Mapping[str, Any], target: Path) -> str:
     try:
-        return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return to_json(values, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise VitrailError(f"{target}: provenance and class names must be plain JSON values ({error}).") from error

@@ -29,13 +29,17 @@ class MappedTensor:
 
 @dataclass
 class Report:
-    """All tensors: mapped, or dropped with a reason. `notes` are messages for the user."""
+    """All tensors: mapped, or dropped with a reason.
+
+    `assumptions` are sentences on what the file does not show and was guessed; `notes` say what was done.
+    """
 
     source: str
     format: str
     mapped: list[MappedTensor] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
     parameters: int = 0  # of the model in the file
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from vitrail.checkpoints.archive import Archive
 from vitrail.checkpoints.format import PLAIN, Format
 from vitrail.checkpoints.infer_config import Hints, Shapes, bit_config, hint_grid, resnet_config, vit_config
-from vitrail.checkpoints.mapping import DENSE_AS_OIHW, Row, numbered, rename, row, weight_and_bias
+from vitrail.checkpoints.mapping import DENSE_AS_OIHW, Row, add_class_position, numbered, rename, row, weight_and_bias
+from vitrail.checkpoints.timm_architectures import Function, function_of, model_arguments
 from vitrail.errors import VitrailError
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 
@@ -80,21 +82,49 @@ _BACKBONE = "patch_embed.backbone."
 
 
 def _matches(names: Collection[str]) -> bool:
-    vit = "patch_embed.proj.weight" in names and "blocks.0.attn.qkv.weight" in names
-    return vit or ("stem.conv.weight" in names and "stages.0.blocks.0.conv1.weight" in names and "norm.weight" in names)
+    vit = "patch_embed.proj.weight" in names and bool({"blocks.0.attn.qkv.weight", "blocks.0.0.attn.qkv.weight"} & set(names))
+    big_transfer = "root.conv.weight" in names and "body.block1.unit01.conv1.weight" in names
+    return (
+        vit
+        or big_transfer
+        or ("stem.conv.weight" in names and "stages.0.blocks.0.conv1.weight" in names and "norm.weight" in names)
+    )
+
+
+def _rename_big_transfer(archive: Archive) -> None:
+    """Convert the names of big_transfer's PyTorch code, which counts blocks and units from 1."""
+    changes = [
+        (r"^root\.conv\.", "stem.conv."),
+        *(
+            (rf"^body\.block{b}\.unit{u:02d}\.{theirs}", f"stages.{b - 1}.blocks.{u - 1}.{ours}")
+            for b in range(1, 5)
+            for u in range(1, 1 + sum(f"body.block{b}.unit{u:02d}.conv1.weight" in archive.tensors for u in range(1, 100)))
+            for theirs, ours in ((r"gn(\d)\.", r"norm\1."), (r"conv(\d)\.", r"conv\1."), (r"downsample\.", "downsample.conv."))
+        ),
+        (r"^head\.gn\.", "norm."),
+        (r"^head\.conv\.", "head.fc."),
+    ]
+    rename(archive, changes, "names of big_transfer's PyTorch code converted to timm's")
+    archive.variant = "big_transfer"
 
 
 def _normalise_names(archive: Archive) -> None:
+    if "root.conv.weight" in archive.tensors:
+        _rename_big_transfer(archive)
     changes = [(r"\.gamma_1$", ".ls1.gamma"), (r"\.gamma_2$", ".ls2.gamma")]
     rename(archive, changes, "layer scale found under an older name")
+    rename(archive, [(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.")], "blocks in chunks, as DINOv2 trains them, were numbered through")
+    if rename(archive, [(r"^register_tokens$", "reg_token")]):
+        add_class_position(archive, "cls_token", "pos_embed")
 
 
 def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     config = _infer_bit(shapes, hints) if "stem.conv.weight" in shapes else _infer_vit(shapes, hints)
+    arguments = model_arguments(hints.config)
     claimed = {
-        "outputs": (hints.config or {}).get("num_classes"),
-        "width": _argument(hints.config, "embed_dim"),
-        "depth": _argument(hints.config, "depth"),
+        "outputs": arguments.get("num_classes", (hints.config or {}).get("num_classes")),
+        "width": arguments.get("embed_dim"),
+        "depth": arguments.get("depth"),
     }
     for name, value in claimed.items():
         if value is not None and value != getattr(config, name, value):
@@ -106,21 +136,28 @@ def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
     width, *kernel = shapes("patch_embed.proj.weight", 4)
     pooled = "attn_pool.latent" in shapes
     after = "fc_norm.weight" in shapes
+    function = function_of(hints.config) if hints.config is not None else None
+    arguments = model_arguments(hints.config)
     tokens: dict[str, Any] = {
         "class_token": "cls_token" in shapes,
         "distill_token": "dist_token" in shapes,
         "registers": shapes("reg_token", 3)[1] if "reg_token" in shapes else 0,
     }
-    if pooled and any(tokens.values()):
+    shown = "map" if pooled else "class" if tokens["class_token"] and not after else "mean"
+    pooling = function.pooling if function else shown
+    if (pooling == "map") != pooled:
         raise VitrailError(
-            f"{shapes.path} has attention pooling and prefix tokens. timm does not pool over prefix tokens, Vitrail does, "
-            f"so its logits would differ. The file is rejected."
+            f"{shapes.path}: config.json means {pooling} pooling, but the file has {'' if pooled else 'no '}tensors of attention "
+            f"pooling. One of them is wrong."
         )
-    pooling = "map" if pooled else _pooling(hints.config) or ("class" if tokens["class_token"] and not after else "mean")
-    numerics = NUMERICS | ({"gelu": "tanh"} if _argument(hints.config, "act_layer") == "gelu_tanh" else {})
+    if any(tokens.values()):
+        _check_pooled_tokens(shapes.path, pooling, function)
+    if function is None:
+        hints.assumptions.append(_assumed(shown, hints))
+    numerics = NUMERICS | ({"gelu": function.gelu} if function else {})
     resnet, channels = _infer_resnet(shapes)
-    if resnet is None:
-        hint_grid(hints, _argument(hints.config, "img_size"), (kernel[1], kernel[2]))
+    stride = resnet.stride if resnet else 1
+    hint_grid(hints, arguments.get("img_size"), (kernel[1] * stride, kernel[2] * stride))
     return vit_config(
         shapes,
         hints,
@@ -130,7 +167,8 @@ def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
         mlp=shapes("blocks.0.mlp.fc1.weight", 2)[0],
         kernel=(kernel[0], kernel[1], kernel[2]),
         num_positions=shapes("pos_embed", 3)[1] if "pos_embed" in shapes else None,
-        heads=_argument(hints.config, "num_heads"),
+        heads=function.heads if function else None,
+        covers_prefix=not arguments["no_embed_class"] if "no_embed_class" in arguments else None,
         resnet=resnet,
         channels=channels,
         position="learned" if "pos_embed" in shapes else "none",
@@ -155,8 +193,11 @@ def _infer_resnet(shapes: Shapes) -> tuple[Any, int]:
 
 def _infer_bit(shapes: Shapes, hints: Hints) -> ModelConfig:
     root, channels, _, _ = shapes("stem.conv.weight", 4)
+    if hints.config is not None:
+        function_of(hints.config)
+    numerics = {**_BIT, "standardise_eps": 1e-10} if shapes.variant == "big_transfer" else _BIT
     outputs = shapes("head.fc.weight", 4)[0] if "head.fc.weight" in shapes else 0
-    return bit_config(hints, resnet_config(_layers(shapes, ""), root, _BIT, shapes.path), outputs=outputs, channels=channels)
+    return bit_config(hints, resnet_config(_layers(shapes, ""), root, numerics, shapes.path), outputs=outputs, channels=channels)
 
 
 def _layers(shapes: Shapes, start: str) -> tuple[int, ...]:
@@ -164,14 +205,29 @@ def _layers(shapes: Shapes, start: str) -> tuple[int, ...]:
     return tuple(shapes.count(f"{start}stages.{s}.blocks.{{}}.conv1.weight") for s in range(stages))
 
 
-def _argument(config: Mapping[str, Any] | None, name: str) -> Any:
-    arguments = (config or {}).get("model_args") or {}
-    return arguments.get(name) if isinstance(arguments, Mapping) else None
+def _check_pooled_tokens(path: Path, pooling: str, function: Function | None) -> None:
+    """Refuse pooling over other tokens than ours: our attention pooling reads all tokens, our mean only the patches."""
+    over_prefix = function is not None and function.pool_include_prefix
+    if pooling == "map" and not over_prefix:
+        raise VitrailError(
+            f"{path} has attention pooling and prefix tokens. timm does not pool over prefix tokens, Vitrail does, "
+            f"so its logits would differ. The file is rejected."
+        )
+    if pooling == "mean" and over_prefix:
+        raise VitrailError(
+            f"{path}: config.json has pool_include_prefix=True: the mean includes the class token and registers. "
+            f"Vitrail's mean is over the patches only, so the file is rejected."
+        )
 
 
-def _pooling(config: Mapping[str, Any] | None) -> str | None:
-    named = _argument(config, "global_pool") or (config or {}).get("global_pool")
-    return {"token": "class", "avg": "mean"}.get(named) if isinstance(named, str) else None
+def _assumed(pooling: str, hints: Hints) -> str:
+    given = {key: hints.fields[key] for key in ("gelu", "norm_eps", "pooling") if key in hints.fields}
+    assumed = {"gelu": NUMERICS["gelu"], "norm_eps": NUMERICS["norm_eps"], "pooling": pooling}
+    values = ", ".join(f"{key}={value!r}" for key, value in assumed.items() if key not in given)
+    return (
+        f"a single file in timm's names does not show its architecture: assumed a plain ViT with norms before attention and MLP"
+        f"{', ' + values if values else ''}; change them by these names"
+    )
 
 
 def _numerics(config: ModelConfig) -> Mapping[str, Any]:
@@ -193,5 +249,10 @@ TIMM = Format(
     numerics=_numerics,
     preset="timm",
     families=("vit", "hybrid", "bit"),
+    ignored={
+        r"mask_token|masked_embed": "only masked-image modelling uses it",
+        r"decoder_.*": "the decoder of a masked autoencoder",
+        r"head\.(mlp|last_layer)\..*|(dino|ibot)_head\..*": "the projection head of DINO",
+    },
     supports={**PLAIN, "qk_norm": (False, True), "position": ("learned", "none"), "pre_logits": (None,)},
 )

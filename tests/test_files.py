@@ -1,0 +1,152 @@
+"""Files and folders appear whole or not at all, whatever the disk does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vitrail.data.pack import choose_settings, pack
+from vitrail.data.sources import open_source
+from vitrail.errors import VitrailError
+from vitrail.files import DiskError, atomic_file, atomic_folder, disk_errors, write_text
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o000])
+def test_files_and_folders_have_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "file", "text")
+        with atomic_folder(tmp_path / "folder") as temporary:
+            (temporary / "inside").write_text("text")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {"file": 0o666 & ~mask, "folder": 0o777 & ~mask, "inside": 0o666 & ~mask}
+
+
+def test_the_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the whole process: files that other threads create meanwhile would be open to everyone."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("changed the umask"))
+    write_text(tmp_path / "file", "text")
+    with atomic_folder(tmp_path / "folder"):
+        pass
+
+
+def test_a_failed_rename_restores_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "weights").write_text("old")
+    real = Path.replace
+
+    def replace(self: Path, to: Path) -> Path:
+        if (self / "weights").exists() and (self / "weights").read_text() == "new":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return real(self, to)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="busy"), atomic_folder(target) as temporary:
+        (temporary / "weights").write_text("new")
+    assert (target / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG])
+@pytest.mark.parametrize("atomic", [atomic_file, atomic_folder])
+def test_an_error_of_the_disk_is_a_sentence_and_leaves_nothing(number: int, atomic, tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=rf"Cannot write .*out: {os.strerror(number)}\. Free"), atomic(tmp_path / "out"):
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError as error:
+            raise VitrailError("out is damaged") from error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO])
+def test_other_errors_stay_what_they_are(number: int, tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught, atomic_file(tmp_path / "out"):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.errno == number
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(VitrailError, match=r"Permission denied\. Choose another folder"), atomic_file(tmp_path / "out"):
+        pass
+
+
+LIBRARIES = {
+    "python": lambda path: path.write_bytes(bytes(1 << 20)),
+    "numpy": lambda path: np.save(path, np.zeros(1 << 18)),
+    "torch": lambda path: torch.save(torch.zeros(1 << 18), path),
+    "safetensors": lambda path: save_file({"one": torch.zeros(1 << 18)}, path),
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("library", ["python", "numpy", "torch"])  # safetensors replaces the link
+def test_a_full_disk_is_one_sentence_whatever_library_writes(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.files._is_full", lambda folder: True)
+    full = tmp_path / "out.npy"
+    full.symlink_to("/dev/full")
+    with pytest.raises(DiskError, match="No space left on device"), disk_errors(full):
+        LIBRARIES[library](full)
+
+
+def test_a_full_disk_is_not_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.save` within a conversion: its error does not say why it could not write."""
+    monkeypatch.setattr("vitrail.files._is_full", lambda folder: True)
+    with pytest.raises(DiskError, match="No space left on device"), atomic_file(tmp_path / "out.pth"):
+        try:
+            raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 15040 vs 14928")
+        except RuntimeError as error:
+            raise VitrailError("out.pth is damaged") from error
+    with pytest.raises(VitrailError, match="bad image"), atomic_file(tmp_path / "out.pth"):
+        raise VitrailError("bad image")
+
+
+def test_a_dataset_that_does_not_fit_is_a_sentence(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    source = open_source("digits")
+    settings = choose_settings(source)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+    try:
+        with pytest.raises(DiskError, match=r"Cannot write .*packed\.partial: File too large"):
+            pack(source, tmp_path / "packed", settings)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_failing_file_size_limit_is_found_by_writing(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, hard))
+    try:
+        for write in LIBRARIES.values():
+            with pytest.raises(DiskError, match=r"File too large|No space left"), atomic_file(tmp_path / "out.npy") as temporary:
+                write(temporary)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
+    threads = [threading.Thread(target=write_text, args=(tmp_path / "file", str(number))) for number in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert (tmp_path / "file").read_text() in map(str, range(8))
+    assert len(list(tmp_path.iterdir())) == 1

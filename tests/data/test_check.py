@@ -15,6 +15,7 @@ from vitrail.data import open_source
 from vitrail.data.check import Report, check
 from vitrail.data.contact_sheet import contact_sheet
 from vitrail.data.duplicates import MAX_BITS, exact_pairs, fingerprints, near_pairs
+from vitrail.data.find_bad import find_bad
 from vitrail.data.pack import choose_settings
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.types import Source
@@ -217,3 +218,48 @@ def test_datasets_of_other_tasks_are_checked_and_drawn(tmp_path: Path, task: str
     assert check(source).problems == []
     contact_sheet(source, tmp_path / "sheet.png")
     assert Image.open(io.BytesIO((tmp_path / "sheet.png").read_bytes())).size[0] > 600
+
+
+def test_classes_that_differ_by_case_or_normalisation_only(tmp_path: Path) -> None:
+    root = folder_of(
+        tmp_path / "set", {"train/Cat": 2, "train/cat": 2, "train/caf\u00e9": 2, "train/cafe\u0301": 2, "train/dog": 2}
+    )
+    report = check(open_source(f"{root}?val=0"))
+    assert kinds(report) == ["similar-classes"] and "2 groups of classes" in report.problems[0].message
+    assert "Cat ~ cat" in items(report, "similar-classes")
+    assert any("'caf\\xe9'" in item and "'cafe\\u0301'" in item for item in items(report, "similar-classes"))
+
+
+def test_images_of_one_class_only(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "set", {"train/a": 3, "val/a": 1})
+    (root / "train/b").mkdir()
+    report = check(open_source(str(root)))
+    assert kinds(report) == ["empty-class", "one-class"] and "only one class, 'a'" in report.problems[1].message
+
+
+def test_images_with_a_side_of_one_pixel(good: Path) -> None:
+    Image.new("RGB", (1, 1)).save(good / "train/a/dot.png")
+    Image.new("RGB", (90, 1)).save(good / "val/b/line.png")
+    report = check(open_source(str(good)))
+    tiny = [problem.items for problem in report.problems if problem.kind == "tiny"]
+    assert tiny == [("train/a/dot.png: 1×1 pixels",), ("val/b/line.png: 1×90 pixels",)]
+
+
+def test_files_that_are_not_images(good: Path) -> None:
+    for name in ("train/a/photo.heic", "train/b/deep/notes.txt", "train/a/Thumbs.db", "train/a/.DS_Store", "README.md"):
+        (good / name).parent.mkdir(exist_ok=True)
+        (good / name).write_text("x")
+    report = check(open_source(str(good)))
+    assert kinds(report) == ["stray-files"]
+    assert items(report, "stray-files") == ("train/a/photo.heic", "train/b/deep/notes.txt")
+
+
+def test_bad_images_are_found_within_a_time(good: Path) -> None:
+    (good / "train/a/cut.jpg").write_bytes(encoded(picture(1, 300, 300), "JPEG")[:3000])
+    (good / "train/b/text.png").write_text("not a photograph at all")
+    split = open_source(str(good)).split("train")
+    done: list[int] = []
+    bad, looked_at = find_bad(split, workers=2, progress=done.append)
+    assert looked_at == len(split) == sum(done) == 12
+    assert [one.name for one in bad] == ["train/a/cut.jpg", "train/b/text.png"] and "truncated" in bad[0].reason
+    assert find_bad(split, workers=1, seconds=0) == ([], 0)

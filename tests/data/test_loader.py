@@ -357,6 +357,7 @@ def test_a_bad_image_in_a_worker_raises_the_same_error() -> None:
 
 
 @pytest.mark.usefixtures("many_cpus")
+@pytest.mark.slow
 def test_a_bad_image_can_be_skipped_and_is_listed(tmp_path: Path) -> None:
     whole = photos(12).payloads[4]
     assert isinstance(whole, bytes)

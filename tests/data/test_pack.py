@@ -17,7 +17,7 @@ from vitrail.data import open_source
 from vitrail.data import pack as pack_module
 from vitrail.data.decode import decode, image_header
 from vitrail.data.pack import PackSettings, choose_settings, pack
-from vitrail.data.sources.packed import read_description
+from vitrail.data.sources.packed_files import read_description
 from vitrail.data.types import BadImage, Source
 from vitrail.errors import VitrailError
 

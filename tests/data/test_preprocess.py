@@ -285,3 +285,12 @@ def test_normalise_accepts_batches_and_refuses_a_wrong_order() -> None:
     assert torch.equal(spec.normalise(batch), one_by_one)
     with pytest.raises(VitrailError, match="channels, height, width"):
         spec.normalise(batch.permute(0, 2, 3, 1))
+
+
+def test_area_resizing_in_blocks_equals_that_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.data import resize as module
+
+    image = np.random.default_rng(0).integers(0, 255, (70, 90, 3)).astype(np.float32)
+    whole = module._area(module._area(image, 20, 0), 30, 1)
+    monkeypatch.setattr(module, "_BLOCK", 7)
+    assert np.array_equal(module._area(module._area(image, 20, 0), 30, 1), whole)

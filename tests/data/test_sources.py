@@ -22,9 +22,9 @@ def pairs(split: Split) -> dict[str, str]:
     return {split.image_name(k): split.classes[split.targets[k]] for k in range(len(split))}
 
 
-def test_digits_have_the_same_split_for_any_seed() -> None:
+def test_digits_always_have_the_same_split() -> None:
     source = open_source("digits")
-    again = open_source("digits", seed=7)
+    again = open_source("digits", rule="seed-7")
     train, val = source.splits["train"], source.splits["val"]
     assert (len(train) + len(val), source.classes) == (1797, tuple("0123456789"))
     assert train.arrays is not None
@@ -67,45 +67,31 @@ def test_nested_images_belong_to_the_first_folder(tmp_path: Path) -> None:
     }
 
 
-def test_class_folders_are_split_by_class_and_the_split_is_saved(tmp_path: Path) -> None:
+def test_class_folders_are_split_by_class_and_nothing_is_written(tmp_path: Path) -> None:
     folder_of(tmp_path, {"cat": 20, "dog": 40, "eel": 1})
-    first = open_source(f"folder:{tmp_path}", seed=3)
+    before = sorted(tmp_path.rglob("*"))
+    first = open_source(f"folder:{tmp_path}")
     train, val = first.splits["train"], first.splits["val"]
     assert np.bincount(val.targets, minlength=3).tolist() == [2, 4, 0]
     assert not set(names(train)) & set(names(val))
     assert len(train) + len(val) == 61
-    record = tmp_path / "vitrail-split-seed3-val0.1.csv"
-    assert record.exists()
-    assert names(open_source(f"folder:{tmp_path}", seed=3).splits["val"]) == names(val)
-    assert names(open_source(f"folder:{tmp_path}", seed=4).splits["val"]) != names(val)
+    assert names(open_source(f"folder:{tmp_path}").splits["val"]) == names(val)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_saved_split_ignores_new_files_and_reports_missing_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_split_file_of_an_older_version_is_used_for_its_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_of(tmp_path, {"cat": 10, "dog": 10})
-    before = open_source(f"folder:{tmp_path}?val=0.2")
+    older = open_source(f"folder:{tmp_path}?val=0.2", rule="seed-1").splits
+    rows = [f"{name},{part}" for part in ("train", "val") for name in names(older[part])]
+    (tmp_path / "vitrail-split-seed1-val0.2.csv").write_text("\n".join(["path,split", *rows]))
     folder_of(tmp_path, {"cat": 12})
-    after = open_source(f"folder:{tmp_path}?val=0.2")
-    assert {name: names(split) for name, split in before.splits.items()} == {
-        name: names(split) for name, split in after.splits.items()
-    }
+    after = open_source(f"folder:{tmp_path}?val=0.2", rule="seed-1").splits
+    assert {name: names(split) for name, split in older.items()} == {name: names(split) for name, split in after.items()}
     assert "Skipped 2 images not listed in" in caplog.text
+    assert sum(map(len, open_source(f"folder:{tmp_path}?val=0.2").splits.values())) == 22  # new runs do not read it
     (tmp_path / "dog/3.png").unlink()
     with pytest.raises(VitrailError, match=r"lists 1 image that cannot be found, for example dog/3.png"):
-        open_source(f"folder:{tmp_path}?val=0.2")
-
-
-def test_a_split_that_cannot_be_saved_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder_of(tmp_path, {"cat": 10, "dog": 10})
-
-    def refuse(path: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("vitrail.data.split.atomic_file", refuse)
-    source = open_source(str(tmp_path))
-    assert len(source.splits["val"]) == 2
-    assert "Cannot save the split" in caplog.text
+        open_source(f"folder:{tmp_path}?val=0.2", rule="seed-1")
 
 
 def test_a_training_folder_alone_can_be_split(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ def test_commas_in_quotes(tmp_path: Path) -> None:
     assert labels(source, "train") == {"a/x, y.png": "cat, tabby", "a/1.png": "dog"}
 
 
-def test_without_a_split_column_the_split_is_saved_next_to_the_table(tmp_path: Path) -> None:
+def test_without_a_split_column_a_tenth_is_held_out_and_nothing_is_written(tmp_path: Path) -> None:
     rows = "".join(f"a/{k}.png,{'cat' if k % 2 else 'dog'}\n" for k in range(20))
     folder_of(tmp_path, {"a": 20})
     source = opened(tmp_path, "path,label\n" + rows)
     assert {name: len(split) for name, split in source.splits.items()} == {"train": 18, "val": 2}
-    assert (tmp_path / "labels-vitrail-split-seed0-val0.1.csv").exists()
+    assert not list(tmp_path.glob("*split*"))
     assert labels(opened(tmp_path, "path,label\n" + rows), "val") == labels(source, "val")
 
 

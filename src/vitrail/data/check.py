@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations, islice
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
+from vitrail.data.classes import split_name
 from vitrail.data.decode import ImageHeader, decode, image_header, open_image, unwrap_npy
 from vitrail.data.duplicates import exact_pairs, fingerprints, near_pairs
+from vitrail.data.sources.layout import stray_files, subfolders
+from vitrail.data.sources.packed_files import checksum_errors, read_description
+from vitrail.data.sources.reference import parse_reference
 from vitrail.data.types import Array, BadImage, Source, Split
 from vitrail.errors import counted
 
@@ -85,6 +91,7 @@ class _SplitScan:
     split: Split
     report: SplitReport
     bad: list[str]
+    tiny: list[str]
     positions: Array
     digests: Array
     hashes: Array
@@ -94,9 +101,10 @@ class _SplitScan:
 def check(source: Source, *, duplicates: Duplicates = "near", workers: int = 2, progress: Progress = lambda count: None) -> Report:
     """Read and decode every image once. `progress` is called with the number of images done since the last call."""
     scans = [_scan_split(split, workers, progress) for split in source.splits.values()]
-    problems = list(_bad_files(source, scans))
+    problems = [*_bad_files(source, scans), *_checksum_problems(source)]
     class_problems, notes = _class_problems(source)
     problems += class_problems
+    problems += [*_similar_classes(source), *_tiny(scans), *_stray(source)]
     if duplicates != "none":
         for scan in scans:
             conflicts, duplicate_notes = _duplicates_within(scan)
@@ -122,6 +130,7 @@ def _scan_split(split: Split, workers: int, progress: Progress) -> _SplitScan:
     per_class = dict(zip(split.classes, map(int, counts), strict=True)) if split.task != "regress" else {}
     report = SplitReport(images=len(split), per_class=per_class)
     bad: list[str] = []
+    tiny: list[str] = []
     positions, digests = [], []
     prints = [fingerprints(np.empty((0, 32, 32), np.uint8))]
     with ThreadPoolExecutor(workers) as pool:
@@ -133,6 +142,8 @@ def _scan_split(split: Split, workers: int, progress: Progress) -> _SplitScan:
                     bad.append(f"{split.image_name(index)}: {result.reason}")
                     continue
                 header, digest, thumbnail = result
+                if min(header.height, header.width) == 1:
+                    tiny.append(f"{split.image_name(index)}: {header.height}×{header.width} pixels")
                 report.sizes[header.height, header.width] += 1
                 report.modes[f"{header.mode}, {header.bits} bits" if header.bits != 8 else header.mode] += 1
                 report.formats[header.format] += 1
@@ -144,7 +155,7 @@ def _scan_split(split: Split, workers: int, progress: Progress) -> _SplitScan:
                 prints.append(fingerprints(np.stack(thumbnails)))
             progress(len(block))
     hashes, small = (np.concatenate(parts) for parts in zip(*prints, strict=True))
-    return _SplitScan(split, report, bad, np.array(positions, np.int64), np.array(digests, "S16"), hashes, small)
+    return _SplitScan(split, report, bad, tiny, np.array(positions, np.int64), np.array(digests, "S16"), hashes, small)
 
 
 def _scan_image(split: Split, index: int) -> tuple[ImageHeader, bytes, Array] | BadImage:
@@ -169,12 +180,14 @@ def _scan_image(split: Split, index: int) -> tuple[ImageHeader, bytes, Array] | 
 
 
 def _bad_files(source: Source, scans: Iterable[_SplitScan]) -> Iterable[Problem]:
-    if source.skipped:
-        yield Problem(
-            kind="missing",
-            message=f"{counted(len(source.skipped), 'listed image')} not found.",
-            items=tuple(f"{bad.name}: {bad.reason}" for bad in source.skipped),
-        )
+    special = tuple(bad for bad in source.skipped if bad.reason.endswith("not a regular file"))
+    missing = tuple(bad for bad in source.skipped if bad not in special)
+    for kind, bad_images, message in (
+        ("missing", missing, f"{counted(len(missing), 'listed image')} not found."),
+        ("special-file", special, f"{counted(len(special), 'image')} skipped: not a regular file."),
+    ):
+        if bad_images:
+            yield Problem(kind=kind, message=message, items=tuple(f"{bad.name}: {bad.reason}" for bad in bad_images))
     for scan in scans:
         if scan.bad:
             yield Problem(
@@ -182,6 +195,15 @@ def _bad_files(source: Source, scans: Iterable[_SplitScan]) -> Iterable[Problem]
                 message=f"{scan.split.name}: {len(scan.bad)} of {counted(len(scan.split), 'image')} cannot be used.",
                 items=tuple(scan.bad),
             )
+
+
+def _checksum_problems(source: Source) -> list[Problem]:
+    if source.kind != "packed":
+        return []
+    folder = Path(parse_reference(source.reference)[1]).expanduser()
+    errors = tuple(checksum_errors(folder, read_description(folder)))
+    message = f"{counted(len(errors), 'part')} of the packed dataset corrupted. Pack it again."
+    return [Problem(kind="checksum", message=message, items=errors)] if errors else []
 
 
 def _class_problems(source: Source) -> tuple[list[Problem], list[str]]:
@@ -197,9 +219,47 @@ def _class_problems(source: Source) -> tuple[list[Problem], list[str]]:
             problems.append(Problem(kind="empty-class", message=f"{message}.", items=empty))
         elif empty:
             notes.append(f"{message}: {', '.join(empty[:8])}{', …' * (len(empty) > 8)}.")
-    if source.task == "classify" and len(source.classes) < 2:
-        problems.append(Problem(kind="one-class", message="There is only one class, so there is nothing to classify."))
+    first = next(iter(source.splits.values()))
+    if source.task == "classify" and len(first) and len(np.unique(first.targets)) < 2:
+        only = source.classes[int(first.targets[0])]
+        message = f"{first.name} has images of only one class, {only!r}, so there is nothing to classify."
+        problems.append(Problem(kind="one-class", message=message))
     return problems, notes
+
+
+def _similar_classes(source: Source) -> Iterable[Problem]:
+    """Find classes that are probably one: some file systems and editors change case or Unicode normalisation."""
+    if source.task not in ("classify", "multilabel"):
+        return
+    groups: dict[str, list[str]] = {}
+    for name in source.classes:
+        groups.setdefault(unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold()), []).append(name)
+    similar = [names for names in groups.values() if len(names) > 1]
+    if similar:
+        yield Problem(
+            kind="similar-classes",
+            message=f"{counted(len(similar), 'group')} of classes that differ only by case or Unicode normalisation.",
+            items=tuple(" ~ ".join(f"{name} ({name!a})" if not name.isascii() else name for name in names) for names in similar),
+        )
+
+
+def _tiny(scans: Iterable[_SplitScan]) -> Iterable[Problem]:
+    for scan in scans:
+        if scan.tiny:
+            message = f"{scan.split.name}: {counted(len(scan.tiny), 'image')} with a side of 1 pixel."
+            yield Problem(kind="tiny", message=message, items=tuple(scan.tiny))
+
+
+def _stray(source: Source) -> Iterable[Problem]:
+    """Find files in the folders of a dataset that are not images, such as photos in a format that is not read."""
+    root = Path(parse_reference(source.reference)[1]).expanduser()
+    if source.kind != "folder" or not root.is_dir():
+        return
+    parts = [name for name in subfolders(root) if split_name(name) is not None]
+    found = [f"{name}/{file}" for name in parts or subfolders(root) for file in stray_files(root / name)]
+    if found:
+        message = f"{counted(len(found), 'file is not an image', 'files are not images')} of a supported format, and not used."
+        yield Problem(kind="stray-files", message=message, items=tuple(found))
 
 
 def _duplicates_within(scan: _SplitScan) -> tuple[list[Problem], list[str]]:

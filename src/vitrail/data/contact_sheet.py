@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from vitrail.data.decode import decode, unwrap_npy
 from vitrail.data.types import Array, BadImage, Source, Split
 from vitrail.files import atomic_file
+from vitrail.text import printable
 
 _CELL, _GAP, _MARGIN, _HEADER = 96, 4, 190, 64
 BACKGROUND, TEXT, MUTED, _ERROR = (250, 250, 247), (30, 30, 34), (120, 120, 126), (190, 40, 40)
@@ -79,7 +80,7 @@ def _paste(sheet: Image.Image, split: Split, index: int, corner: tuple[int, int]
 
 
 def shorten(text: str, limit: int, wrap: int | None = None) -> str:
-    text = text.encode("utf-8", "replace").decode()  # a folder name may not be valid UTF-8
+    text = printable(text, one_line=True)
     if wrap:
         return textwrap.fill(text, wrap, max_lines=-(-limit // wrap), placeholder="…")
     return text if len(text) <= limit else text[: limit - 1] + "…"

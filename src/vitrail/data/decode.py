@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from PIL import Image, UnidentifiedImageError
 
 from vitrail.data.types import Array, BadImage, Payload
 from vitrail.errors import counted
+from vitrail.npy import read_npy
 
 MAX_PIXELS = 178_956_970
 """Larger images are refused before they are decoded; above this size Pillow raises DecompressionBombError."""
@@ -21,6 +23,8 @@ SUFFIXES = (
 )
 """Files with these suffixes count as images when a folder is read."""
 
+# Pixels of a band. Larger images are converted in several, so that no second copy of the whole is made.
+_BAND = 1 << 22
 _16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _MAX_VALUE = {np.dtype(np.uint8): 255, np.dtype(np.uint16): 65535}
 
@@ -67,20 +71,22 @@ def decode(
     if not isinstance(payload, Image.Image):
         payload = unwrap_npy(payload, name=name)
     if isinstance(payload, np.ndarray):
-        return _crop(_with_channels(_as_image_array(payload, name), channels, bits, name), region, 1.0)
+        whole = _as_image_array(payload, name)
+        return _crop(_convert_array(whole, channels, bits, name), region, 1.0)
     try:
         image = payload if isinstance(payload, Image.Image) else _open(payload, name)
         orientation = _orientation(image) if exif else 1
         downscale = 1.0 if min_size is None else _draft(image, min_size, region, orientation)
         if bits == 16 and isinstance(payload, bytes) and _is_16_bit_colour_png(payload):
-            pixels = _read_16_bit_colour_png(payload, name)
+            pixels = _convert_array(_read_16_bit_colour_png(payload, name), channels, bits, name)
         else:
             pixels = _pillow_pixels(image, channels, bits, name)
+        del image  # its memory, before an orientation makes a copy
     except BadImage:
         raise
     except Exception as error:  # decoders raise nearly anything on a corrupted file: OSError, SyntaxError, struct.error, ...
         raise BadImage(name, _reason(error)) from error
-    upright = _apply_orientation(_with_channels(pixels, channels, bits, name), orientation)
+    upright = _apply_orientation(pixels, orientation)
     return np.ascontiguousarray(_crop(upright, region, downscale))
 
 
@@ -169,17 +175,48 @@ def _draft(image: Image.Image, min_size: tuple[int, int], region: tuple[int, int
     return 1.0 if drafted is None else full / drafted[1][2]
 
 
+def _in_bands(height: int, width: int, convert: Callable[[int, int], Array]) -> Array:
+    """Return the pixels that `convert(top, bottom)` gives for bands of rows: its copies are then those of a band."""
+    rows = max(1, _BAND // max(1, width))
+    if rows >= height:
+        return convert(0, height)
+    first = convert(0, rows)
+    pixels = np.empty((height, *first.shape[1:]), first.dtype)
+    pixels[:rows] = first
+    for top in range(rows, height, rows):
+        pixels[top : top + rows] = convert(top, min(top + rows, height))
+    return pixels
+
+
+def _convert_array(image: Array, channels: int, bits: int, name: str) -> Array:
+    if image.shape[2] == channels and image.dtype.itemsize * 8 == bits:
+        return image
+    return _in_bands(image.shape[0], image.shape[1], lambda top, bottom: _with_channels(image[top:bottom], channels, bits, name))
+
+
 def _pillow_pixels(image: Image.Image, channels: int, bits: int, name: str) -> Array:
-    if image.mode in _16_BIT_MODES:
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
-            raise BadImage(name, f"pixel values from {values.min()} to {values.max()}, which do not fit in 16 bits")
-        return values.astype(np.uint16)[:, :, None]
+    if image.mode == "I":
+        least, most = image.getextrema()
+        if least < 0 or most > 65535:  # type: ignore[operator]
+            raise BadImage(name, f"pixel values from {least} to {most}, which do not fit in 16 bits")
     if image.mode == "F":
         raise BadImage(name, "floating-point pixels, whose range is unknown; save it with 8 or 16 bits")
-    mode = {1: "L", 3: "RGB"}.get(channels, "RGBA")
-    if channels not in (1, 3, 4):
+    if image.mode not in _16_BIT_MODES and channels not in (1, 3, 4):
         raise BadImage(name, f"a {image.mode} image, but {channels} channels are expected; use .npy files for more than 4 channels")
+    image.load()  # a TIFF's size may change here, by its orientation
+    width, height = image.size
+
+    def convert(top: int, bottom: int) -> Array:
+        band = image if (top, bottom) == (0, height) else image.crop((0, top, width, bottom))
+        return _with_channels(_band_pixels(band, channels), channels, bits, name)
+
+    return _in_bands(height, width, convert)
+
+
+def _band_pixels(image: Image.Image, channels: int) -> Array:
+    if image.mode in _16_BIT_MODES:
+        return np.asarray(image).astype(np.uint16)[:, :, None]
+    mode = {1: "L", 3: "RGB"}.get(channels, "RGBA")
     if image.mode == "P" and mode != "RGBA":
         # A palette may have alpha; converting to RGBA first lets it be dropped like any other alpha.
         image = image.convert("RGBA" if "transparency" in image.info else "RGB")
@@ -200,16 +237,19 @@ def _read_16_bit_colour_png(payload: bytes, name: str) -> Array:
     With a little-endian raw mode Pillow keeps the lower 8 instead. So decode twice and combine the bytes.
     """
     if payload[25:26] == b"\4":  # grey and alpha: two values of two bytes, read as four channels of one
-        halves = _raw_png(payload, "RGBA", name)
-        return halves[:, :, 0::2] << 8 | halves[:, :, 1::2]
+        return _raw_png(payload, "RGBA", name, lambda halves: halves[:, :, 0::2] << 8 | halves[:, :, 1::2])
     rawmode = {b"\2": "RGB;16", b"\6": "RGBA;16"}[payload[25:26]]
-    return _raw_png(payload, f"{rawmode}B", name) << 8 | _raw_png(payload, f"{rawmode}L", name)
+    pixels = _raw_png(payload, f"{rawmode}B", name, lambda upper: upper << 8)
+    pixels |= _raw_png(payload, f"{rawmode}L", name, lambda lower: lower.astype(np.uint8))
+    return pixels
 
 
-def _raw_png(payload: bytes, rawmode: str, name: str) -> Array:
+def _raw_png(payload: bytes, rawmode: str, name: str, combine: Callable[[Array], Array]) -> Array:
     image: Any = _open(payload, name)
     image.tile = [tile._replace(args=rawmode) if hasattr(tile, "_replace") else (*tile[:3], rawmode) for tile in image.tile]
-    return np.asarray(image).astype(np.uint16)
+    image.load()
+    width, height = image.size
+    return _in_bands(height, width, lambda top, bottom: combine(np.asarray(image.crop((0, top, width, bottom))).astype(np.uint16)))
 
 
 def unwrap_npy(payload: Payload, *, name: str = "image") -> Payload:
@@ -217,7 +257,7 @@ def unwrap_npy(payload: Payload, *, name: str = "image") -> Payload:
     if isinstance(payload, np.ndarray) or payload[:6] != b"\x93NUMPY":
         return payload
     try:
-        return _as_image_array(np.load(io.BytesIO(payload), allow_pickle=False), name)
+        return _as_image_array(read_npy(payload), name)
     except (ValueError, EOFError, OSError) as error:
         if isinstance(error, BadImage):
             raise

@@ -24,6 +24,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import BatchSlice, EpochOrder, Sampling, batch_slices
 from vitrail.data.train_reader import TrainReader
 from vitrail.data.types import BadImage, Split
+from vitrail.data.worker_signals import blocked, caught_signals, end_by_parent, raise_worker_error
 from vitrail.errors import VitrailError, counted
 from vitrail.files import write_text
 
@@ -67,6 +68,7 @@ class _Loader:
             sampler=order,
             num_workers=self.workers,
             collate_fn=_unchanged,
+            worker_init_fn=end_by_parent,
             pin_memory=self.device.type == "cuda",
             # Without its own generator, DataLoader would advance torch's global one.
             generator=torch.Generator().manual_seed(0),
@@ -290,10 +292,15 @@ class _ErrorsAsValues(Dataset[HostBatch | VitrailError]):
 
 
 def _timed(loader: DataLoader[HostBatch | VitrailError], timer: DataWaitTimer, found: dict[str, BadImage]) -> Iterator[HostBatch]:
-    iterator = iter(loader)
+    with blocked(caught_signals()):  # workers are not to end by a signal that this process catches, to save first
+        iterator = iter(loader)
     while True:
         started = timer.start()
-        host = next(iterator, None)
+        try:
+            host = next(iterator, None)
+        except RuntimeError as error:
+            raise_worker_error(error)
+            raise
         if host is None:
             return
         if isinstance(host, VitrailError):

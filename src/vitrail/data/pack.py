@@ -10,8 +10,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -21,10 +22,11 @@ from PIL import Image
 
 from vitrail.data.decode import ImageHeader, decode, image_header
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.packed import FORMAT, VERSION, checksum_errors, read_description
+from vitrail.data.sources.packed_files import FORMAT, VERSION, checksum_errors, read_description
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Source, Split
 from vitrail.errors import VitrailError
-from vitrail.files import atomic_file, write_text
+from vitrail.files import atomic_file, disk_errors, write_text
+from vitrail.regular_files import read_bytes
 
 Store = Literal["arrays", "encoded"]
 Fit = Literal["crop", "stretch"]
@@ -114,6 +116,39 @@ def pack(
     if destination.exists():
         return _verify_existing(destination, resume_key, progress)
     partial = destination.with_name(f"{destination.name}.partial")
+    with disk_errors(partial), locked(partial):
+        return _pack(source, partial, destination, settings, resume_key, bad_images, workers, progress)
+
+
+@contextmanager
+def locked(partial: Path) -> Iterator[None]:
+    """Let only one process write into the folder. The system unlocks it when that process ends."""
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VitrailError(f"Cannot write into {partial}: {error.strerror}. Choose another folder.") from error
+    with (partial / ".lock").open("a+") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # Windows has no such lock; there the folder is trusted
+            pass
+        except OSError as error:
+            raise VitrailError(f"Another process is packing into {partial}. Wait for it, or choose another name.") from error
+        yield
+
+
+def _pack(
+    source: Source,
+    partial: Path,
+    destination: Path,
+    settings: PackSettings,
+    resume_key: dict[str, Any],
+    bad_images: Literal["error", "skip"],
+    workers: int,
+    progress: Progress,
+) -> dict[str, Any]:
     _check_partial(partial, resume_key)
     parts = {}
     with ThreadPoolExecutor(workers) as pool:
@@ -125,7 +160,7 @@ def pack(
     for error in checksum_errors(partial, description):
         raise VitrailError(f"{error} The disk did not return what was written. Delete {partial} and use another disk.")
     write_text(partial / "packed.json", json.dumps(description, indent=1))
-    for leftover in ("plan.json", *(f"{name}.journal" for name in parts)):
+    for leftover in (".lock", "plan.json", *(f"{name}.journal" for name in parts)):
         (partial / leftover).unlink(missing_ok=True)
     partial.rename(destination)
     return description
@@ -149,7 +184,7 @@ def _resume_key(source: Source, settings: PackSettings) -> dict[str, Any]:
 
 def _verify_existing(destination: Path, resume_key: dict[str, Any], progress: Progress) -> dict[str, Any]:
     description = read_description(destination)
-    if {key: description[key] for key in resume_key} != resume_key:
+    if {key: description.get(key) for key in resume_key} != resume_key:
         raise VitrailError(f"{destination} already exists, with other images or options. Delete it, or choose another name.")
     for error in checksum_errors(destination, description):
         raise VitrailError(f"{error} Delete {destination} and pack again.")
@@ -160,7 +195,11 @@ def _verify_existing(destination: Path, resume_key: dict[str, Any], progress: Pr
 
 def _check_partial(partial: Path, resume_key: dict[str, Any]) -> None:
     file = partial / "plan.json"
-    if file.exists() and json.loads(file.read_text(encoding="utf-8")) != resume_key:
+    try:
+        started = json.loads(read_bytes(file)) if file.exists() else resume_key
+    except (OSError, ValueError):
+        started = None
+    if started != resume_key:
         raise VitrailError(
             f"{partial} was started with other images, options or another version. Use the same ones to resume, or delete it."
         )
@@ -200,13 +239,15 @@ def _valid_entries(images: Path, journal: Path) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     if not journal.exists():
         return entries
+    size = images.stat().st_size
     with images.open("rb") as data:
-        for line in journal.read_text(encoding="utf-8").splitlines():
+        for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:
+                complete = data.tell() <= entry["end"] <= size and len(entry["sha256"]) == 64
+            except (ValueError, TypeError, KeyError):
                 break  # the run ended while writing this line
-            if hashlib.sha256(data.read(entry["end"] - data.tell())).hexdigest() != entry["sha256"]:
+            if not complete or hashlib.sha256(data.read(entry["end"] - data.tell())).hexdigest() != entry["sha256"]:
                 break
             entries.append(entry)
     return entries

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,8 +19,9 @@ import torch
 from PIL import Image
 
 from vitrail.data.resize import Interpolation, Rounding, resize
-from vitrail.data.types import Array
+from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.regular_files import read_bytes
 
 Resize = Literal["square", "short-side", "none"]
 Geometry = Literal["torchvision", "tensorflow"]
@@ -96,15 +96,23 @@ class Preprocess:
 
     def pixels(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> Array:
         """Return the image resized and cropped but not normalised: [height, width, channels], 0 to `max_value`."""
-        from vitrail.data.decode import decode
+        from vitrail.data.decode import MAX_PIXELS, decode
 
         if isinstance(image, str | os.PathLike):
             name, image = str(image), read_file(image)
         full = decode(image, channels=self.channels, bits=self.bits, exif=self.exif, name=name)
         height, width = self._resized(full.shape[0], full.shape[1])
+        if max(height, full.shape[0]) * width > MAX_PIXELS:  # Pillow resizes the rows first
+            raise BadImage(
+                name,
+                f"{_times(full.shape)} pixels, of which resizing to {_times((height, width))} would make more than the limit of "
+                f"{MAX_PIXELS:,}: crop or resize it first",
+            )
+        if self.resize == "none":  # before a float copy is made of pixels that are cropped away
+            full = self._crop(full)
         scaled = resize(
             full,
-            (height, width),
+            full.shape[:2] if self.resize == "none" else (height, width),
             interpolation=self.interpolation,
             antialias=self.antialias,
             rounding=self.rounding,
@@ -262,12 +270,12 @@ def _short_side(name: str, crop: int) -> int:
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise VitrailError(f"Cannot read the image {path}: {error.strerror}. Check the path and its permissions.") from error
 
 
-def _times(size: tuple[int, int]) -> str:
+def _times(size: tuple[int, ...]) -> str:
     return f"{size[0]}×{size[1]}"
 
 

@@ -7,6 +7,7 @@ with the other, so nothing here has a default.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from vitrail.data.types import Array
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area", "lanczos"]
 Rounding = Literal["none", "truncate", "nearest"]
+_ResizeBand = Callable[[Array, tuple[int, int], Interpolation], Array]
 
 _PILLOW = {
     "nearest": Image.Resampling.NEAREST,
@@ -28,16 +30,20 @@ _PILLOW = {
 }
 # CMYK for four channels, because Pillow would premultiply RGBA by alpha.
 _MODES = {1: "L", 3: "RGB", 4: "CMYK"}
+_BLOCK = 512
+# Pixels of a band. Larger images are resized in several, so that no float copy of the whole is made.
+_BAND = 1 << 24
 
 
 def resize(image: Array, size: tuple[int, int], *, interpolation: Interpolation, antialias: bool, rounding: Rounding) -> Array:
     """Resize an image [height, width, channels]; the result is float32 if `rounding` is none, else of the same type."""
     if image.shape[:2] == size:
         return image.astype(np.float32) if rounding == "none" else image
-    if antialias and rounding == "nearest" and image.dtype == np.uint8:
-        return _resize_pillow_uint8(image, size, interpolation)
-    sampled = (_resize_pillow_float if antialias else _resize_tensorflow)(image.astype(np.float32), size, interpolation)
-    return round_pixels(sampled, rounding, image.dtype)
+    if not antialias:
+        return round_pixels(_resize_tensorflow(image, size, interpolation), rounding, image.dtype)
+    if rounding == "nearest" and image.dtype == np.uint8:
+        return _in_bands(_resize_pillow_uint8, image, size, interpolation)
+    return round_pixels(_in_bands(_resize_pillow_float, image, size, interpolation), rounding, image.dtype)
 
 
 def round_pixels(pixels: Array, rounding: Rounding, dtype: np.dtype[np.generic]) -> Array:
@@ -47,6 +53,21 @@ def round_pixels(pixels: Array, rounding: Rounding, dtype: np.dtype[np.generic])
     # The offset keeps 200 at 200 if the arithmetic gave 199.99999, which would be truncated to 199.
     integers = np.rint(pixels) if rounding == "nearest" else np.floor(pixels + 1e-4)
     return integers.clip(0, np.iinfo(dtype).max).astype(dtype)  # type: ignore[type-var]
+
+
+def _in_bands(resize_band: _ResizeBand, image: Array, size: tuple[int, int], interpolation: Interpolation) -> Array:
+    """Resize a large image in bands of rows, then of columns, so that Pillow's copies are those of a band.
+
+    Pillow also resizes in two passes, first along the rows: the result is the same bit for bit.
+    """
+    height, width = image.shape[:2]
+    if height * width <= _BAND:
+        return resize_band(image, size, interpolation)
+    bands = np.split(image, range(max(1, _BAND // width), height, max(1, _BAND // width)))
+    narrow = np.concatenate([resize_band(band, (len(band), size[1]), interpolation) for band in bands])
+    step = max(1, _BAND // height)
+    bands = np.split(narrow, range(step, size[1], step), 1)
+    return np.concatenate([resize_band(band, (size[0], band.shape[1]), interpolation) for band in bands], 1)
 
 
 def _resize_pillow_uint8(image: Array, size: tuple[int, int], interpolation: Interpolation) -> Array:
@@ -62,11 +83,8 @@ def _resize_pillow_uint8(image: Array, size: tuple[int, int], interpolation: Int
 
 def _resize_pillow_float(image: Array, size: tuple[int, int], interpolation: Interpolation) -> Array:
     height, width = size
-    planes = [
-        np.asarray(Image.fromarray(np.ascontiguousarray(image[:, :, c])).resize((width, height), _PILLOW[interpolation]))
-        for c in range(image.shape[2])
-    ]
-    return np.stack(planes, axis=2)
+    planes = (Image.fromarray(np.ascontiguousarray(image[:, :, c], np.float32)) for c in range(image.shape[2]))
+    return np.stack([np.asarray(plane.resize((width, height), _PILLOW[interpolation])) for plane in planes], axis=2)
 
 
 def _resize_tensorflow(image: Array, size: tuple[int, int], interpolation: Interpolation) -> Array:
@@ -75,15 +93,43 @@ def _resize_tensorflow(image: Array, size: tuple[int, int], interpolation: Inter
         return _area(_area(image, size[0], axis=0), size[1], axis=1)
     if interpolation in ("bicubic", "lanczos"):
         rows, columns = (_weights(image.shape[k], size[k], interpolation) for k in (0, 1))
-        filtered: Array = np.einsum("yh,hwc,xw->yxc", rows, image, columns, optimize=True)
+        if image.shape[0] * image.shape[1] > _BAND:  # most pixels of a large image have no weight at all
+            used = rows.any(0), columns.any(0)
+            image, rows, columns = image[used[0]][:, used[1]], rows[:, used[0]], columns[:, used[1]]
+        filtered: Array = np.einsum("yh,hwc,xw->yxc", rows, image.astype(np.float32), columns, optimize=True)
         return filtered
     mode = "nearest-exact" if interpolation == "nearest" else "bilinear"
-    planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+    planes = torch.from_numpy(_with_used_rows(image, size[0])).permute(2, 0, 1)[None]
     return F.interpolate(planes, size, mode=mode)[0].permute(1, 2, 0).contiguous().numpy()
 
 
+def _with_used_rows(image: Array, height: int) -> Array:
+    """Return the image as float32. Of a large one only the rows that interpolation to `height` rows reads have values.
+
+    The system gives memory only to the rows that are written, so the others cost none.
+    """
+    rows = image.shape[0]
+    if rows * image.shape[1] <= _BAND:
+        return np.ascontiguousarray(image, np.float32)
+    centres = ((np.arange(height) + 0.5) * (rows / height) - 0.5).astype(np.int64)
+    used = np.unique((centres[:, None] + np.arange(-2, 4)).clip(0, rows - 1))  # two on either side; one more for rounding
+    sparse = np.empty(image.shape, np.float32)
+    for row in used:
+        sparse[row] = image[row]
+    return sparse
+
+
 def _area(image: Array, length: int, axis: int) -> Array:
-    """Average over the exact, fractional area of each output pixel, by differences of the cumulative sum."""
+    """Average over the exact, fractional area of each output pixel, by differences of the cumulative sum.
+
+    In blocks along the other axis, because the sums are float64: those of a whole large photograph take gigabytes.
+    """
+    across = 1 - axis
+    blocks = np.split(image, range(_BLOCK, image.shape[across], _BLOCK), across)
+    return np.concatenate([_area_of_block(block.astype(np.float32), length, axis) for block in blocks], across)
+
+
+def _area_of_block(image: Array, length: int, axis: int) -> Array:
     sums = np.concatenate([np.zeros_like(image.take([0], axis), np.float64), image.cumsum(axis, np.float64)], axis)
     edges = np.arange(length + 1) * (image.shape[axis] / length)
     below = np.minimum(edges.astype(np.int64), image.shape[axis] - 1)

@@ -1,21 +1,74 @@
-"""Hold out part of a split: stratified, seeded, and saved to a file so that it stays the same."""
+"""Hold out part of a split. Which images are held out depends on the images alone, never on the seed of a training run.
+
+A source without a validation split is divided by a hash of each image's name, so that every command finds the same images again
+and an added image moves at most one other in its class; so is a training split of which a run holds out a part. `stratified` draws
+at random, with a seed of its own.
+"""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import logging
+import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.types import Array, Split, Subset
+from vitrail.data.types import Array, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
+from vitrail.text import to_bytes
 
 log = logging.getLogger("vitrail.data")
 _ENCODING_ERRORS = "surrogateescape"  # file names that are not valid UTF-8 survive the round trip
+
+BY_NAME = "names"
+"""The rule by which new runs hold out images. `seed-N` is that of older versions, in which the seed N of a run decided."""
+
+
+def check_rule(rule: str, setting: str = "data.split_rule") -> None:
+    """Refuse a rule that does not exist."""
+    if rule != BY_NAME and not re.fullmatch(r"seed-[0-9]+", rule):
+        raise VitrailError(f"{setting} is {rule!r}; it can be {BY_NAME}, or seed-N for a run of an older version with seed N.")
+
+
+def lowest_hashes(split: Split, fraction: float) -> Array:
+    """Return the positions to hold out: of every class, the `fraction` whose names have the lowest hashes.
+
+    At least one image of each class that has two is held out. Label sets and numeric targets are represented in proportion.
+    """
+    if split.task == "classify":
+        groups = _strata(split)
+        counts = [min(max(round(len(members) * fraction), 1), len(members) - 1) for _, members in groups]
+    else:
+        total = min(max(round(len(split) * fraction), 1), len(split) - 1)
+        groups = _strata(split, bins=min(10, max(1, total)))
+        ends = np.cumsum([0, *(len(members) for _, members in groups)]) * total  # rounded together, so that the sum is exact
+        counts = np.diff((2 * ends + len(split)) // (2 * max(1, len(split)))).tolist()
+    chosen = [_by_hash(split, members)[:count] for (_, members), count in zip(groups, counts, strict=True)]
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+
+
+def name_hash(split: Split, index: int) -> int:
+    """Hash an image's class and file name, which are the same in a folder, a table and a packed copy, wherever they lie."""
+    label = split.classes[split.targets[index]] if split.task == "classify" else ""
+    return _hash(f"{label}/{split.image_name(index).rpartition('/')[2]}")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", _ENCODING_ERRORS), digest_size=8).digest(), "little")
+
+
+def _by_hash(split: Split, members: Array) -> Array:
+    """Sort positions by the hashes of their names; images with the same file name, by their whole name."""
+    keys = np.fromiter((name_hash(split, int(k)) for k in members), np.uint64, len(members))
+    if len(np.unique(keys)) == len(keys):
+        return members[np.argsort(keys)]
+    whole = np.fromiter((_hash(split.image_name(int(k))) for k in members), np.uint64, len(members))
+    return members[np.lexsort((whole, keys))]
 
 
 def stratified(split: Split, fraction: float, *, seed: int = 0) -> Array:
@@ -28,13 +81,13 @@ def stratified(split: Split, fraction: float, *, seed: int = 0) -> Array:
         count = round(len(members) * fraction)
         if fraction > 0 and len(members) > 1:
             count = min(max(count, 1), len(members) - 1)
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        rng = np.random.default_rng([seed, zlib.crc32(to_bytes(name))])
         chosen.append(rng.permutation(members)[: min(count, len(members) - 1)])
     return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
 
 
-def _strata(split: Split) -> list[tuple[str, Array]]:
-    """Return the groups to stratify by: classes, label sets, or deciles of a numeric target."""
+def _strata(split: Split, bins: int = 10) -> list[tuple[str, Array]]:
+    """Return the groups to stratify by: classes, label sets, or quantiles of a numeric target."""
     if split.task == "classify":
         codes, names = split.targets, split.classes
     elif split.task == "multilabel":
@@ -45,7 +98,7 @@ def _strata(split: Split) -> list[tuple[str, Array]]:
         names = (*("|".join(np.flatnonzero(row).astype(str)) for row in rows), "rare")
     elif split.task == "regress":
         rank = split.targets[:, 0].argsort(kind="stable").argsort(kind="stable")
-        codes, names = rank * 10 // max(1, len(rank)), tuple(map(str, range(10)))
+        codes, names = rank * bins // max(1, len(rank)), tuple(map(str, range(bins)))
     else:
         codes, names = np.zeros(len(split), np.int64), ("all",)
     order = np.argsort(codes, kind="stable")
@@ -54,21 +107,44 @@ def _strata(split: Split) -> list[tuple[str, Array]]:
     return [(name, members) for name, members in groups if len(members)]
 
 
-def hold_out(split: Split, fraction: float, *, seed: int, split_file: Path | None) -> dict[str, Split]:
-    """Divide a split into `train` and `val` as saved in `split_file`. If that does not exist yet, draw and save.
+def hold_out(split: Split, fraction: float, *, rule: str, older_file: Path | None = None) -> dict[str, Split]:
+    """Divide a split into `train` and `val`.
 
-    A published dataset does not change, so it needs no file: the seed alone gives the same split again.
+    Older versions saved their split to `older_file`. It is read for their runs, and no longer written.
     """
     if fraction == 0:
         return {"train": rename(split, "train")}
-    if split_file is not None and split_file.exists():
-        train, val = _read_split_file(split, split_file)
+    if rule != BY_NAME and older_file is not None and older_file.exists():
+        train, val = _read_older_file(split, older_file)
     else:
-        val = stratified(split, fraction, seed=seed)
+        val = _chosen(split, fraction, rule)
         train = np.setdiff1d(np.arange(len(split)), val)
-        if split_file is not None:
-            _write_split_file(split, {"train": train, "val": val}, split_file)
     return {"train": rename(split.subset(train), "train"), "val": rename(split.subset(val), "val")}
+
+
+def _chosen(split: Split, fraction: float, rule: str) -> Array:
+    if rule == BY_NAME:
+        return lowest_hashes(split, fraction)
+    return stratified(split, fraction, seed=int(rule.removeprefix("seed-")))
+
+
+def older_name(rule: str, fraction: float) -> str:
+    """Return the name of the file in which older versions saved a split."""
+    return f"vitrail-split-{rule.replace('-', '')}-val{fraction:g}.csv"
+
+
+def divide(source: Source, train: str, *, holdout: float, holdout_rule: str, fraction: float) -> tuple[Split, Split | None]:
+    """Return the images of a split to train on, and those of it that are held out, if any."""
+    chosen, held_out = source.split(train), None
+    if holdout:
+        check_rule(holdout_rule, "data.holdout_rule")
+        positions = _chosen(chosen, holdout, holdout_rule)
+        held_out = rename(chosen.subset(positions), "holdout")
+        chosen = chosen.subset(np.setdiff1d(np.arange(len(chosen)), positions))
+    if fraction < 1:
+        # Not by hash: of label sets and numbers, `lowest_hashes` of a smaller fraction is no part of that of a larger one.
+        chosen = chosen.subset(stratified(chosen, fraction, seed=0))
+    return chosen, held_out
 
 
 def rename(split: Split, name: str) -> Split:
@@ -108,23 +184,7 @@ def _labels(split: Split, row: int) -> list[str]:
     return [repr(float(value)) for value in split.targets[row]]
 
 
-def _write_split_file(split: Split, parts: dict[str, Array], split_file: Path) -> None:
-    part_of = np.empty(len(split), object)
-    for name, members in parts.items():
-        part_of[members] = name
-    try:
-        with (
-            atomic_file(split_file) as temporary,
-            temporary.open("w", newline="", encoding="utf-8", errors=_ENCODING_ERRORS) as file,
-        ):
-            writer = csv.writer(file)
-            writer.writerow(["path", "split"])
-            writer.writerows((split.image_name(k), part_of[k]) for k in range(len(split)))
-    except (OSError, VitrailError):
-        log.warning("Cannot save the split to %s. The same seed and the same files give the same split.", split_file)
-
-
-def _read_split_file(split: Split, split_file: Path) -> tuple[Array, Array]:
+def _read_older_file(split: Split, split_file: Path) -> tuple[Array, Array]:
     with split_file.open(newline="", encoding="utf-8", errors=_ENCODING_ERRORS) as file:
         rows = {row["path"]: row["split"] for row in csv.DictReader(file)}
     position = {split.image_name(k): k for k in range(len(split))}
@@ -132,11 +192,11 @@ def _read_split_file(split: Split, split_file: Path) -> tuple[Array, Array]:
     if missing:
         raise VitrailError(
             f"{split_file} lists {counted(len(missing), 'image')} that cannot be found, for example {missing[0]}. "
-            "Restore them, or delete this file to draw a new split."
+            "An older version divided the images by this file. Restore them, or delete this file."
         )
     new = len(position) - len(rows)
     if new:
         skipped = counted(new, "image")
-        log.warning("Skipped %s not listed in %s. Delete this file to draw a new split.", skipped, split_file)
+        log.warning("Skipped %s not listed in %s, by which an older version divided the images.", skipped, split_file)
     parts = {part: [position[name] for name, assigned in rows.items() if assigned == part] for part in ("train", "val")}
     return np.sort(np.array(parts["train"], np.int64)), np.sort(np.array(parts["val"], np.int64))

@@ -59,6 +59,11 @@ class Split(ABC):
         """All images as one uint8 array [N, height, width, channels], if they are stored that way, else None."""
         return None
 
+    @property
+    def packed_names(self) -> PackedStrings | None:
+        """What distinguishes the images of this split, without a loop over them, if it is stored that way; else None."""
+        return None
+
     def subset(self, indices: Sequence[int] | Array) -> Split:
         """Return the images at these positions, in this order."""
         return Subset(self, np.asarray(indices, dtype=np.int64))
@@ -102,6 +107,8 @@ class Source:
     """What was recognised, for example the layout of a folder or the columns of a table."""
     skipped: tuple[BadImage, ...] = field(default=())
     """Images skipped while opening with `bad_images="skip"`."""
+    rule: str | None = None
+    """The rule by which `val` was held out of `train`; None if the source has its own splits."""
 
     @property
     def task(self) -> Task:

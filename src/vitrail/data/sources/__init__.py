@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from vitrail.data.classes import align
 from vitrail.data.sources.reference import BadImages, OpenResult, Request, parse_reference
+from vitrail.data.split import BY_NAME, check_rule
 from vitrail.data.types import Source
 from vitrail.errors import VitrailError, did_you_mean
 
@@ -29,16 +31,29 @@ def open_source(
     reference: str,
     *,
     classes: tuple[str, ...] | None = None,
-    seed: int = 0,
+    rule: str = BY_NAME,
     ignore_unknown: bool = False,
     bad_images: BadImages = "error",
 ) -> Source:
     """Open `kind:location?option=value`, or a path, with the same class order in all splits.
 
     `classes` are those of a checkpoint; default: the classes of the training split. An unknown class is an error unless
-    `ignore_unknown`; a missing one is a warning. `seed` selects the held-out images if the source has no splits.
+    `ignore_unknown`; a missing one is a warning. `rule` selects the held-out images if the source has no splits.
     `bad_images="skip"` skips rows of a table whose file is missing.
     """
+    kind, location, options = resolve(reference)
+    check_rule(rule)
+    module, function = KINDS[kind].split(":")
+    reader: Callable[[Request], OpenResult] = getattr(importlib.import_module(module), function)
+    opened = reader(Request(reference, kind, location, options, rule, bad_images))
+    splits = align(opened.splits, classes, ignore_unknown=ignore_unknown)
+    source = Source(reference=reference, kind=kind, splits=splits, detail=opened.detail, skipped=opened.skipped, rule=opened.rule)
+    log.info("%s", source.describe())
+    return source
+
+
+def resolve(reference: str) -> tuple[str, str, dict[str, str]]:
+    """Return (kind, location, options) of a reference; the kind of a path is inferred."""
     kind, location, options = parse_reference(reference)
     if kind is None:
         kind = _infer_kind(location)
@@ -47,13 +62,7 @@ def open_source(
             f"{reference!r}: there is no source kind {kind!r}.{did_you_mean(kind, KINDS)} "
             f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name != 'digits')} or a path."
         )
-    module, function = KINDS[kind].split(":")
-    reader: Callable[[Request], OpenResult] = getattr(importlib.import_module(module), function)
-    opened = reader(Request(reference, kind, location, options, seed, bad_images))
-    splits = align(opened.splits, classes, ignore_unknown=ignore_unknown)
-    source = Source(reference=reference, kind=kind, splits=splits, detail=opened.detail, skipped=opened.skipped)
-    log.info("%s", source.describe())
-    return source
+    return kind, location, options
 
 
 def _infer_kind(location: str) -> str:
@@ -61,12 +70,12 @@ def _infer_kind(location: str) -> str:
     path = Path(location).expanduser()
     if location == "digits":
         return "digits"
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - False for a name that is too long, where Path raises
         return "packed" if (path / "packed.json").exists() else "folder"
     suffixes = {".csv": "csv", ".tsv": "csv", ".tar": "wds", ".parquet": "hf"}
     if path.suffix.lower() in suffixes:
         return suffixes[path.suffix.lower()]
-    if path.exists():
+    if os.path.exists(path):  # noqa: PTH110
         raise VitrailError(
             f"{location} is not a table (.csv), a tar (.tar) or a .parquet file. "
             "A data source is one of these, or a folder of images."

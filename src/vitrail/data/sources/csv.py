@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
 from vitrail.data.sources.reference import OpenResult, Request
-from vitrail.data.split import hold_out, rename
+from vitrail.data.split import hold_out, older_name, rename
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
+from vitrail.regular_files import read_bytes
 
 _COLUMNS = {
     "path": ("path", "image", "file", "filename", "file_name", "image_path", "filepath", "image_id"),
@@ -64,13 +66,15 @@ def open_csv(request: Request) -> OpenResult:
         splits: dict[str, Split] = {}
         for name in names:
             splits[name] = drop_unused_classes(rename(images.subset(np.flatnonzero(column == name)), name))
-        detail = f"{task}, with a split column"
+        detail, rule = f"{task}, with a split column", None
     else:
         fraction = request.fraction("val", 0.1)
-        split_file = file.with_name(f"{file.stem}-vitrail-split-seed{request.seed}-val{fraction:g}.csv")
-        splits = hold_out(images, fraction, seed=request.seed, split_file=split_file)
-        detail = f"{task}{f', {fraction:.0%} held out, saved in {split_file.name}' if split_file.exists() else ''}"
-    return OpenResult(splits=splits, detail=detail, skipped=skipped)
+        older_file = file.with_name(f"{file.stem}-{older_name(request.rule, fraction)}")
+        splits = hold_out(images, fraction, rule=request.rule, older_file=older_file)
+        detail, rule = task, None
+        if fraction:
+            detail, rule = f"{task}, {fraction:.0%} held out by {request.rule}", request.rule
+    return OpenResult(splits=splits, detail=detail, skipped=skipped, rule=rule)
 
 
 def _read(file: Path, request: Request) -> Table:
@@ -78,43 +82,53 @@ def _read(file: Path, request: Request) -> Table:
     first = next(rows, None)
     if first is None:
         raise VitrailError(f"{file} is empty. The first line should be path,label or path,label,split.")
+    if not all(map(_is_unicode, first[1])):
+        raise _not_utf8(file, first[0])
     columns, header = _columns(first[1], file, request)
     body = list(rows) if header else [first, *rows]
     if not body:
         raise VitrailError(f"{file} has a header but no rows. Add a row with path and label for each image.")
+    path, labels, split = columns["path"][0], columns["label"], columns["split"]
     for line, cells in body:
+        if not all(map(_is_unicode, cells)) and _is_unicode(cells[min(path, len(cells) - 1)]):
+            raise _not_utf8(file, line)  # a class has another encoding only if it is a part of the path, as `data split` writes it
         if len(cells) != len(first[1]):
             raise VitrailError(
                 f"{file}, line {line}: {counted(len(cells), 'cell')}, but the first line has {len(first[1])}. "
                 'Quote names that contain a comma: "a, b.jpg",cat'
             )
-    path, labels, split = columns["path"][0], columns["label"], columns["split"]
     table = Table(
         lines=[line for line, _ in body],
-        paths=[cells[path].strip() for _, cells in body],
+        paths=[cells[path] for _, cells in body],
         labels=[[cells[k].strip() for k in labels] for _, cells in body],
         splits=[_split(cells[split[0]], line, file) for line, cells in body] if split else [],
         targets=tuple(first[1][k].strip() if header else "label" for k in labels),
     )
-    blank = next((line for line, name in zip(table.lines, table.paths, strict=True) if not name), None)
+    blank = next((line for line, name in zip(table.lines, table.paths, strict=True) if not name.strip()), None)
     if blank:
         raise VitrailError(f"{file}, line {blank}: the path is empty. Add it, or remove the row.")
     return table
 
 
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else True
+
+
+def _not_utf8(file: Path, line: int) -> VitrailError:
+    return VitrailError(f"{file}, line {line} is not UTF-8 text. Save the table as 'CSV UTF-8'.")
+
+
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     try:
-        text = file.read_bytes().decode("utf-8-sig")  # spreadsheets write a byte order mark
+        # Spreadsheets write a byte order mark. Names of files need not be UTF-8; `_read` refuses other text.
+        text = read_bytes(file).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise VitrailError(f"Cannot read the table {file}: {error.strerror}. Check the path.") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise VitrailError(f"{file}, line {line} is not UTF-8 text. Save the table as 'CSV UTF-8'.") from error
     if "\0" in text:
         raise VitrailError(f"{file} contains zero bytes, so it is not a text file. Save it as 'CSV UTF-8'.")
     head = text.partition("\n")[0]
     delimiter = max(",;\t", key=head.count)
-    reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
         for cells in reader:
             if cells and any(map(str.strip, cells)):
@@ -159,15 +173,19 @@ def _missing_files(table: Table, root: Path, file: Path, request: Request) -> tu
     listed: dict[str, set[str]] = {}
     missing = []
     for row, name in enumerate(table.paths):
-        if not _exists(os.path.join(root, name), listed):  # noqa: PTH118 - a million Path objects take seconds
-            slashes = name.replace("\\", "/")
-            if slashes != name and _exists(os.path.join(root, slashes), listed):  # noqa: PTH118
-                table.paths[row] = slashes  # written on Windows
-            else:
-                missing.append(row)
+        stripped = name.strip()
+        for candidate in (name, stripped, stripped.replace("\\", "/")):  # the last was written on Windows
+            if _exists(os.path.join(root, candidate), listed):  # noqa: PTH118 - a million Path objects take seconds
+                table.paths[row] = candidate
+                break
+        else:
+            table.paths[row] = stripped
+            missing.append(row)
     if not missing:
         return ()
     if request.bad_images == "error":
+        if not _is_unicode(table.paths[missing[0]]):
+            raise _not_utf8(file, table.lines[missing[0]])
         listing = "\n".join(f"  line {table.lines[row]}: {table.paths[row]}" for row in missing[:5])
         more = f"\n  … and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise VitrailError(

@@ -14,7 +14,7 @@ from vitrail.errors import VitrailError
 
 
 def open_digits(request: Request) -> OpenResult:
-    """Hold out a fifth of each digit as `val`: always the same images, for any seed, so that results are comparable."""
+    """Hold out a fifth of each digit as `val`: always the same images, so that results are comparable."""
     request.allow_options("classes")
     first, last = _class_range(request)
     from sklearn.datasets import load_digits

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
+from vitrail.regular_files import NotRegular, read_bytes
 
 
 class FileSplit(Split):
@@ -23,16 +24,23 @@ class FileSplit(Split):
     def path(self, index: int) -> str:
         return os.path.join(self.root, self._files[index])  # noqa: PTH118 - creating a Path takes longer than a small read
 
+    @property
+    def packed_names(self) -> PackedStrings:
+        return self._files
+
     def payload(self, index: int) -> Payload:
         path = self.path(index)
         try:
-            with open(path, "rb") as file:  # noqa: PTH123
-                return file.read()
-        except OSError as error:
+            return read_bytes(path)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             raise BadImage(path, _read_error(path, error)) from error
 
 
-def _read_error(path: str, error: OSError) -> str:
+def _read_error(path: str, error: OSError | ValueError) -> str:
+    if isinstance(error, NotRegular):
+        return str(error.strerror)
+    if isinstance(error, ValueError):
+        return f"cannot be read ({error})"
     file = Path(path)
     if file.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
         kind = "a circular link" if error.errno == errno.ELOOP else "a broken link"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import NoReturn
@@ -13,7 +14,8 @@ from vitrail.data.classes import split_name
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.layout import ACCEPTED, images_in, images_under, subfolders, tree
 from vitrail.data.sources.reference import OpenResult, Request
-from vitrail.data.split import hold_out
+from vitrail.data.split import hold_out, older_name
+from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError, counted
 
 log = logging.getLogger("vitrail.data")
@@ -28,11 +30,17 @@ def open_folder(request: Request) -> OpenResult:
     if request.options.get("labels", "folder") not in ("folder", "none"):
         raise VitrailError(f"labels={request.options['labels']} in {request.reference}: write labels=none, or remove it.")
     parts = _split_folders(root)
+    special: list[BadImage] = []
     if request.options.get("labels") == "none":
-        return _unlabelled(root, parts)
-    if parts:
-        return _split_layout(root, parts, request)
-    return _single_layout(root, request)
+        opened = _unlabelled(root, parts, special)
+    elif parts:
+        opened = _split_layout(root, parts, request, special)
+    else:
+        opened = _single_layout(root, request, special)
+    if special:
+        files = counted(len(special), "file that is not a regular file", "files that are not regular files")
+        log.warning("%s: skipped %s, for example %s (%s).", root, files, special[0].name, special[0].reason)
+    return replace(opened, skipped=tuple(special))
 
 
 def _split_folders(root: Path) -> dict[str, str]:
@@ -46,9 +54,12 @@ def _split_folders(root: Path) -> dict[str, str]:
     return {name: parts[name] for name in ("train", "val", "test") if name in parts}
 
 
-def _unlabelled(root: Path, parts: dict[str, str]) -> OpenResult:
+def _unlabelled(root: Path, parts: dict[str, str], special: list[BadImage]) -> OpenResult:
     folders = parts or {"train": ""}
-    found = {name: [f"{folder}/{file}".lstrip("/") for file in images_under(root / folder)] for name, folder in folders.items()}
+    found = {
+        name: [f"{folder}/{file}".lstrip("/") for file in images_under(root / folder, special=special)]
+        for name, folder in folders.items()
+    }
     splits = {
         name: FileSplit(name, "unlabelled", root, files, np.empty((len(files), 0), np.float32), ()) for name, files in found.items()
     }
@@ -57,11 +68,11 @@ def _unlabelled(root: Path, parts: dict[str, str]) -> OpenResult:
     return OpenResult(splits=dict(splits), detail="images without labels")
 
 
-def _split_layout(root: Path, parts: dict[str, str], request: Request) -> OpenResult:
+def _split_layout(root: Path, parts: dict[str, str], request: Request, special: list[BadImage]) -> OpenResult:
     others = [folder for folder in subfolders(root) if folder not in parts.values()]
     if others:
         log.warning("%s: using only %s; ignored folders: %s.", root, ", ".join(parts.values()), ", ".join(others[:8]))
-    splits = {name: _class_folders(root, folder, name) for name, folder in parts.items()}
+    splits = {name: _class_folders(root, folder, name, special) for name, folder in parts.items()}
     if request.fraction("val", 0) and list(splits) == ["train"]:
         return _with_hold_out(splits["train"], root, request, "training folder")
     if request.fraction("val", 0):
@@ -69,7 +80,7 @@ def _split_layout(root: Path, parts: dict[str, str], request: Request) -> OpenRe
     return OpenResult(splits=dict(splits), detail="split folders")
 
 
-def _single_layout(root: Path, request: Request) -> OpenResult:
+def _single_layout(root: Path, request: Request, special: list[BadImage]) -> OpenResult:
     inner = subfolders(root)
     if not inner:
         loose = images_in(root)
@@ -77,7 +88,7 @@ def _single_layout(root: Path, request: Request) -> OpenResult:
             _layout_error(root, f"it contains {counted(len(loose), 'image')} but no class folders", labels=True)
         _layout_error(root, "it contains no images")
     _check_nesting(root, inner)
-    return _with_hold_out(_class_folders(root, "", "train"), root, request, "one folder of classes")
+    return _with_hold_out(_class_folders(root, "", "train", special), root, request, "one folder of classes")
 
 
 def _check_nesting(root: Path, inner: list[str]) -> None:
@@ -95,18 +106,17 @@ def _check_nesting(root: Path, inner: list[str]) -> None:
 
 def _with_hold_out(split: FileSplit, root: Path, request: Request, what: str) -> OpenResult:
     fraction = request.fraction("val", 0.1)
-    split_file = root / f"vitrail-split-seed{request.seed}-val{fraction:g}.csv"
-    splits = hold_out(split, fraction, seed=request.seed, split_file=split_file)
-    saved = f", {fraction:.0%} held out, saved in {split_file.name}" if fraction and split_file.exists() else ""
-    return OpenResult(splits=splits, detail=what + saved)
+    splits = hold_out(split, fraction, rule=request.rule, older_file=root / older_name(request.rule, fraction))
+    detail = f"{what}, {fraction:.0%} held out by {request.rule}" if fraction else what
+    return OpenResult(splits=splits, detail=detail, rule=request.rule if fraction else None)
 
 
-def _class_folders(root: Path, folder: str, name: str) -> FileSplit:
+def _class_folders(root: Path, folder: str, name: str, special: list[BadImage]) -> FileSplit:
     """Read class folders. Images may be at any depth below them."""
     top = root / folder
     classes = tuple(subfolders(top))
     prefix = f"{folder}/" if folder else ""
-    files = [[f"{prefix}{label}/{file}" for file in images_under(top / label)] for label in classes]
+    files = [[f"{prefix}{label}/{file}" for file in images_under(top / label, special=special)] for label in classes]
     loose = images_in(top)
     if not any(files):
         what = (

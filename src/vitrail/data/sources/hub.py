@@ -14,6 +14,7 @@ from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.split import hold_out
 from vitrail.data.types import Array, BadImage, Payload, Split, Task
 from vitrail.errors import VitrailError
+from vitrail.regular_files import read_bytes
 
 _LABELS = ("label", "labels", "fine_label", "class", "target", "category")
 
@@ -33,7 +34,7 @@ class HubSplit(Split):
         content = value.get("bytes") if isinstance(value, dict) else value
         if content is None and isinstance(value, dict) and value.get("path"):
             try:
-                return Path(value["path"]).read_bytes()
+                return read_bytes(value["path"])
             except OSError as error:
                 raise BadImage(value["path"], f"cannot be read ({error.strerror})") from error
         if not isinstance(content, bytes):
@@ -54,11 +55,12 @@ def open_hub(request: Request) -> OpenResult:
     for hub_name, table in loaded.items():
         name = split_name(hub_name) or hub_name
         splits[name] = _split(datasets, name, table, image, label, request)
+    rule = None
     if request.fraction("val", 0):
         if list(splits) != ["train"]:
             raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {', '.join(splits)}.")
-        splits = hold_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, split_file=None)
-    return OpenResult(splits=splits, detail=f"{request.location}, columns {image} and {label or 'no label'}")
+        splits, rule = hold_out(splits["train"], request.fraction("val", 0.1), rule=request.rule), request.rule
+    return OpenResult(splits=splits, detail=f"{request.location}, columns {image} and {label or 'no label'}", rule=rule)
 
 
 def _load(datasets: Any, request: Request) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from vitrail.data.classes import natural_sort
 from vitrail.data.decode import SUFFIXES
+from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError, counted
+from vitrail.regular_files import special_kind
 
 ACCEPTED = """\
   1. split folders            2. class folders only           3. a table, as csv:FILE
@@ -32,8 +34,18 @@ def images_in(folder: Path) -> list[str]:
     return [entry.name for entry in _entries(folder) if is_image(entry.name) and not _is_folder(entry)]
 
 
-def images_under(folder: Path, prefix: str = "", parents: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
-    """Yield the paths of all images below a folder, relative to it. Links are followed, except to a parent folder."""
+def images_under(
+    folder: Path,
+    prefix: str = "",
+    parents: frozenset[tuple[int, int]] = frozenset(),
+    *,
+    special: list[BadImage] | None = None,
+) -> Iterator[str]:
+    """Yield the paths of all images below a folder, relative to it. Links are followed, except to a parent folder.
+
+    FIFOs, sockets, devices and links to them are added to `special` instead. Without it they are yielded, and reading them
+    raises `BadImage`.
+    """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
     if here in parents:
@@ -41,9 +53,28 @@ def images_under(folder: Path, prefix: str = "", parents: frozenset[tuple[int, i
     for entry in _entries(folder):
         if _is_folder(entry):
             if entry.name[0] != ".":
-                yield from images_under(Path(entry.path), f"{prefix}{entry.name}/", parents | {here})
+                yield from images_under(Path(entry.path), f"{prefix}{entry.name}/", parents | {here}, special=special)
         elif is_image(entry.name):
+            kind = _special_kind(entry) if special is not None else None
+            if special is not None and kind is not None:
+                special.append(BadImage(entry.path, f"{kind}, not a regular file"))
+            else:
+                yield prefix + entry.name
+
+
+def stray_files(folder: Path, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of files below a folder that are not images and so are not used. Hidden files do not count."""
+    for entry in _entries(folder):
+        if entry.name[0] == "." or entry.name in _SYSTEM_FILES:
+            continue
+        if _is_folder(entry):
+            if not entry.is_symlink():  # it could lead to a parent folder
+                yield from stray_files(Path(entry.path), f"{prefix}{entry.name}/")
+        elif not is_image(entry.name):
             yield prefix + entry.name
+
+
+_SYSTEM_FILES = ("Thumbs.db", "desktop.ini")  # written by Windows
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -59,6 +90,15 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a circular link; the error is raised when it is read
         return False
+
+
+def _special_kind(entry: os.DirEntry[str]) -> str | None:
+    try:
+        if entry.is_file():  # known from the listing, without another system call
+            return None
+    except OSError:
+        return None
+    return special_kind(entry.path)
 
 
 def tree(folder: Path, *, depth: int = 3, limit: int = 6, indent: str = "  ") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ class Request:
     kind: str
     location: str
     options: dict[str, str]
-    seed: int = 0
+    rule: str = "names"
+    """How images are held out if the source has no validation split; see `split.hold_out`."""
     bad_images: BadImages = "error"
 
     def allow_options(self, *names: str) -> None:
@@ -57,12 +59,14 @@ class OpenResult:
     splits: dict[str, Split]
     detail: str = ""
     skipped: tuple[BadImage, ...] = field(default=())
+    rule: str | None = None
+    """The rule by which images were held out; None if the source has its own splits."""
 
 
 def parse_reference(reference: str) -> tuple[str | None, str, dict[str, str]]:
     """Return (kind or None, location, options). A single letter before the colon is a Windows drive, not a kind."""
     reference = reference.strip()  # shell scripts often leave trailing blanks
-    if Path(reference).exists():
+    if os.path.exists(reference):  # noqa: PTH110 - False for a name that is too long, where Path raises
         return None, reference, {}
     location, mark, tail = reference.rpartition("?")
     options: dict[str, str] = {}

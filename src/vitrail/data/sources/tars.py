@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import re
 import tarfile
 from collections.abc import Iterator
@@ -28,8 +29,12 @@ from vitrail.data.sources.reference import CACHE, OpenResult, Request
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
+from vitrail.regular_files import read_bytes
 
 _INDEX_VERSION = 1
+_MAX_TARS = 1_000_000
+_MAX_LABEL = 1 << 24
+log = logging.getLogger("vitrail.data")
 
 
 class TarSplit(Split):
@@ -44,6 +49,10 @@ class TarSplit(Split):
     def image_name(self, index: int) -> str:
         tar = self._tars[int(self._spans[index, 0])]
         return f"{tar.rpartition('/')[2]}/{self._keys[index]}"
+
+    @property
+    def packed_names(self) -> PackedStrings:
+        return self._keys
 
     def payload(self, index: int) -> Payload:
         number, offset, size = (int(value) for value in self._spans[index])
@@ -73,6 +82,7 @@ def open_tars(request: Request) -> OpenResult:
 def _expand(pattern: str) -> list[str]:
     """Return all tars of a pattern with {000..146}, {train,val} and, for local files, *."""
     found = []
+    _check_count(pattern)
     for word in _braces(pattern):
         if _is_remote(word):
             found.append(word)
@@ -87,6 +97,22 @@ def _expand(pattern: str) -> list[str]:
     return found
 
 
+def _check_count(pattern: str) -> None:
+    """Refuse a pattern of too many names before any is made."""
+    count = 1
+    for inner in re.findall(r"\{([^{}]*)\}", pattern):
+        span = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
+        if span and max(len(span[1]), len(span[2])) > 18:
+            count = _MAX_TARS + 1
+        else:
+            count *= max(1, int(span[2]) - int(span[1]) + 1) if span else inner.count(",") + 1
+        if count > _MAX_TARS:
+            raise VitrailError(
+                f"wds:{pattern}: the braces stand for more than {_MAX_TARS:,} names, the most that are accepted. "
+                "Check the numbers in braces, or give the tars of one folder as wds:DIR/*.tar."
+            )
+
+
 def _braces(pattern: str) -> list[str]:
     inner = re.search(r"\{([^{}]*)\}", pattern)
     if inner is None:
@@ -95,7 +121,7 @@ def _braces(pattern: str) -> list[str]:
     words = inner[1].split(",")
     if span:
         first, last, width = int(span[1]), int(span[2]), len(span[1])
-        if last < first or last - first > 1_000_000:
+        if last < first:
             raise VitrailError(f"{inner[0]} in {pattern!r}: the second number must be the larger one.")
         words = [f"{number:0{width}d}" for number in range(first, last + 1)]
     heads = (pattern[: inner.start()] + word + pattern[inner.end() :] for word in words)
@@ -144,9 +170,9 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
         return numbers, targets
     file = Path(request.options["classes"]).expanduser()
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_bytes(file).decode("utf-8-sig")
         names = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise VitrailError(f"Cannot read the class names from {file}: {error}. Expected one name per line.") from error
     wrong = [number for number in numbers if not number.isdigit() or int(number) >= len(names)]
     if wrong:
@@ -160,9 +186,9 @@ def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dic
     """Return {keys, labels, spans} of one tar, from the cache if the tar has not changed."""
     digest = hashlib.sha256(repr((_INDEX_VERSION, tar, _state(tar), members)).encode()).hexdigest()[:32]
     file = cache / f"{digest}.json"
-    if file.exists():
-        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {**stored, "spans": np.array(stored["spans"], np.int64).reshape(-1, 2)}
+    stored = _stored_index(file)
+    if stored is not None:
+        return stored
     keys, labels, spans = [], [], []
     for key, parts in _samples(tar, members[1]).items():
         image = _image_part(parts, members[0])
@@ -175,6 +201,18 @@ def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dic
     return {"keys": keys, "labels": labels, "spans": np.array(spans, np.int64).reshape(-1, 2)}
 
 
+def _stored_index(file: Path) -> dict[str, Any] | None:
+    """Return the index in the cache; None if there is none, or if it is not complete."""
+    try:
+        stored = json.loads(read_bytes(file))
+        keys, labels, spans = stored["keys"], stored["labels"], np.array(stored["spans"], np.int64).reshape(-1, 2)
+        sound = all(isinstance(key, str) for key in keys) and all(label is None or isinstance(label, str) for label in labels)
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    sound = sound and len(keys) == len(labels) == len(spans) and bool((spans >= 0).all())
+    return {"keys": keys, "labels": labels, "spans": spans} if sound else None
+
+
 Part = tuple[int, int, bytes]
 """Offset and size of a tar member and, for a label, its content."""
 
@@ -182,19 +220,29 @@ Part = tuple[int, int, bytes]
 def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
     extension = (label or "cls").partition(".")[0]
     samples: dict[str, dict[str, Part]] = {}
+    special: list[str] = []
     try:
         with _opened(tar) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 folder, _, base = member.name.rpartition("/")
                 stem, dot, ending = base.partition(".")
+                if not member.isfile() and not member.isdir():
+                    special.append(member.name)
                 if not member.isfile() or not dot or not stem:
                     continue
                 text = b""
                 if ending in (extension, "json"):
+                    if member.size > _MAX_LABEL:
+                        raise tarfile.ReadError(f"the label {member.name} has {member.size:,} bytes")
                     text = archive.extractfile(member).read()  # type: ignore[union-attr]
                 key = f"{folder}/{stem}" if folder else stem
                 samples.setdefault(key, {})[ending.lower()] = (member.offset_data, member.size, text)
-    except tarfile.ReadError as error:
+            file.seek(archive.offset)
+            if file.read(512) != bytes(512):  # tarfile ends silently at a wrong header, or where a copy stopped
+                raise tarfile.ReadError(f"it has no end block after byte {archive.offset:,}")
+    except VitrailError:
+        raise
+    except Exception as error:  # a corrupted header raises nearly anything: ValueError, OverflowError, KeyError, …
         compressed = tar.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))
         advice = (
             "Compressed tars have no random access: decompress it to a plain .tar."
@@ -202,6 +250,9 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
             else "It may be truncated: copy it again."
         )
         raise VitrailError(f"{tar} cannot be read as a tar: {error}. {advice}") from error
+    if special:
+        members = counted(len(special), "member that is not a regular file", "members that are not regular files")
+        log.warning("%s: skipped %s, for example %s.", tar, members, special[0])
     return samples
 
 
@@ -222,7 +273,7 @@ def _label(parts: dict[str, Part], member: str | None, where: str) -> str | None
         return text
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise VitrailError(
             f"{where}.json is not JSON: {error}. Correct it, or choose another label with ?label=EXTENSION."
         ) from error

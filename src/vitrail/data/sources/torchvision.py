@@ -57,11 +57,13 @@ def open_torchvision(request: Request) -> OpenResult:
     splits: dict[str, Split] = {
         split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in DATASETS[name].items()
     }
+    rule = None
     if DATASETS[name] is _NO_SPLITS:
-        splits = hold_out(splits["train"], request.fraction("val", 0.1), seed=request.seed, split_file=None)
+        fraction = request.fraction("val", 0.1)
+        splits, rule = hold_out(splits["train"], fraction, rule=request.rule), request.rule if fraction else None
     elif request.fraction("val", 0):
         raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has the splits {', '.join(splits)}.")
-    return OpenResult(splits=splits, detail=f"{name} in {root}")
+    return OpenResult(splits=splits, detail=f"{name} in {root}", rule=rule)
 
 
 def _dataset(name: str, root: Path, arguments: dict[str, Any], request: Request) -> Any:

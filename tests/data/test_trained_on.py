@@ -1,0 +1,137 @@
+"""What a model was trained on is recorded, and found again among the images that it is evaluated on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.image_files import encoded, folder_of, picture
+from vitrail.data import open_source
+from vitrail.data.sources.files import FileSplit
+from vitrail.data.trained_on import Overlap, TrainedOn, evaluation_split, names_digest, open_for, overlap, record, records_in
+from vitrail.errors import VitrailError
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder_of(tmp_path / "photos", {"cat": 20, "dog": 20})
+    return tmp_path / "photos"
+
+
+def trained(reference: str, rule: str = "names", **chosen: Any) -> TrainedOn:
+    source = open_source(reference, rule=rule)
+    known = TrainedOn(source=reference, images=0, **chosen)
+    return record(source, known.divide(source)[0], train="train", **chosen)
+
+
+def compare(known: TrainedOn, reference: str, split: str | None = None) -> Overlap:
+    source = open_for([known], reference)
+    return overlap([known], source, evaluation_split(source, split))
+
+
+def test_the_own_hold_out_was_not_trained_on(photos: Path) -> None:
+    known = trained(f"folder:{photos}")
+    assert compare(known, f"folder:{photos}") == Overlap(0, True)
+    assert compare(known, str(photos)) == Overlap(0, True)
+    found = compare(known, f"folder:{photos}", "train")
+    assert found.images == 36 and found.exact
+    assert found.notes[0].startswith("trained on: all of these 36 images were among the training images of this model")
+
+
+def test_another_name_of_the_same_folder(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = trained(f"folder:{photos}")
+    (photos.parent / "link").symlink_to(photos)
+    monkeypatch.chdir(photos.parent)
+    for reference in ("photos", "folder:link", "folder:./photos/../photos"):
+        assert compare(known, reference) == Overlap(0, True)
+        assert compare(known, reference, "train").images == 36
+
+
+def test_another_fraction_of_the_same_folder(photos: Path) -> None:
+    known = trained(f"folder:{photos}")
+    found = compare(known, f"folder:{photos}?val=0.5")
+    assert (found.images, found.exact) == (16, True)  # the tenth that was held out is part of the half
+    assert "16 of these 20 images" in found.notes[0]
+    assert compare(known, f"folder:{photos}?val=0").images == 36
+
+
+def test_a_table_of_the_same_files(photos: Path) -> None:
+    known, val = trained(f"folder:{photos}"), open_source(f"folder:{photos}").splits["val"]
+    held_out = [val.image_name(k) for k in range(len(val))]
+    for names, expected in (
+        (held_out, 0),
+        (["cat/0.png", "dog/0.png", *held_out], 2 - len({"cat/0.png", "dog/0.png"} & {*held_out})),
+    ):
+        rows = [f"{photos / name},{name[:3]},test" for name in dict.fromkeys(names)]
+        (photos.parent / "table.csv").write_text("\n".join(["path,label,split", *rows]))
+        assert compare(known, f"csv:{photos.parent / 'table.csv'}").images == expected
+
+
+def test_a_copy_elsewhere_is_found_by_content(photos: Path) -> None:
+    known = trained(f"folder:{photos}")
+    copy = photos.parent / "copy"
+    shutil.copytree(photos, copy / "train")
+    found = compare(known, f"folder:{copy}")
+    assert (found.images, found.exact) == (36, False)  # all that were recorded, of which there are up to 64
+    assert "36 of 36 training images that were looked for" in found.notes[0]
+    for k in range(20):
+        for name in ("cat", "dog"):  # other images under the same names
+            (copy / "train" / name / f"{k}.png").write_bytes(encoded(picture(1000 + k)))
+    assert compare(known, f"folder:{copy}") == Overlap(0, False)
+
+
+def test_a_changed_folder_is_noticed(photos: Path) -> None:
+    known = trained(f"folder:{photos}")
+    folder_of(photos, {"cat": 60})
+    notes = compare(known, f"folder:{photos}").notes
+    assert any("has changed since training, which had 36 images of it" in note for note in notes)
+
+
+def test_what_the_run_held_out_itself_is_a_split(photos: Path) -> None:
+    folder_of(photos.parent / "whole", {"train/cat": 20, "train/dog": 20})
+    reference = f"folder:{photos.parent / 'whole'}"
+    known = trained(reference, holdout=0.25, holdout_rule="seed-3", fraction=0.5)
+    source = open_for([known], reference)
+    assert evaluation_split(source, None).name == "holdout" and len(source.splits["holdout"]) == 10
+    assert compare(known, reference) == Overlap(0, True)
+    assert compare(known, reference, "train").images == known.images == 16
+    older = known.to_dict()
+    assert older.pop("holdout_rule") == "seed-3"
+    assert TrainedOn.from_dict({**older, "holdout_seed": 3}) == known  # as the version before wrote it
+
+
+def test_older_runs_are_divided_by_their_seed(photos: Path) -> None:
+    run = photos.parent / "run"
+    run.mkdir()
+    recipe = {"seed": 5, "data": {"source": f"folder:{photos}", "train": "train", "holdout": 0.0, "fraction": 1.0}}
+    (run / "config.json").write_text(json.dumps({"format": 2, "recipe": recipe, "resolved": {"images": 36}}))
+    (known,) = records_in({}, str(run / "model"))
+    assert (known.rule, known.images) == ("seed-5", 36) and records_in({}, str(run)) == (known,)
+    older = open_source(f"folder:{photos}", rule="seed-5").splits["val"]
+    found = evaluation_split(open_for([known], f"folder:{photos}"), None)
+    assert [found.image_name(k) for k in range(4)] == [older.image_name(k) for k in range(4)]
+    assert [found.image_name(k) for k in range(4)] != [open_source(str(photos)).splits["val"].image_name(k) for k in range(4)]
+    assert compare(known, f"folder:{photos}") == Overlap(0, True)
+    assert records_in({"trained_on": []}, str(run)) == () and records_in({}, str(photos)) == ()
+
+
+def test_a_record_is_small_and_survives_json(photos: Path) -> None:
+    known = trained(f"folder:{photos}")
+    text = json.dumps(known.to_dict())
+    assert TrainedOn.from_dict(json.loads(text)) == known
+    assert str(photos) not in json.dumps({**known.to_dict(), "source": ""})  # a published model does not tell where its data was
+    many = FileSplit("train", "classify", photos, [f"{k}.png" for k in range(3000)], np.zeros(3000, np.int64), ("a",))
+    assert names_digest(many) == names_digest(many.subset(np.arange(3000))) != names_digest(many.subset(np.arange(1, 3000)))
+
+
+@pytest.mark.parametrize("change", [{"images": "36"}, {"sample": "xyz"}, {"fraction": None}, {"source": 3}])
+def test_a_damaged_record_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(VitrailError, match="record of what this checkpoint was trained on is corrupted"):
+        records_in({"trained_on": [{"source": "digits", "images": 36, **change}]}, "run")
+    with pytest.raises(VitrailError, match="corrupted"):
+        records_in({"trained_on": [5]}, "run")

@@ -30,7 +30,7 @@ def main() -> None:
     start = time.perf_counter()
     classifier = fit_ridge(x, y, CLASSES)
     fit_seconds = time.perf_counter() - start
-    accuracy = float((classifier.predict(x_test) == y).double().mean())
+    accuracy = classifier.accuracy(x_test, y)
     row = {
         "images": IMAGES,
         "features": FEATURES,

@@ -23,6 +23,7 @@ from sklearn import metrics as sk
 from tests.evaluate.conftest import CLASSES, tiny_model, write_images
 from vitrail.checkpoints import Bundle, load, save
 from vitrail.data import open_source, preset
+from vitrail.data.sources.files import FileSplit
 from vitrail.errors import VitrailError
 from vitrail.evaluate import EvalContext, EvalResult, evaluate
 from vitrail.evaluate.real_labels import read_real, real_hits
@@ -51,7 +52,7 @@ def test_batch_size_and_workers_do_not_change_results(bundle: Bundle, photos: Pa
     other = evaluate(bundle, f"folder:{photos}", context=EvalContext(batch=batch, workers=workers))
     assert plain.predictions is not None and other.predictions is not None
     assert (plain.predictions.indices == other.predictions.indices).all() and (
-        plain.predictions.top_classes == other.predictions.top_classes
+        plain.predictions.predicted == other.predictions.predicted
     ).all()
     assert other.images == other.total == 36
     assert plain.metrics == pytest.approx(other.metrics, abs=1e-6)
@@ -232,6 +233,26 @@ def test_the_published_file_uses_image_numbers_and_sorted_wordnet_ids(tmp_path: 
     (tmp_path / "real.json").write_text("[[0]]")
     with pytest.raises(VitrailError, match="lists 1 image of ImageNet's validation set"):
         read_real(tmp_path / "real.json", split, wordnet)
+
+
+@pytest.mark.parametrize(
+    ("classes", "fits"),
+    [
+        (("bee", "cat", "dog"), False),  # the alphabetical order of words is not ImageNet's
+        (("goldfish", "great white shark", "tench"), False),
+        (("tench, Tinca tinca", "goldfish, Carassius auratus", "great_white_shark"), True),
+        (("0", "1", "2"), True),
+    ],
+)
+def test_the_published_file_refuses_words_in_another_order(classes: tuple[str, ...], fits: bool, tmp_path: Path) -> None:
+    files = ["ILSVRC2012_val_00000001.JPEG"]
+    split = FileSplit("val", "classify", tmp_path, files, np.zeros(1, np.int64), classes)
+    (tmp_path / "real.json").write_text("[[2]]")
+    if fits:
+        assert read_real(tmp_path / "real.json", split, classes) == [{2}]
+    else:
+        with pytest.raises(VitrailError, match="order of their WordNet IDs"):
+            read_real(tmp_path / "real.json", split, classes)
 
 
 def test_the_report_page_is_self_contained(bundle: Bundle, photos: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
 from vitrail.evaluate import FeatureSpec, ProbeSpec, probe
-from vitrail.evaluate.probes import choose, fit_logistic, knn
+from vitrail.evaluate.probes import _accuracies, choose, fit_logistic, knn
 
 
 def problem(images: int = 300, features: int = 12, classes: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,8 +40,17 @@ def test_knn_equals_scikit_learn() -> None:
     test, _ = problem(seed=1)
     weights = lambda distance: np.exp(-distance / 0.07)  # noqa: E731
     theirs = KNeighborsClassifier(15, metric="cosine", algorithm="brute", weights=weights).fit(x.numpy(), y.numpy())
-    assert (knn(x, y, test, 4, 15, 0.07).numpy() == theirs.predict(test.numpy())).mean() > 0.99
-    assert torch.equal(knn(x, y, x, 4, 1, 0.07), y)
+    assert (knn(x, y, test, 4, 15, 0.07).argmax(1).numpy() == theirs.predict(test.numpy())).mean() > 0.99
+    assert torch.equal(knn(x, y, x, 4, 1, 0.07).argmax(1), y)
+
+
+@pytest.mark.parametrize("spec", [ProbeSpec(method="knn"), ProbeSpec()], ids=["knn", "logistic"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_equal_scores_are_misses_in_any_order_of_classes(spec: ProbeSpec, order: tuple[int, int]) -> None:
+    y = torch.tensor(order)
+    x = torch.ones(2, 3)  # equal features, so equal scores
+    candidates = (2.0,) if spec.method == "knn" else (1e-2,)
+    assert [score for score, _ in _accuracies(x, y, x, y, 2, spec, candidates)] == [0.0]
 
 
 def test_the_best_held_out_candidate_is_chosen() -> None:

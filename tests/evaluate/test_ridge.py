@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -72,11 +73,19 @@ def test_a_constant_feature_and_an_unseen_class_are_harmless() -> None:
     assert np.abs(found - by_least_squares(x, y, test, 6)).max() < 1e-6
 
 
-def test_predictions_are_the_largest_scores() -> None:
+def test_a_prediction_is_the_largest_score() -> None:
     x, y, test = problem(400, 16, 5)
     fitted = fit_ridge(x, y, 5)
     many = np.concatenate([test] * 250)  # more rows than one chunk
-    assert torch.equal(fitted.predict(many), fitted.scores(many).argmax(1))
+    targets = np.arange(len(many)) % 5
+    assert fitted.accuracy(many, targets) == float((fitted.scores(many).argmax(1).numpy() == targets).mean())
+
+
+def test_equal_scores_are_misses() -> None:
+    x, y, test = problem(40, 6, 4)
+    fitted = fit_ridge(x, y, 4)
+    constant = dataclasses.replace(fitted, weights=torch.zeros_like(fitted.weights))
+    assert [constant.accuracy(test, np.full(len(test), k)) for k in range(4)] == [0.0] * 4
 
 
 def test_bad_input_gives_clear_messages() -> None:

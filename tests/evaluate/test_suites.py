@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 from PIL import Image
 
 from vitrail.errors import VitrailError
-from vitrail.evaluate import suite_sources
-from vitrail.evaluate.suite_layouts import CLEVR_BINS, KITTI_BINS, bin_of
+from vitrail.evaluate import suite_run, suite_sources
+from vitrail.evaluate.suite_layouts import CLEVR_BINS, KITTI_BINS, MissingData, bin_of
 from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, TaskScore, find_tasks, recipe_for, run_task, write_results
-from vitrail.evaluate.suite_sources import MissingData, TaskData, open_task
+from vitrail.evaluate.suite_sources import TaskData, open_task
 from vitrail.evaluate.suites import SUITES, TRANSFER, VTAB, SuiteTask, tasks_of
 
 Array = npt.NDArray[Any]
@@ -104,6 +105,12 @@ def kitti(task: SuiteTask, root: Path) -> None:
         kind, depth = ("Car", "Van", "Truck", "Pedestrian")[number % 4], 4.0 + number
         rows = [f"{kind} 0.0 0 0.0 1 2 3 4 1 1 1 0.5 1.5 {depth} 0.1", "DontCare -1 -1 -10 1 2 3 4 -1 -1 -1 -1000 -1000 -1000 -10"]
         (base / "label_2" / f"{number:06d}.txt").write_text("\n".join(rows) + "\n")
+    mapping = root / task.name / "devkit_object" / "mapping"
+    mapping.mkdir(parents=True)
+    order = np.random.default_rng(0).permutation(60)
+    lines = [f"2011_09_26 2011_09_26_drive_{k // 3:04d}_sync {k:010d}" for k in range(60)]  # 20 drives of 3 frames
+    (mapping / "train_mapping.txt").write_text("\n".join(lines) + "\n")
+    (mapping / "train_rand.txt").write_text(",".join(str(k + 1) for k in order))
 
 
 def dsprites(task: SuiteTask, root: Path) -> None:
@@ -192,6 +199,21 @@ def test_the_task_table_is_that_of_vtab() -> None:
         "smallnorb_azimuth",
     }
     assert [task.title for task in TRANSFER] == ["ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers102"]
+
+
+def test_no_drive_of_kitti_is_in_two_splits(tmp_path: Path) -> None:
+    task = TASKS["kitti_distance"]
+    kitti(task, tmp_path)
+    splits = suite_sources.open_layout(task, tmp_path / task.name)
+    assert splits is not None
+    order = np.random.default_rng(0).permutation(60)
+    drives = {
+        name: {int(order[int(Path(split.image_name(k)).stem)]) // 3 for k in range(len(split))} for name, split in splits.items()
+    }
+    assert sorted(len(one) for one in drives.values()) == [2, 2, 16] and len(set.union(*drives.values())) == 20
+    shutil.rmtree(tmp_path / task.name / "devkit_object")
+    with pytest.raises(MissingData, match="is split by video"):
+        open_task(task, tmp_path)
 
 
 def test_labels_of_the_structured_tasks(tmp_path: Path) -> None:
@@ -298,3 +320,21 @@ def test_a_finished_task_is_not_run_again(checkpoint: Path, tmp_path: Path) -> N
     written = (tmp_path / "runs" / "eurosat" / "metrics.jsonl").read_text()
     assert run_task(TASKS["eurosat"], data, str(checkpoint), tmp_path / "runs", settings) == first
     assert (tmp_path / "runs" / "eurosat" / "metrics.jsonl").read_text() == written
+
+
+def test_several_seeds_give_a_mean_and_a_deviation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eurosat(TASKS["eurosat"], tmp_path)
+    data, made = open_task(TASKS["eurosat"], tmp_path), list[tuple[str, int]]()
+
+    def pretend(task: SuiteTask, data: TaskData, checkpoint: str, out: Path, settings: SuiteSettings, callbacks: object) -> int:
+        made.append((out.name, settings.seed))
+        return 3 + settings.seed  # of 8
+
+    monkeypatch.setattr(suite_run, "_run_once", pretend)
+    score = run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings(seeds=3))
+    assert made == [("eurosat", 0), ("eurosat-run2", 1), ("eurosat-run3", 2)]
+    assert score.accuracy == pytest.approx(4 / 8) and score.std == pytest.approx(1 / 8) and score.runs == 3
+    assert score.interval[0] < score.accuracy < score.interval[1]
+    assert run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings()).std is None
+    with pytest.raises(VitrailError, match="seeds is 0"):
+        run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings(seeds=0))

@@ -1,7 +1,7 @@
-"""Compute classification metrics from the top predictions of each image.
+"""Compute classification metrics from a few numbers per image.
 
-Only the top 5 classes per image are stored, not the whole row of probabilities: 50,000 images with 20,000 classes fit into
-a few megabytes, and every metric here can be computed from that.
+Not the whole row of probabilities is stored, but the predicted class and the rank of the true one: 50,000 images with 20,000
+classes fit into a few megabytes, and every metric here can be computed from that.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.evaluate.intervals import Interval, bootstrap, wilson
+from vitrail.evaluate.intervals import Interval, bootstrap, share_interval, wilson
+from vitrail.tasks.ranking import ranked
 
 Array = npt.NDArray[Any]
 TOP_K = 5
@@ -23,40 +24,38 @@ TOP_K = 5
 
 @dataclass(frozen=True)
 class Predictions:
-    """A classifier's top predictions for some images of a split."""
+    """A classifier's predictions for some images of a split. `vitrail.tasks.ranking` says what equal scores count as."""
 
     indices: Array  # int64 [n], positions in the split
     targets: Array  # int64 [n]
-    top_classes: Array  # int32 [n, k], most probable first
-    probabilities: Array  # float32 [n, k], of `top_classes`
-    nll: Array  # float32 [n], −log of the target's probability
+    predicted: Array  # int64 [n]
+    confidence: Array  # float32 [n], probability of `predicted`
+    ranks: Array  # int64 [n], classes ranked before the true one
+    nll: Array  # float32 [n], negative log-likelihood of the label
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @property
-    def predicted(self) -> Array:
-        return np.asarray(self.top_classes[:, 0])
-
-    @property
-    def confidence(self) -> Array:
-        return np.asarray(self.probabilities[:, 0])
-
-    @property
     def correct(self) -> Array:
-        return np.asarray(self.predicted == self.targets)
+        return np.asarray(self.ranks == 0)
 
     @staticmethod
     def from_logits(logits: Tensor, targets: Tensor, indices: Tensor, *, sigmoid: bool = False) -> Predictions:
-        """Take the top classes of a batch of logits [n, classes].
+        """Rank the classes of a batch of logits [n, classes].
 
-        With `sigmoid` (a model trained with a sigmoid loss), each class has an independent probability.
+        With `sigmoid` (a model trained with a sigmoid loss), each class has an independent probability, and the likelihood is
+        that of a yes to the true class and a no to all others: the binary cross-entropy, summed over classes. The probability of
+        the true class alone would be best for a model that says yes to everything.
         """
         logits = logits.float()
-        log_probs = torch.nn.functional.logsigmoid(logits) if sigmoid else logits.log_softmax(1)
-        top = log_probs.topk(min(TOP_K, logits.shape[1]), dim=1)
-        nll = -log_probs.gather(1, targets[:, None])[:, 0]
-        parts = (top.indices.int(), top.values.exp(), nll)
+        ranks, predicted = ranked(logits, targets)
+        if sigmoid:
+            probabilities = logits.sigmoid()
+            nll = F.binary_cross_entropy_with_logits(logits, F.one_hot(targets, logits.shape[1]).float(), reduction="none").sum(1)
+        else:
+            probabilities, nll = logits.softmax(1), F.cross_entropy(logits, targets, reduction="none")
+        parts = (predicted, probabilities.gather(1, predicted[:, None])[:, 0], ranks, nll)
         return Predictions(indices.cpu().numpy(), targets.cpu().numpy(), *(part.cpu().numpy() for part in parts))
 
     @staticmethod
@@ -95,7 +94,8 @@ def per_class(targets: Array, predicted: Array, classes: int, weights: Array | N
 
 
 def top_k_accuracy(predictions: Predictions, k: int) -> float:
-    return float((predictions.top_classes[:, :k] == predictions.targets[:, None]).any(1).mean())
+    """Return the share of images with fewer than `k` classes ranked before the true one."""
+    return float((predictions.ranks < k).mean())
 
 
 def balanced_accuracy(scores: PerClass) -> float:
@@ -172,7 +172,11 @@ def calibration(confidence: Array, correct: Array, *, bins: int = 15, weights: A
 def metrics(
     predictions: Predictions, classes: int, *, resamples: int = 1000, seed: int = 0
 ) -> tuple[dict[str, float], dict[str, Interval]]:
-    """Compute every scalar metric and its 95 % confidence interval."""
+    """Compute every scalar metric and its 95 % confidence interval.
+
+    The calibration error has no interval: it is a mean of absolute gaps, which noise only increases, so that resampled values
+    lie above it.
+    """
     total, targets, predicted = len(predictions), predictions.targets, predictions.predicted
     scores = per_class(targets, predicted, classes)
     values = {"accuracy": float(predictions.correct.mean())}
@@ -186,14 +190,14 @@ def metrics(
     }
     proportions = [name for name in values if name in ("accuracy", "top5_accuracy")]
     intervals: dict[str, Interval] = {name: wilson(round(values[name] * total), total) for name in proportions}
-    statistics: dict[str, Callable[[Array], float]] = {
+    shares: dict[str, Callable[[Array], float]] = {
         "balanced_accuracy": lambda w: balanced_accuracy(per_class(targets, predicted, classes, w)),
         "macro_f1": lambda w: macro_f1(per_class(targets, predicted, classes, w)),
-        "nll": lambda w: float((predictions.nll * w).sum() / total),
-        "ece": lambda w: calibration(predictions.confidence, predictions.correct, weights=w).ece,
     }
-    for name, statistic in statistics.items():
-        intervals[name] = bootstrap(statistic, total, resamples=resamples, seed=seed)
+    for name, statistic in shares.items():
+        intervals[name] = share_interval(values[name], statistic, total, groups=scores.support, resamples=resamples, seed=seed)
+    nll = predictions.nll.astype(np.float64)
+    intervals["nll"] = bootstrap(values["nll"], lambda w: float(nll @ w / total), total, resamples=resamples, seed=seed)
     return values, intervals
 
 

@@ -21,10 +21,14 @@ from vitrail.evaluate.features import FeatureSpec, extract_features
 from vitrail.evaluate.predictor import find_images
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
+from vitrail.npy import read_npz
+from vitrail.regular_files import read_bytes
+from vitrail.text import printable, to_bytes
 
 Array = npt.NDArray[Any]
 Metric = Literal["cosine", "euclidean"]
 _CELL, _GAP, _CAPTION = 128, 8, 30
+_MAX_FILE = 1 << 36
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,12 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
     try:
         if file.suffix == ".parquet":
             return _read_parquet(file)
-        with np.load(file, allow_pickle=False) as content:
-            about = json.loads(str(content["about"]))
-            return Embeddings(content["features"], tuple(content["names"].tolist()), about)
+        content = read_npz(file, _MAX_FILE)
+        about = json.loads(str(content["about"]))
+        features, names = content["features"], content["names"]
+        if names.ndim != 1 or names.dtype.kind != "U" or features.ndim < 1 or len(features) != len(names):
+            raise ValueError("its features and names do not agree")
+        return Embeddings(features, tuple(names.tolist()), about)
     except OSError as error:
         raise VitrailError(f"Cannot read the embeddings {file}: {error.strerror or error}. Check the path.") from error
     except (ValueError, KeyError) as error:
@@ -147,8 +154,16 @@ def _write_parquet(embeddings: Embeddings, path: Path) -> None:
     flat = arrow.array(features.reshape(-1), type=arrow.float32())
     rows = arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(features.shape[1:])))
     about = {**embeddings.about, "shape": list(features.shape[1:])}
-    table = arrow.table({"name": arrow.array(embeddings.names, type=arrow.string()), "features": rows})
+    table = arrow.table({"name": _arrow_names(arrow, embeddings.names), "features": rows})
     arrow.parquet.write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), path)
+
+
+def _arrow_names(arrow: Any, names: Sequence[str]) -> Any:
+    """Return a column of text; of bytes if a name is not valid Unicode."""
+    try:
+        return arrow.array(names, type=arrow.string())
+    except UnicodeEncodeError:
+        return arrow.array([to_bytes(name) for name in names], type=arrow.binary())
 
 
 def _read_parquet(file: Path) -> Embeddings:
@@ -160,7 +175,11 @@ def _read_parquet(file: Path) -> Embeddings:
     shape = about.pop("shape")
     flat = table["features"].combine_chunks()
     values = flat.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-    return Embeddings(values.reshape(-1, *shape), tuple(table["name"].to_pylist()), about)
+    return Embeddings(values.reshape(-1, *shape), tuple(map(_as_text, table["name"].to_pylist())), about)
+
+
+def _as_text(name: str | bytes) -> str:
+    return name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
 
 
 def contact_sheet(path: Path, embeddings: Embeddings, queries: Sequence[int], neighbours: Array, values: Array) -> list[str]:
@@ -187,12 +206,12 @@ def contact_sheet(path: Path, embeddings: Embeddings, queries: Sequence[int], ne
 
 def _thumbnail(name: str) -> Image.Image | None:
     try:
-        return thumbnail(Path(name).read_bytes(), _CELL, name)
+        return thumbnail(read_bytes(name), _CELL, name)
     except OSError:
         return None
 
 
 def short_name(name: str, max_length: int | None = None) -> str:
     """Shorten a path to its last two parts, and to `max_length` characters."""
-    tail = "/".join(Path(name).parts[-2:])
+    tail = printable("/".join(Path(name).parts[-2:]), one_line=True)
     return tail if max_length is None or len(tail) <= max_length else f"…{tail[1 - max_length :]}"

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.checkpoints import Bundle
-from vitrail.data import open_source
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.trained_on import Overlap, evaluation_split, open_for, overlap
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate import classification, multilabel, regression
@@ -34,7 +34,7 @@ class EvalResult:
     classes: tuple[str, ...]
     metrics: dict[str, float]
     intervals: dict[str, Interval]
-    """95 % confidence intervals: Wilson for accuracies, a bootstrap over images for the rest."""
+    """95 % confidence intervals: Wilson's for shares, a bootstrap over images for the rest; the calibration error has none."""
     images: int
     """Number of distinct images evaluated."""
     total: int
@@ -48,6 +48,8 @@ class EvalResult:
     truth: Array | None = None
     thresholds: Array | None = None
     notes: list[str] = field(default_factory=list)
+    trained_on: Overlap | None = None
+    """Which of the images the checkpoint was trained on; None if a split was given that was opened elsewhere."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -66,6 +68,8 @@ class EvalResult:
             "preprocess": self.preprocess.to_dict(),
             "preprocess_fingerprint": self.preprocess.fingerprint(),
             "notes": self.notes,
+            "warnings": list(self.trained_on.notes) if self.trained_on is not None else [],
+            "trained_on": self.trained_on.to_dict() if self.trained_on is not None else None,
         }
 
 
@@ -83,16 +87,20 @@ def evaluate(
     match: Match = "name",
     real: Callable[[Split], Sequence[frozenset[int]]] | None = None,
     context: EvalContext | None = None,
+    trained_on: Overlap | None = None,
 ) -> EvalResult:
-    """Evaluate a checkpoint on a data source, or on a split that is already open.
+    """Evaluate a checkpoint on a data source, or on a split that is already open (by `open_data`, which returns `trained_on`).
 
-    `split` defaults to val, or test if there is no val. `size` resizes a copy of the model (position embeddings are
-    resampled). `match="order"` assigns the dataset's classes to the outputs by order instead of by name. `real` returns
+    `split` defaults to val, then test, then what the run held out itself. `size` resizes a copy of the model (position embeddings
+    are resampled). `match="order"` assigns the dataset's classes to the outputs by order instead of by name. `real` returns
     reassessed labels, see `real_labels.read_real`.
     """
     bundle.check_head()
     context = context or default_context(bundle.model)
-    opened = data if isinstance(data, Split) else open_split(bundle, data, split, match=match, bad_images=context.bad_images)
+    if isinstance(data, Split):
+        opened = data
+    else:
+        opened, trained_on = open_data(bundle, data, split, match=match, bad_images=context.bad_images)
     notes = check_fits(bundle, opened)
     preprocess = bundle.stored_preprocess()
     model = bundle.model
@@ -111,13 +119,14 @@ def evaluate(
         "bad": gather_bad_images(context, results.bad),
         "preprocess": preprocess,
         "notes": notes,
+        "trained_on": trained_on,
     }
     if isinstance(collected, Predictions):
         return _classification_result(collected, opened, common, real(opened) if real else None)
     return _output_result(bundle, collected, common)
 
 
-def open_split(
+def open_data(
     bundle: Bundle,
     reference: str,
     split: str | None = None,
@@ -125,13 +134,13 @@ def open_split(
     match: Match = "name",
     bad_images: BadImages = "error",
     ignore_unknown: bool = False,
-) -> Split:
-    """Open the split to evaluate on, with its classes in the order of the checkpoint's outputs."""
+) -> tuple[Split, Overlap]:
+    """Open the split to evaluate on, with its classes in the order of the outputs, and find which images were trained on."""
     classes = bundle.classes if match == "name" and bundle.classes is not None else None
-    source = open_source(reference, classes=classes, bad_images=bad_images, ignore_unknown=ignore_unknown)
-    if split is None:
-        split = next((name for name in ("val", "test") if name in source.splits), next(iter(source.splits)))
-    return source.split(split)
+    records = bundle.trained_on
+    source = open_for(records, reference, classes=classes, bad_images=bad_images, ignore_unknown=ignore_unknown)
+    chosen = evaluation_split(source, split)
+    return chosen, overlap(records, source, chosen)
 
 
 def check_fits(bundle: Bundle, split: Split) -> list[str]:
@@ -208,7 +217,7 @@ def _output_result(bundle: Bundle, collected: tuple[Array, Array, Array], common
     thresholds = None
     if bundle.task == "multilabel":
         saved = bundle.task_info.get("thresholds")
-        thresholds = np.asarray(saved if saved is not None else [0.5] * values.shape[1], np.float64)
+        thresholds = np.asarray(bundle.thresholds, np.float64)
         metrics, intervals = multilabel.metrics(values, truth, thresholds)
         common["notes"].append(f"thresholds: {'saved with the checkpoint' if saved is not None else '0.5 for every label'}")
     else:

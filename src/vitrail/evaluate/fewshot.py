@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.checkpoints import Bundle
-from vitrail.data import open_source
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.trained_on import Overlap, open_for, overlap
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, default_context
@@ -68,6 +68,8 @@ class FewShotResult:
     features: FeatureSpec
     preprocess: Preprocess
     bad: tuple[BadImage, ...] = ()
+    trained_on: Overlap | None = None
+    """Which of the test images the checkpoint was trained on."""
 
     def accuracies(self, shots: int) -> Array:
         return np.array([one.accuracy for one in self.trials if one.shots == shots])
@@ -92,6 +94,8 @@ class FewShotResult:
             "features": self.features.to_dict(),
             "preprocess": self.preprocess.to_dict(),
             "bad_images": [one.name for one in self.bad],
+            "trained_on": self.trained_on.to_dict() if self.trained_on is not None else None,
+            "warnings": list(self.trained_on.notes) if self.trained_on is not None else [],
             "trials": [dataclasses.asdict(one) for one in self.trials],
         }
 
@@ -111,14 +115,20 @@ def few_shot(
     The checkpoint's own head is not used. `test` defaults to val, or test if there is no val.
     """
     context = context or default_context(bundle.model)
-    train_split, test_split = open_train_and_test(data, train, test, context)
+    train_split, test_split, trained_on = open_train_and_test(bundle, data, train, test, context)
     evaluator = FewShotEvaluator(train_split, test_split, bundle.stored_preprocess(), protocol=protocol, features=features)
-    return evaluator.run(bundle.model, context)
+    return dataclasses.replace(evaluator.run(bundle.model, context), trained_on=trained_on)
 
 
-def open_train_and_test(data: str, train: str, test: str | None, context: EvalContext) -> tuple[Split, Split]:
-    """Open two different classification splits of a source."""
-    source = open_source(data, bad_images=context.bad_images)
+def open_train_and_test(
+    bundle: Bundle, data: str, train: str, test: str | None, context: EvalContext
+) -> tuple[Split, Split, Overlap]:
+    """Open two different classification splits of a source, and find which test images the checkpoint was trained on.
+
+    A source that a run was trained on is divided as it was there.
+    """
+    records = bundle.trained_on
+    source = open_for(records, data, bad_images=context.bad_images)
     if test is None:
         test = next((name for name in ("val", "test") if name in source.splits), None)
     if test is None:
@@ -131,7 +141,7 @@ def open_train_and_test(data: str, train: str, test: str | None, context: EvalCo
             raise VitrailError(f"{data} has {split.task} targets; few-shot and probes need one class per image.")
         if len(split) == 0:
             raise VitrailError(f"The split {split.name!r} of {data} has no images.")
-    return train_split, test_split
+    return train_split, test_split, overlap(records, source, test_split)
 
 
 class FewShotEvaluator:
@@ -186,11 +196,10 @@ class FewShotEvaluator:
             raise VitrailError("No test image belongs to a class of the support set.")
         labels = new_label[self.train.targets[support.indices]]
         classifier = fit_ridge(train_features[rows], labels, len(support.classes), l2=self.protocol.l2, bias=self.protocol.bias)
-        correct = classifier.predict(test_features[tested]).numpy() == new_label[targets[tested]]
         return Trial(
             shots=support.shots,
             seed=support.seed,
-            accuracy=float(correct.mean()),
+            accuracy=classifier.accuracy(test_features[tested], new_label[targets[tested]]),
             test_images=len(tested),
             dropped=tuple(names[k] for k in support.dropped),
             files=tuple(self.train.image_name(int(index)) for index in support.indices),

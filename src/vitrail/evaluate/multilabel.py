@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.evaluate.intervals import Interval, bootstrap
+from vitrail.evaluate.intervals import Interval, share_interval, wilson
 from vitrail.tasks.multilabel import average_precision, best_threshold
 
 Array = npt.NDArray[Any]
@@ -64,13 +65,18 @@ def metrics(
         "exact_match": float(exact.mean()),
     }
     ranking = _Ranking(scores, true)
-    statistics = {
-        "map": ranking.mean_average_precision,
-        "f1_micro": lambda w: float(2 * (hits * w).sum() / max(((predicted_count + support) * w).sum(), 1)),
-        "f1_macro": lambda w: _macro_f1(predicted, true, w),
-        "exact_match": lambda w: float((exact * w).sum() / len(w)),
+    interval = partial(share_interval, images=len(scores), resamples=resamples, seed=seed)
+
+    def micro_f1(weights: Array) -> float:
+        return float(2 * (hits * weights).sum() / max(((predicted_count + support) * weights).sum(), 1))
+
+    intervals = {
+        "map": interval(values["map"], ranking.mean_average_precision, groups=labels.support),
+        "f1_micro": interval(values["f1_micro"], micro_f1),
+        "f1_macro": interval(values["f1_macro"], lambda w: _macro_f1(predicted, true, w), groups=labels.support),
+        "exact_match": wilson(int(exact.sum()), len(exact)),
     }
-    return values, {name: bootstrap(one, len(scores), resamples=resamples, seed=seed) for name, one in statistics.items()}
+    return values, intervals
 
 
 class _Ranking:

@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from vitrail.evaluate.classification import Calibration
+from vitrail.text import printable
 
 Array = npt.NDArray[Any]
 _INK, _FAINT, _BLUE, _RED = "#24292f", "#d0d4d9", "#2f5d8a", "#c4493d"
@@ -80,7 +81,7 @@ def scatter(predicted: Array, truth: Array, name: str) -> bytes:
     ends = [float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max()))]
     axes.plot(ends, ends, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.scatter(truth, predicted, s=8, alpha=min(1.0, 200 / len(truth) ** 0.75 + 0.05), color=_BLUE, linewidths=0)
-    axes.set(xlabel=f"true {name}", ylabel=f"predicted {name}")
+    axes.set(xlabel=f"true {_short(name)}", ylabel=f"predicted {_short(name)}")
     return _png(figure, (axes,))
 
 
@@ -99,4 +100,5 @@ def _png(figure: Figure, plain: Sequence[Any]) -> bytes:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 22 else name[:21] + "…"
+    name = printable(name, one_line=True)
+    return (name if len(name) <= 22 else name[:21] + "…").replace("$", r"\$")  # not a formula

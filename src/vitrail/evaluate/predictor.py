@@ -15,6 +15,7 @@ from vitrail.data.sources.layout import images_under
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, Pass, default_context
+from vitrail.regular_files import read_bytes
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ def _images_at(given: str) -> list[str]:
 def _read_list(path: Path) -> list[str]:
     """Read one path per line. Relative paths are tried from the working directory, then from the list's folder."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = read_bytes(path).decode("utf-8-sig", "surrogateescape")  # file names need not be UTF-8
     except OSError as error:
         raise VitrailError(f"Cannot read the list {path}: {error.strerror}. Check the path.") from error
-    except UnicodeDecodeError as error:
-        raise VitrailError(f"{path} is not a text file; a list of images has one path per line.") from error
-    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if "\0" in text:
+        raise VitrailError(f"{path} is not a text file; a list of images has one path per line.")
+    names = [line.strip() for line in text.split("\n") if line.strip() and not line.startswith("#")]
     folder = path.parent
     return [str(folder / name) if not Path(name).exists() and (folder / name).exists() else name for name in names]

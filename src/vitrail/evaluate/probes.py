@@ -21,12 +21,14 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.split import stratified
+from vitrail.data.trained_on import Overlap
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import FeatureSpec, extract_features
 from vitrail.evaluate.fewshot import open_train_and_test
 from vitrail.evaluate.intervals import Interval, wilson
+from vitrail.tasks.ranking import ranked
 
 Array = npt.NDArray[Any]
 _CHUNK = 4096
@@ -78,6 +80,8 @@ class ProbeResult:
     preprocess: Preprocess
     train_images: int
     bad: tuple[BadImage, ...] = ()
+    trained_on: Overlap | None = None
+    """Which of the test images the checkpoint was trained on."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -91,6 +95,8 @@ class ProbeResult:
             "features": self.features.to_dict(),
             "preprocess": self.preprocess.to_dict(),
             "bad_images": [one.name for one in self.bad],
+            "trained_on": self.trained_on.to_dict() if self.trained_on is not None else None,
+            "warnings": list(self.trained_on.notes) if self.trained_on is not None else [],
         }
 
 
@@ -106,8 +112,9 @@ def probe(
 ) -> ProbeResult:
     """Fit a probe on the features of one split and test it on another. `test` defaults to val, or test if there is no val."""
     context = context or default_context(bundle.model)
-    train_split, test_split = open_train_and_test(data, train, test, context)
-    return probe_splits(bundle, train_split, test_split, spec or ProbeSpec(), features or FeatureSpec(), context)
+    train_split, test_split, trained_on = open_train_and_test(bundle, data, train, test, context)
+    result = probe_splits(bundle, train_split, test_split, spec or ProbeSpec(), features or FeatureSpec(), context)
+    return dataclasses.replace(result, trained_on=trained_on)
 
 
 def probe_splits(
@@ -154,14 +161,18 @@ def _accuracies(
     """Yield (accuracy, value) for each candidate value."""
     if spec.method == "knn":
         for value in values:
-            yield float((knn(x, y, x_test, classes, int(value), spec.temperature) == y_test).double().mean()), value
+            yield _accuracy(knn(x, y, x_test, classes, int(value), spec.temperature), y_test), value
         return
     mean, std = (x.mean(0), x.std(0, correction=0) + 1e-5) if spec.standardise else (torch.zeros_like(x[0]), torch.ones_like(x[0]))
     x, x_test = (x - mean) / std, (x_test - mean) / std
     fitted = None
     for value in sorted(values, reverse=True):  # from strong to weak; each fit starts from the previous solution
         fitted = fit_logistic(x, y, classes, value, iterations=spec.iterations, start=fitted)
-        yield float(((x_test @ fitted[:-1] + fitted[-1]).argmax(1) == y_test).double().mean()), value
+        yield _accuracy(x_test @ fitted[:-1] + fitted[-1], y_test), value
+
+
+def _accuracy(scores: Tensor, targets: Tensor) -> float:
+    return float((ranked(scores, targets)[0] == 0).double().mean())
 
 
 def fit_logistic(x: Tensor, y: Tensor, classes: int, l2: float, *, iterations: int = 500, start: Tensor | None = None) -> Tensor:
@@ -185,15 +196,15 @@ def fit_logistic(x: Tensor, y: Tensor, classes: int, l2: float, *, iterations: i
 
 
 def knn(x: Tensor, y: Tensor, x_test: Tensor, classes: int, neighbours: int, temperature: float) -> Tensor:
-    """Predict classes by a weighted vote of the nearest rows of `x` by cosine similarity."""
+    """Return the votes [test rows, classes] of the nearest rows of `x` by cosine similarity."""
     x, x_test = F.normalize(x, dim=1), F.normalize(x_test, dim=1)
-    predictions = []
+    parts = []
     for part in x_test.split(_CHUNK):
         near = (part @ x.T).topk(min(neighbours, len(x)), dim=1)
         votes = torch.zeros(len(part), classes, dtype=x.dtype, device=x.device)
         votes.scatter_add_(1, y[near.indices], ((near.values - 1) / temperature).exp())
-        predictions.append(votes.argmax(1))
-    return torch.cat(predictions)
+        parts.append(votes)
+    return torch.cat(parts)
 
 
 def _finite(features: Array) -> Array:

@@ -16,13 +16,15 @@ from vitrail.errors import VitrailError, counted
 
 _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 _WORDNET = re.compile(r"n\d{8}")
+_FIRST_WORDS = ("tench", "goldfish", "great white shark")  # the classes with the smallest WordNet IDs
 
 
 def read_real(path: str | Path, split: Split, classes: Sequence[str]) -> list[frozenset[int]]:
     """Read the correct outputs of each image of a split from a JSON file.
 
     The published `real.json` is a list: entry i belongs to ILSVRC2012_val_(i+1), and its numbers are ImageNet classes sorted
-    by WordNet ID. Your own file is an object: image name → class names or output indices.
+    by WordNet ID, so the classes must be WordNet IDs, numbers, or words in that order. Your own file is an object: image name →
+    class names or output indices.
     """
     file = Path(path)
     try:
@@ -45,7 +47,7 @@ def real_hits(predicted: npt.NDArray[Any], labels: Sequence[frozenset[int]]) -> 
 
 
 def _published(file: Path, content: list[Any], split: Split, classes: Sequence[str]) -> list[frozenset[int]]:
-    outputs = _output_of_class(classes)
+    outputs = _output_of_class(file, classes)
     labels = []
     for index in range(len(split)):
         name = split.image_name(index)
@@ -59,10 +61,19 @@ def _published(file: Path, content: list[Any], split: Split, classes: Sequence[s
     return labels
 
 
-def _output_of_class(classes: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Map ImageNet classes to outputs: by WordNet ID if the class names are WordNet IDs, else in the same order."""
+def _output_of_class(file: Path, classes: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Map ImageNet classes to outputs by WordNet ID, or in the same order if the classes are numbers or words in that order."""
     if all(_WORDNET.fullmatch(name) for name in classes):
         return np.argsort(np.array(classes), kind="stable").astype(np.int64)
+    numbers = [str(number) for number in range(len(classes))]
+    words = [name.casefold().replace("_", " ").replace("-", " ") for name in classes[: len(_FIRST_WORDS)]]
+    in_order = len(words) == len(_FIRST_WORDS) and all(map(str.startswith, words, _FIRST_WORDS))
+    if list(classes) != numbers and not in_order:
+        raise VitrailError(
+            f"{file} numbers ImageNet's classes in the order of their WordNet IDs, but the classes here are names in another order "
+            f"({', '.join(classes[:3])}, …). Name the class folders by WordNet IDs (n01440764, …) and pass --match order, or use a "
+            "JSON object that maps image names to class names."
+        )
     return np.arange(len(classes), dtype=np.int64)
 
 

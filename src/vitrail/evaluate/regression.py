@@ -42,6 +42,9 @@ def metrics(
         values = getattr(per_target(predicted, truth, weights), name)
         return float(np.nanmean(values)) if not np.isnan(values).all() else float("nan")
 
-    names = ("mae", "rmse", "r2")
-    intervals = {name: bootstrap(lambda w, n=name: mean_of(n, w), len(truth), resamples=resamples, seed=seed) for name in names}  # type: ignore[misc]
-    return {name: mean_of(name) for name in names}, intervals
+    values = {name: mean_of(name) for name in ("mae", "rmse", "r2")}
+    intervals = {
+        name: bootstrap(value, lambda w, n=name: mean_of(n, w), len(truth), resamples=resamples, seed=seed)  # type: ignore[misc]
+        for name, value in values.items()
+    }
+    return values, intervals

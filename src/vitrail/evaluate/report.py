@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -18,6 +15,7 @@ from vitrail.evaluate.evaluator import EvalResult
 from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, page, plot, section, strip, table
 from vitrail.evaluate.thumbnails import data_uri, split_thumbnail
 from vitrail.files import atomic_folder
+from vitrail.text import printable, to_csv, to_json
 
 _MAX_CLASSES_CSV = 2000  # a larger confusion matrix is not readable
 _MAX_CLASSES_PLOT = 300
@@ -47,12 +45,12 @@ def write_report(folder: Path, results: Sequence[EvalResult], split: Split, abou
         sections.insert(0, comparison)
     summary = {**about, "results": [one.summary() for one in results]}
     with atomic_folder(folder) as temporary:
-        (temporary / "metrics.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (temporary / "metrics.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
         for name, rows in tables.items():
-            (temporary / name).write_text(_csv(rows), encoding="utf-8")
+            (temporary / name).write_bytes(to_csv(rows))
         for name, content in images.items():
             (temporary / name).write_bytes(content)
-        (temporary / "report.html").write_text(page(main, split, about, sections), encoding="utf-8")
+        (temporary / "report.html").write_text(printable(page(main, split, about, sections)), encoding="utf-8")
 
 
 Parts = tuple[dict[str, bytes], dict[str, Iterable[Sequence[Any]]], list[str]]
@@ -173,9 +171,3 @@ def _sizes(results: Sequence[EvalResult]) -> tuple[bytes, str]:
     rows = [[METRIC_NAMES[name], *(format_metric(name, one.metrics[name]) for one in results)] for name in shared]
     body = table(["metric", *sizes], rows) + plot(image, f"{METRIC_NAMES.get(headline, headline)} at several input sizes")
     return image, section("Input sizes", body)
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue()

@@ -43,24 +43,20 @@ def page(result: EvalResult, split: Split, about: dict[str, str], sections: Sequ
     """Build the whole page. The first metric of the result is the headline."""
     headline = next(iter(result.metrics))
     title = f"{about['checkpoint']} on {about['data']}"
-    low, high = result.intervals[headline]
     info = {
         **about,
         "split": f"{split.name}: evaluated {result.images}/{result.total} unique images",
         "preprocessing": result.preprocess.describe(),
         "preprocessing fingerprint": result.preprocess.fingerprint(),
     }
-    rows = [
-        [METRIC_NAMES[name], format_metric(name, value), _interval_text(name, result.intervals.get(name, ()))]
-        for name, value in result.metrics.items()
-    ]
+    rows = [[METRIC_NAMES[name], format_metric(name, value), interval_text(result, name)] for name, value in result.metrics.items()]
     return _PAGE.format(
         title=escape(title),
         style=_STYLE,
         script=_SCRIPT,
         headline=escape(format_metric(headline, result.metrics[headline])),
         headline_name=escape(METRIC_NAMES[headline]),
-        headline_range=escape(f"95 % confidence interval: {_interval_text(headline, (low, high))}"),
+        headline_range=escape(f"95 % confidence interval: {interval_text(result, headline)}"),
         info="".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in info.items()),
         notes=_notes(result),
         metrics=table(["metric", "value", "95 % interval"], rows),
@@ -68,17 +64,20 @@ def page(result: EvalResult, split: Split, about: dict[str, str], sections: Sequ
     )
 
 
-def _interval_text(name: str, interval: Sequence[float]) -> str:
-    return " – ".join(format_metric(name, end) for end in interval)
+def interval_text(result: EvalResult, name: str) -> str:
+    """Format the interval of a metric; a dash if it has none."""
+    interval = result.intervals.get(name, (math.nan, math.nan))
+    return "–" if math.isnan(interval[0]) else " – ".join(format_metric(name, end) for end in interval)
 
 
 def _notes(result: EvalResult) -> str:
+    loud = "".join(f"<p class='warning'>{escape(note)}</p>" for note in (result.trained_on.notes if result.trained_on else ()))
     notes = [escape(note) for note in result.notes]
     if result.bad:
         listed = "".join(f"<li>{escape(one.name)}: {escape(one.reason)}</li>" for one in result.bad[:100])
         more = f"<li>and {len(result.bad) - 100} more</li>" if len(result.bad) > 100 else ""
         notes.append(f"{counted(len(result.bad), 'image')} could not be read and skipped:<ul>{listed}{more}</ul>")
-    return f"<ul class='notes'>{''.join(f'<li>{note}</li>' for note in notes)}</ul>" if notes else ""
+    return loud + (f"<ul class='notes'>{''.join(f'<li>{note}</li>' for note in notes)}</ul>" if notes else "")
 
 
 def section(title: str, body: str, file: str | None = None) -> str:
@@ -134,6 +133,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--faint); f
 .sortable th { cursor: pointer; } .sortable th:hover { color: var(--ink); }
 .sortable th[data-order]::after { content: " ↓"; } .sortable th[data-order="up"]::after { content: " ↑"; }
 .plot { display: block; max-width: 100%; height: auto; margin-top: .8rem; } .notes { color: var(--faint); padding-left: 1.1rem; }
+.warning { color: #a40e26; font-weight: 600; border-left: 4px solid; padding-left: .8rem; }
 .strip { margin: 0 0 1rem; } .strip p { margin: 0 0 .3rem; }
 .strip img { width: 96px; height: 96px; object-fit: contain; margin-right: 4px; }
 .strip i { display: inline-block; width: 96px; color: var(--faint); }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import VitrailError
+from vitrail.tasks.ranking import ranked
 
 Rows = Tensor | npt.NDArray[np.floating]
 Labels = Tensor | npt.NDArray[np.integer]
@@ -48,10 +49,16 @@ class RidgeClassifier:
             scores[rows] += self.bias * self.weights[-1]
         return scores
 
-    def predict(self, x: Rows) -> Tensor:
-        """Predict classes [images] without holding the scores of all images in memory."""
+    def accuracy(self, x: Rows, y: Labels) -> float:
+        """Compute the share of images whose class has the highest score, without holding the scores of all in memory.
+
+        Equal scores count as misses, as in `vitrail eval`.
+        """
         x = _features(x, "test")
-        return torch.cat([self.scores(part).argmax(1) for part in x.split(_CHUNK)]) if len(x) else torch.empty(0, dtype=torch.long)
+        y = _labels(y, len(x), self.weights.shape[1]).to(x.device)
+        parts = zip(x.split(_CHUNK), y.split(_CHUNK), strict=True)
+        hits = sum(int((ranked(self.scores(part), targets)[0] == 0).sum()) for part, targets in parts)
+        return hits / len(x) if len(x) else float("nan")
 
 
 def ridge_scores(x: Rows, y: Labels, x_test: Rows, classes: int, l2: float = L2, bias: float = BIAS) -> Tensor:

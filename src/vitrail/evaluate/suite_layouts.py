@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,10 @@ Array = npt.NDArray[Any]
 CLEVR_BINS = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
 KITTI_BINS = (-100.0, 8.0, 20.0, 999.0)
 _VEHICLES = ("Car", "Van", "Truck")
+
+
+class MissingData(VitrailError):
+    """The images of a task, or what is needed to split them, were not found."""
 
 
 def open_layout(task: SuiteTask, folder: Path) -> dict[str, Split] | None:
@@ -60,8 +65,42 @@ def _kitti(task: SuiteTask, folder: Path) -> dict[str, Split] | None:
         return None
     annotations = sorted((root / "label_2").glob("*.txt"))
     labels = [bin_of(_nearest_vehicle(file), KITTI_BINS) for file in annotations]
-    files = [f"image_2/{file.stem}.png" for file in annotations]
-    return {"train": _files(task, "train", root, files, labels)}
+    part_of = _parts_of_drives(drives := _kitti_drives(folder, root, len(annotations)))
+    splits: dict[str, Split] = {}
+    for name in ("train", "val", "test"):
+        rows = [k for k, drive in enumerate(drives) if part_of[drive] == name]
+        splits[name] = _files(task, name, root, [f"image_2/{annotations[k].stem}.png" for k in rows], [labels[k] for k in rows])
+    return splits
+
+
+def _kitti_drives(folder: Path, root: Path, images: int) -> list[str]:
+    """Return the drive (video) of every image, from the mapping of KITTI's object development kit.
+
+    Line i of train_rand.txt's permutation is the number, from 1, of the line of train_mapping.txt for image i.
+    """
+    places = [place / kit / "mapping" for place in (folder, root) for kit in ("", "devkit", "devkit_object")]
+    mapping = next((place for place in places if (place / "train_mapping.txt").is_file()), None)
+    if mapping is None:
+        raise MissingData(
+            f"KITTI in {folder} is split by video, because neighbouring frames are nearly equal. Unpack its object development kit "
+            "(devkit_object.zip) there: mapping/train_mapping.txt and mapping/train_rand.txt are missing."
+        )
+    try:
+        lines = (mapping / "train_mapping.txt").read_text(encoding="utf-8").split("\n")
+        numbers = [int(word) for word in (mapping / "train_rand.txt").read_text(encoding="utf-8").replace(",", " ").split()]
+        drives = [" ".join(lines[number - 1].split()[:2]) for number in numbers[:images]]
+    except (OSError, ValueError, IndexError) as error:
+        raise VitrailError(f"{mapping} is not the mapping of KITTI's object development kit ({error}).") from error
+    if len(drives) != images or not all(drives):
+        raise VitrailError(f"{mapping} does not name the drives of all {images} images. Unpack devkit_object.zip again.")
+    return drives
+
+
+def _parts_of_drives(drives: list[str]) -> dict[str, str]:
+    """Assign whole drives to the test (a tenth), to validation (a tenth) and to training, by a hash of their names."""
+    order = sorted(set(drives), key=lambda drive: hashlib.blake2b(drive.encode(), digest_size=8).digest())
+    tenth = max(1, len(order) // 10)
+    return {drive: "test" if k < tenth else "val" if k < 2 * tenth else "train" for k, drive in enumerate(order)}
 
 
 def _nearest_vehicle(file: Path) -> float:

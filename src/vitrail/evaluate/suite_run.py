@@ -9,11 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
-from vitrail.errors import VitrailError
+from vitrail.errors import StoppedBySignal, VitrailError
 from vitrail.evaluate.intervals import wilson
-from vitrail.evaluate.suite_sources import MissingData, TaskData, open_task
+from vitrail.evaluate.suite_layouts import MissingData
+from vitrail.evaluate.suite_sources import TaskData, open_task
 from vitrail.evaluate.suites import GROUPS, SuiteTask
 from vitrail.files import write_text
 from vitrail.recipes import recipe_named
@@ -36,7 +38,11 @@ class SuiteSettings:
     batch: int | None = None
     size: int | None = None
     """Input size in pixels; 384 in the paper."""
+    preprocess: str | None = None
+    """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing."""
     seed: int = 0
+    seeds: int = 1
+    """Runs per task, with the seeds `seed`, `seed` + 1, …; the paper averages three."""
     device: str = "auto"
     workers: int | None = None
 
@@ -52,6 +58,10 @@ class TaskScore:
     test_images: int
     official: bool
     origin: str
+    runs: int = 1
+    """`accuracy` is the mean over so many runs with different seeds."""
+    std: float | None = None
+    """Standard deviation over the runs; None for one run."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,9 @@ def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin
     return recipe.replace(
         name=f"{recipe.name}-{task.name}",
         model=dataclasses.replace(recipe.model, start=checkpoint, image_size=size),
-        data=dataclasses.replace(recipe.data, source=origin, workers=settings.workers),
+        data=dataclasses.replace(
+            recipe.data, source=origin, workers=settings.workers, preprocess=settings.preprocess or recipe.data.preprocess
+        ),
         augment=augment,
         optim=optim,
         schedule=schedule,
@@ -120,32 +132,53 @@ def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin
 def run_task(
     task: SuiteTask, data: TaskData, checkpoint: str, out: Path, settings: SuiteSettings, callbacks: Sequence[Callback] = ()
 ) -> TaskScore:
-    """Fine-tune on the task's training images and evaluate on its test images. A finished task is not run again."""
+    """Fine-tune on the task's training images and evaluate on its test images. A finished run is not run again.
+
+    Its interval is about the test images; how much the runs differ is `std`.
+    """
+    if settings.seeds < 1:
+        raise VitrailError(f"seeds is {settings.seeds}; use 1 or more.")
+    hits = []
+    for number in range(settings.seeds):
+        seed, folder = settings.seed + number, f"{task.name}-run{number + 1}" if number else task.name
+        hits.append(_run_once(task, data, checkpoint, out / folder, dataclasses.replace(settings, seed=seed), callbacks))
+    images = len(data.test)
+    accuracies = [one / images for one in hits]
+    return TaskScore(
+        task.name,
+        task.title,
+        task.group,
+        mean(accuracies),
+        wilson(mean(hits), images),
+        len(data.train),
+        images,
+        data.official,
+        data.origin,
+        len(hits),
+        stdev(accuracies) if len(hits) > 1 else None,
+    )
+
+
+def _run_once(
+    task: SuiteTask, data: TaskData, checkpoint: str, out: Path, settings: SuiteSettings, callbacks: Sequence[Callback]
+) -> int:
+    """Return the number of test images classified correctly."""
     recipe = recipe_for(task, checkpoint, settings, data.origin)
     notes: list[str] = []
     objective = make_task(recipe, data.train)
     model, preprocess = make_model(recipe, objective.outputs, data.train.classes, notes)
     prepared = Prepared(model, objective, preprocess, data.train, data.test, data.train.classes, data.origin, notes)
-    result = train(recipe, out / task.name, callbacks=callbacks, prepared=prepared)
+    result = train(recipe, out, callbacks=callbacks, prepared=prepared)
     if result.ended_by is not None:
-        raise VitrailError(f"{task.title} was interrupted at step {result.steps}. Run the same command again to resume.")
+        text = f"{task.title} was interrupted at step {result.steps}. Run the same command again to resume."
+        raise StoppedBySignal(text, result.ended_by)
     images = int(result.metrics["images"])
     hits = round(result.metrics["accuracy"] * images)
     if images != len(data.test):
         raise VitrailError(
             f"{task.title}: only {images} of {len(data.test)} test images were evaluated, so the score is not valid."
         )
-    return TaskScore(
-        task.name,
-        task.title,
-        task.group,
-        hits / images,
-        wilson(hits, images),
-        len(data.train),
-        images,
-        data.official,
-        data.origin,
-    )
+    return hits
 
 
 def write_results(out: Path, result: SuiteResult, about: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from vitrail.data import open_source
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
-from vitrail.evaluate.suite_layouts import open_layout
+from vitrail.evaluate.suite_layouts import MissingData, open_layout
 from vitrail.evaluate.suites import SuiteTask
 
 Array = npt.NDArray[Any]
@@ -33,10 +33,6 @@ class TaskData:
     """Where the images were found."""
     official: bool
     """Whether the training images are VTAB's official 1,000, which are known only from its file lists."""
-
-
-class MissingData(VitrailError):
-    """The images of a task were not found."""
 
 
 def open_task(task: SuiteTask, root: Path, sources: Mapping[str, str] | None = None) -> TaskData:

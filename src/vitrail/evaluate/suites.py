@@ -122,11 +122,9 @@ VTAB: tuple[SuiteTask, ...] = (
         "KITTI distance",
         4,
         layout="kitti",
-        split_rule="whole",
-        percentages=(80, 10),
         attribute="distance",
         labels="distance to the nearest car, van or truck, binned at 8 and 20 metres, or none",
-        download_hint="training/image_2 and training/label_2",
+        download_hint="training/image_2, training/label_2 and the object devkit's mapping/",
     ),
     _structured(
         "dsprites_location", "dSprites location", 16, attribute="x", labels="x position, 32 values in 16 bins", **_DSPRITES

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
-from vitrail.data import open_source
 from vitrail.data.preprocess import Preprocess, read_file
-from vitrail.data.types import BadImage, Payload
+from vitrail.data.trained_on import evaluation_split, open_for, overlap
+from vitrail.data.types import BadImage, Payload, Source, Split
 from vitrail.errors import VitrailError
 from vitrail.inspect.inputs import Array
+from vitrail.text import printable
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,15 @@ class RawImages:
 
     names: list[str]
     payloads: list[Payload]
+    source: Source | None = None
+    split: Split | None = None
+    """Where they come from, if not from files."""
+
+    def trained_on(self, bundle: Bundle) -> list[str]:
+        """Return warnings of images that a checkpoint was trained on."""
+        if self.source is None or self.split is None:
+            return []
+        return list(overlap(bundle.trained_on, self.source, self.split).notes)
 
 
 @dataclass(frozen=True)
@@ -37,19 +47,19 @@ class PreprocessedImages:
 
 
 def from_files(paths: Sequence[Path]) -> RawImages:
-    return RawImages([path.name for path in paths], [read_file(path) for path in paths])
+    return RawImages([printable(path.name, one_line=True) for path in paths], [read_file(path) for path in paths])
 
 
-def from_source(reference: str, split: str | None, count: int, seed: int) -> RawImages:
-    """Draw `count` random images of a data source."""
-    source = open_source(reference)
-    if split is None:
-        split = next((name for name in ("val", "test") if name in source.splits), next(iter(source.splits)))
-    chosen = source.split(split)
+def from_source(bundle: Bundle, reference: str, split: str | None, count: int, seed: int) -> RawImages:
+    """Draw `count` random images of a data source, which is divided as in training if the checkpoint was trained on it."""
+    source = open_for(bundle.trained_on, reference)
+    chosen = evaluation_split(source, split)
     if not len(chosen):
-        raise VitrailError(f"The split {split!r} of {reference} has no images.")
+        raise VitrailError(f"The split {chosen.name!r} of {reference} has no images.")
     indices = np.random.default_rng(seed).permutation(len(chosen))[:count].tolist()
-    return RawImages([chosen.image_name(index) for index in indices], [chosen.payload(index) for index in indices])
+    drawn = chosen.subset(indices)
+    names = [printable(drawn.image_name(k), one_line=True) for k in range(len(drawn))]  # for figures
+    return RawImages(names, [drawn.payload(k) for k in range(len(drawn))], source, drawn)
 
 
 def preprocess_images(bundle: Bundle, raw: RawImages, shown: int) -> PreprocessedImages:

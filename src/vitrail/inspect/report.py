@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +26,7 @@ from vitrail.inspect.style import rendered
 from vitrail.inspect.weights import filters, position_similarity
 from vitrail.models import ViT
 from vitrail.models.features import chosen_layers
+from vitrail.text import printable, to_csv, to_json
 
 _MAX_ROWS = 5  # images in figures with one row per image
 INDEX = "index.html"
@@ -192,7 +190,8 @@ def _top_labels(bundle: Bundle, model: ViT, images: torch.Tensor) -> list[str]:
     """Return the predicted class of each image, or nothing if there is no trained classification head."""
     if bundle.head != "set" or bundle.task != "classify":
         return []
-    return [bundle.label(int(index))[:28] for part in in_batches(model, images) for index in highest_outputs(model, part)]
+    found = (int(index) for part in in_batches(model, images) for index in highest_outputs(model, part))
+    return [printable(bundle.label(index), one_line=True)[:28] for index in found]
 
 
 def _distance(model: ViT, inputs: PreprocessedImages, chosen: tuple[int, ...], batch: int | None) -> Panel:
@@ -313,18 +312,12 @@ def write_report(folder: Path, sections: Sequence[Section], about: Mapping[str, 
                     (target / f"{panel.name}.{extension}").write_bytes(rendered(panel.figure, extension))
                 np.savez_compressed(target / f"{panel.name}.npz", **dict(panel.arrays))  # type: ignore[arg-type]
                 if panel.table is not None:
-                    (target / f"{panel.name}.csv").write_text(_csv(panel.table), encoding="utf-8")
+                    (target / f"{panel.name}.csv").write_bytes(to_csv(panel.table))
         summary = {**about, "sections": [_summary(section) for section in sections]}
-        (temporary / "inspection.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        (temporary / INDEX).write_text(page(sections, about), encoding="utf-8")
+        (temporary / "inspection.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
+        (temporary / INDEX).write_text(printable(page(sections, about)), encoding="utf-8")
 
 
 def _summary(section: Section) -> dict[str, Any]:
     names = [f"{section.folder}/{panel.name}".removeprefix("./") for panel in section.panels]
     return {"title": section.title, **section.info, "figures": names, "notes": section.notes}
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

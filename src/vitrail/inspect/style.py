@@ -31,6 +31,7 @@ _DPI = 200
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 8.5,
+    "text.parse_math": False,  # a file name may contain $
     "axes.titlesize": 9,
     "axes.labelsize": 8.5,
     "axes.linewidth": 0.6,

@@ -38,6 +38,16 @@ def lower_is_better(metric: str) -> bool:
     return metric in ("mae", "raw_mae") or metric.endswith(("loss", "error"))
 
 
+PERCENTAGES = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")
+"""Metrics that are shown in percent."""
+
+
+def metric_text(metric: str, value: float) -> str:
+    """Format a metric as it is shown everywhere: `94.15%`, or a number of four digits."""
+    name = metric.removeprefix("raw_")
+    return f"{value:.2%}" if name in PERCENTAGES or name.endswith("shot") else f"{value:.4g}"
+
+
 class Sums(Meter):
     """A meter whose state is nothing but sums."""
 

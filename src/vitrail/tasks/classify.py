@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.tasks.base import Array, Sums, Task
+from vitrail.tasks.ranking import ranked
 
 
 class Classify(Task):
@@ -63,16 +64,15 @@ class ClassMeter(Sums):
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         logits = outputs.float()
         losses = self.task.loss(logits, targets)
-        top = logits.topk(min(5, self.task.outputs), dim=1).indices
-        hits = top == targets[:, None]
-        right, classes = hits[:, 0], self.task.outputs
+        ranks, predicted = ranked(logits, targets)
+        right, classes = ranks == 0, self.task.outputs
         self.gather(
             count=len(targets),
             loss=float(losses.double().sum()),
             right=torch.bincount(targets[right], minlength=classes).cpu().numpy(),
             seen=torch.bincount(targets, minlength=classes).cpu().numpy(),
-            predicted=torch.bincount(top[:, 0], minlength=classes).cpu().numpy(),
-            top5=int(hits.any(1).sum()),
+            predicted=torch.bincount(predicted, minlength=classes).cpu().numpy(),
+            top5=int((ranks < 5).sum()),
         )
 
     def metrics(self) -> dict[str, float]:

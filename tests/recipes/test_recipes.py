@@ -11,7 +11,7 @@ from vitrail.errors import VitrailError
 from vitrail.models import create_model, parameters
 from vitrail.recipes import RECIPES, recipe_named, summary
 from vitrail.recipes.any_folder import any_folder
-from vitrail.train.config import ModelSpec, Recipe, differences, flatten
+from vitrail.train.config import ModelSpec, Recipe, ScheduleSpec, differences, flatten
 from vitrail.train.optimizers import convert_decay
 from vitrail.train.plan import config_of
 
@@ -120,6 +120,25 @@ def test_length_follows_the_number_of_images(images: int, steps: int) -> None:
     recipe = any_folder("REF", "FOLDER", images=images)
     assert recipe.steps == steps
     assert recipe.batch <= images and recipe.schedule.warmup < steps
+
+
+def test_every_number_of_a_recipe_must_be_finite() -> None:
+    values = Recipe().to_dict()
+    changed = 0
+    for part in (values, *(one for one in values.values() if isinstance(one, dict))):
+        for name, value in list(part.items()):
+            if isinstance(value, float):
+                for bad in (float("nan"), float("inf")):
+                    part[name] = bad
+                    with pytest.raises(VitrailError, match=name):
+                        Recipe.from_dict(values)
+                    changed += 1
+                part[name] = value
+    assert changed > 40
+    with pytest.raises(VitrailError, match="lr_grid is nan"):
+        Recipe(lr_grid=(0.1, float("nan")))
+    with pytest.raises(VitrailError, match=r"schedule\.warmup is '9+'"):
+        ScheduleSpec(warmup="9" * 400)
 
 
 def test_names_differences_and_unknown_keys() -> None:

@@ -162,3 +162,12 @@ def test_targets_must_be_classes(tmp_path: Path) -> None:
     assert STUDIES
     with pytest.raises(VitrailError):
         run_study("positions", StudySettings(out=tmp_path, target=f"csv:{table}", **SHORT))
+
+
+def test_measuring_the_speed_does_not_use_up_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it took half of two minutes, and no row fitted into the rest."""
+    from vitrail.study import session
+
+    monkeypatch.setattr(session.time, "time", lambda: 1000.0)
+    assert session._left(2, began=990.0) == 110
+    assert session._left(2, began=900.0) == session._left(2, began=0.0) == 90

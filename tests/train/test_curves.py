@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from vitrail.train.curves import _best
+from vitrail.train.curves import _best, draw_curves
+from vitrail.train.run import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -18,3 +21,13 @@ from vitrail.train.curves import _best
 def test_the_best_validation_is_a_number(headline: str, values: list[float], title: str) -> None:
     validated = [{"step": step, headline: value} for step, value in enumerate(values)]
     assert _best(validated, headline) == title
+
+
+def test_records_without_numbers_are_left_out(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.add({"kind": "train", "step": 2, "loss": 1.0, "lr": 0.1, "speed": {"seconds": 1.5}})
+    run.add({"kind": "train", "step": 4, "lost": 1.0, "lr": "0.1", "speed": {"seconds": 10**400}})
+    run.add({"kind": "train", "step": 10**30, "speed": 3})
+    run.add({"kind": "val", "step": 4, "accuracx": 0.5, "loss": None})
+    assert draw_curves(run, headline="accuracy")
+    assert run.seconds() == 1.5

@@ -1,4 +1,7 @@
-"""kill -9 at random moments, twenty times over: the run that survives them all ends where an undisturbed one does."""
+"""kill -9 at random moments, twenty times over: the run that survives them all ends where an undisturbed one does.
+
+VITRAIL_KILLS=50 does it fifty times.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from vitrail.train.loop import train
 from vitrail.train.run import RunFolder
 
 ROOT = Path(__file__).parents[2]
-KILLS = 20
+KILLS = int(os.environ.get("VITRAIL_KILLS", "20"))
 # With a best checkpoint to keep on the way, and validations to count.
-SETTINGS = {"steps": 80, "checkpoint_every": 1, "log_every": 1, "eval_every": 0.1, "keep_best": "loss", "patience": 99}
+SETTINGS = {"steps": 4 * KILLS, "checkpoint_every": 1, "log_every": 1, "eval_every": 0.1, "keep_best": "loss", "patience": 99}
 # A server that has everything imported forks a run for each life: twenty cold starts would take minutes.
 SERVER = """
 import os, sys

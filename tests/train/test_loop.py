@@ -21,9 +21,10 @@ from vitrail.data.sampler import batch_slices
 from vitrail.data.sources import open_source
 from vitrail.errors import VitrailError
 from vitrail.models import create_model
+from vitrail.train.averaging import Average
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
 from vitrail.train.loop import train
-from vitrail.train.prepare import prepare
+from vitrail.train.prepare import prepare, warnings_for
 from vitrail.train.run import RunFolder
 
 PLAIN = {"model__dropout": 0.0, "model__stochastic_depth": 0.0}
@@ -98,7 +99,14 @@ class BadOnce:
         return output * float("inf") if self.calls == self.step and module.training else output
 
 
-def test_skip_leaves_one_step_out(tmp_path):
+def test_skip_leaves_one_step_out_but_the_average_goes_on(tmp_path, monkeypatch):
+    averages, update = [], Average.update
+
+    def kept(average, step):
+        update(average, step)
+        averages.append((weights_of(prepared.model), {name: one.clone() for name, one in average.tensors().items()}))
+
+    monkeypatch.setattr(Average, "update", kept)
     recipe = small(on_nonfinite="skip", steps=4, **PLAIN)
     prepared, recorder = prepare(recipe), Recorder()
     BadOnce(prepared, 2)
@@ -106,6 +114,30 @@ def test_skip_leaves_one_step_out(tmp_path):
     assert any("step 2 was not finite; the step was skipped" in note for note in recorder.notes)
     assert sum(record["skipped"] for record in recorder.records) == 1
     assert all(np.isfinite(record["loss"]) for record in recorder.records)
+    (before, average_before), (after, average_after) = averages[1:3]  # of the steps 1 and 2
+    assert same(before, after)
+    for name, value in average_after.items():
+        torch.testing.assert_close(value, 0.9 * average_before[name] + 0.1 * after[name])
+    assert not same(average_before, average_after)
+
+
+def weights_of(model):
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_micro_batches_change_the_gradient_only_by_what_is_drawn_for_each(tmp_path):
+    def grad_norm(micro_batch, **rates):
+        recorder, out = Recorder(), tmp_path / f"{micro_batch}{rates}{len(list(tmp_path.iterdir()))}"
+        recipe = small(steps=1, schedule__warmup=0, log_every=1, micro_batch=micro_batch, **rates)
+        train(recipe, out, callbacks=[recorder])
+        return recorder.records[0]["grad_norm"]
+
+    dropout = {**PLAIN, "model__dropout": 0.5}
+    assert grad_norm(16, **PLAIN) == pytest.approx(grad_norm(32, **PLAIN), rel=1e-5)
+    one, other = grad_norm(16, **dropout), grad_norm(32, **dropout)
+    assert one != pytest.approx(other, rel=1e-3)
+    assert one == grad_norm(16, **dropout)
 
 
 def test_rollback_goes_back_and_passes_the_batch_over(tmp_path):
@@ -176,6 +208,13 @@ def test_settings_that_usually_fail_give_a_warning(tmp_path):
     notes = " ".join(prepare(recipe).notes)
     assert "learning rate 0.02 with adamw" in notes
     assert "heads of 8 channels" in notes
+    model = prepare(small()).model
+    warned = {n: any("few for a Vision" in one for one in warnings_for(small(data__source="photos"), model, n)) for n in SIZES}
+    assert warned == {28: True, 1_999: True, 50_000: True, 100_000: False}
+    assert not any("few for a Vision" in one for one in warnings_for(small(), model, 28))  # the embedded digits are for trying out
+
+
+SIZES = (28, 1_999, 50_000, 100_000)
 
 
 def test_a_recipe_without_data_or_length_says_so(tmp_path):
@@ -394,7 +433,7 @@ def test_held_out_images_of_a_packed_dataset(tmp_path):
         assert all(np.array_equal(image, whole.payload(every[name])) for image, name in zip(host.images, names, strict=True))
     assert len(held_out) == 1 and not trained & set(*held_out) and len(trained) + len(*held_out) == len(whole)
     assert (abs(np.bincount(one.validation.targets) - 0.1 * np.bincount(whole.targets)) <= 0.5).all()
-    other = prepare(small(data__holdout=0.1, data__holdout_seed=1)).validation
+    other = prepare(small(data__holdout=0.1, data__holdout_rule="seed-1")).validation
     assert {other.image_name(k) for k in range(len(other))} != set(*held_out)
 
 

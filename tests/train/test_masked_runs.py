@@ -292,7 +292,10 @@ def test_reconstructions_are_drawn(name: str, runs: Runs, tmp_path: Path, capsys
 def test_commands_know_a_model_without_labels(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = command(capsys, "info", runs["mae"], "--json")
     assert status == 0 and json.loads(said)["provenance"]["task"]["kind"] == "masked-autoencoder"
-    status, said = command(capsys, "inspect", tmp_path, "--what", "reconstruction", "--out", tmp_path / "no")
+    not_a_run = tmp_path / "notes"
+    not_a_run.mkdir()
+    (not_a_run / "notes.md").write_text("no run here")
+    status, said = command(capsys, "inspect", not_a_run, "--what", "reconstruction", "--out", tmp_path / "no")
     assert status == 2 and "--data" in said
     status, said = command(
         capsys, "fewshot", runs["mae"], "--data", "digits", "--shots", 5, "--feature", "mean", "--out", "None", "--device", "cpu"
@@ -306,4 +309,4 @@ def test_commands_know_a_model_without_labels(runs: Runs, tmp_path: Path, capsys
 def test_a_run_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "painted"
     status, said = command(capsys, "inspect", tmp_path / "nowhere", "--what", "reconstruction", "--out", out)
-    assert status == 2 and "There is no folder" in said and "nowhere" in said and not out.exists()
+    assert status == 2 and "There is no image, folder or checkpoint" in said and "nowhere" in said and not out.exists()

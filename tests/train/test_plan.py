@@ -63,6 +63,7 @@ def test_low_precision_recomputing_and_accumulating_change_the_peak_as_they_shou
     assert 0 < held.peak - full.peak <= full.gradients * 1.01
 
 
+@pytest.mark.slow
 def test_shards_beyond_the_fake_ranks_are_computed_right(monkeypatch: pytest.MonkeyPatch) -> None:
     import vitrail.train.memory as memory
 
@@ -151,3 +152,12 @@ def test_bit_and_hybrids_can_be_planned(name: str) -> None:
     config = model_config(name, image_size=64)
     found = simulate(SimulatedModel(config), 2, precision="bf16")
     assert found.weights == pytest.approx(4 * parameters(config), rel=0.01) and found.activations > 0
+
+
+def test_a_micro_batch_is_no_larger_than_its_accumulation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 images in three parts, each has 86; 100 would need more memory for nothing."""
+    monkeypatch.setattr("vitrail.train.plan._largest", lambda footprint, available: 100)
+    (need,) = make_plan(small_plan().replace(batch=256), gpus=1, memory=8).needs
+    assert (need.largest_micro_batch, need.micro_batch, need.accumulation) == (100, 86, 3)
+    (need,) = make_plan(small_plan().replace(batch=256), gpus=1, memory=8, micro_batch=100).needs
+    assert need.micro_batch == 100

@@ -17,7 +17,9 @@ from tests.train.small import Recorder, losses, same, small, weights
 from vitrail.errors import VitrailError
 from vitrail.train.config import DataSpec
 from vitrail.train.loop import Loop, train
+from vitrail.train.run import RunFolder
 from vitrail.train.snapshots import Snapshots, damage
+from vitrail.train.step import Step
 
 
 class Enough(Exception):
@@ -155,8 +157,6 @@ def test_an_unwritable_folder_is_a_sentence(tmp_path):
 
 
 def test_a_folder_belongs_to_one_process(tmp_path):
-    from vitrail.train.run import RunFolder
-
     folder = RunFolder(tmp_path / "run")
     folder.hold()
     with pytest.raises(VitrailError, match="Another process is training"):
@@ -199,3 +199,85 @@ def until(condition, process):
     while not condition():
         assert process.poll() is None, "the run ended too early"
         time.sleep(0.01)
+
+
+def spoil(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_without_a_valid_checkpoint_the_run_starts_anew_and_keeps_its_log(undisturbed, tmp_path, monkeypatch):
+    interrupted(small(), tmp_path / "run", monkeypatch, 5)
+    log = (tmp_path / "run" / "metrics.jsonl").read_text()
+    for checkpoint in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        spoil(checkpoint)
+    recorder = Recorder()
+    train(small(), tmp_path / "run", callbacks=[recorder])
+    assert any("starts anew at step 0; the log so far is kept in metrics-1.jsonl" in note for note in recorder.notes)
+    assert (tmp_path / "run" / "metrics-1.jsonl").read_text() == log
+    assert same(weights(tmp_path / "run"), weights(undisturbed))
+    assert losses(tmp_path / "run") == losses(undisturbed)
+
+
+def test_a_bad_line_of_the_log_loses_only_itself(tmp_path, caplog):
+    run = RunFolder(tmp_path)
+    lines = [json.dumps({"kind": "train", "step": step}).encode() for step in range(4)]
+    lines[1:3] = [b'{"kind": "tr\xff', b"[1]", b'{"kind": "val"}', lines[2]]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"kind": "tra']))
+    assert [one["step"] for one in run.records()] == [0, 2, 3]
+    assert [record.getMessage()[:6] for record in caplog.records] == ["Line 2", "Line 3", "Line 4"]
+    run.forget_after(3)
+    run.add({"kind": "train", "step": 4})
+    caplog.clear()
+    assert [one["step"] for one in run.records()] == [0, 2, 3, 4]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypatch):
+    """They can become so by a step with a finite gradient: a learning rate that overflows, or faulty memory."""
+    real, faults = Step.take, [3]
+
+    def take(self, parts, number):
+        real(self, parts, number)
+        if number in faults:
+            faults.remove(number)
+            next(iter(self.runner.model.parameters())).data.view(-1)[0] = float("inf")
+
+    monkeypatch.setattr(Step, "take", take)
+    recorder = Recorder()
+    if policy == "stop":
+        with pytest.raises(VitrailError, match=r"not finite after step 4\. .*not saved; the last good one is that of step 2"):
+            train(small(), tmp_path / "run", callbacks=[recorder])
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    else:
+        assert train(small(on_nonfinite="rollback"), tmp_path / "run", callbacks=[recorder]).steps == 6
+        assert any("not finite after step 4" in note for note in recorder.notes)
+        assert any("Back to step 2" in note for note in recorder.notes)
+
+
+def test_a_disk_that_fills_while_the_log_is_written_is_a_sentence(tmp_path):
+    resource = pytest.importorskip("resource")
+    run = RunFolder(tmp_path)
+    run.add({"kind": "train", "step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(VitrailError, match=r"Cannot write .*metrics\.jsonl: File too large"):
+            run.add({"kind": "train", "step": 2, "text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Loop) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Loop, "_next_step", killed)
+    for again in (False, True):
+        recorder = Recorder()
+        with pytest.raises(KeyboardInterrupt):
+            train(small(), tmp_path / "run", callbacks=[recorder])
+        assert any("ended before its first checkpoint, so it starts anew at step 0" in note for note in recorder.notes) == again

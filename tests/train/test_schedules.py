@@ -104,3 +104,9 @@ def test_a_warm_up_longer_than_the_run_is_refused_in_its_own_words():
         Recipe(epochs=1, schedule=ScheduleSpec(warmup="10ep"))
     with pytest.raises(TypeError, match="in_steps"):
         factor(ScheduleSpec(warmup="10ep"), 0, 100, 1.0)
+
+
+@pytest.mark.parametrize("length", ["100%", "150%"])
+def test_a_warm_up_of_the_whole_run_or_more_is_a_sentence(length: str) -> None:
+    with pytest.raises(VitrailError, match=f"schedule.warmup is {length}; a part of the run is less than 100%"):
+        ScheduleSpec(warmup=length)

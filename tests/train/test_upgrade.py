@@ -40,6 +40,7 @@ OLD = """
 
 def today() -> Recipe:
     return small(
+        data__holdout_rule="seed-0",  # that of the older versions, in which the seed decided
         optim__decay="independent-of-lr",
         model__recompute_keep="matmuls",
         augment=Augment(
@@ -50,13 +51,17 @@ def today() -> Recipe:
 
 def test_old_settings_are_read_in_todays_words() -> None:
     read = upgrade(json.loads(OLD))
-    assert Recipe.from_dict(read["recipe"]) == today() and read["format"] == FORMAT
+    data = dataclasses.replace(today().data, split_rule="seed-0")  # that of the older versions, in which the seed decided
+    assert Recipe.from_dict(read["recipe"]) == today().replace(data=data) and read["format"] == FORMAT
     assert upgrade(read) == read
     other = json.loads(OLD)
     other["recipe"]["optim"]["decay"] = "times-lr"
     assert upgrade(other)["recipe"]["optim"]["decay"] == "scaled-by-lr"
     other["recipe"]["seed"] = 7  # which selected the held-out images, too
-    assert Recipe.from_dict(upgrade(other)["recipe"]).data.holdout_seed == 7
+    data = Recipe.from_dict(upgrade(other)["recipe"]).data
+    assert (data.holdout_rule, data.split_rule) == ("seed-7", "seed-7")
+    other["recipe"]["data"]["holdout_seed"] = 3  # later, a seed of its own
+    assert Recipe.from_dict(upgrade(other)["recipe"]).data.holdout_rule == "seed-3"
     assert upgrade_state({"format": 1, "step": 4, "passed_over": [2]}) == {"format": FORMAT, "step": 4, "skipped_steps": [2]}
     with pytest.raises(VitrailError, match="format 9"):
         upgrade({"format": 9})
@@ -70,13 +75,14 @@ def test_a_run_of_the_older_format_is_resumed_bit_for_bit(tmp_path: Path, monkey
     for file in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
         state = json.loads(file.read_text())
         state["passed_over"] = state.pop("skipped_steps")
-        for name in ("selection", "warned_of_collapse"):  # which that version did not have
+        for name in ("selection", "warned_of_collapse", "checksum"):  # which that version did not have
             del state[name]
         file.write_text(json.dumps({**state, "format": 1}))
     other = today().replace(optim=dataclasses.replace(today().optim, lr=1e-3))
     with pytest.raises(VitrailError, match=r"optim\.lr: 0\.002 → 0\.001"):
         train(other, tmp_path / "run")
-    result = train(today(), tmp_path / "run")
+    by_names = dataclasses.replace(today().data, holdout_rule="names")  # what a user passes; the run keeps its own rule
+    result = train(today().replace(data=by_names), tmp_path / "run")
     assert result.steps == 6 and same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert json.loads((tmp_path / "run" / "config.json").read_text())["format"] == FORMAT
 

@@ -3,24 +3,29 @@
     vitrail data pack folder:TINY-IMAGENET TINY
     vitrail train tiny-imagenet --data.source packed:TINY
     vitrail train tiny-imagenet-short --data.source packed:TINY
+    vitrail train tiny-imagenet-distilled --data.source packed:TINY --task.teacher runs/tiny-imagenet
 
-Measured once each, with 97,500 of the training images, on the 10,000 validation images. `tiny-imagenet`: 55.6 % top-1 with averaged
-and 55.8 % with raw weights, 9 min 38 s on an H200 that tests shared for 90 s of them. It needs `qk_norm`: without it attention
+Measured once each, with 97,500 of the training images, on the 10,000 validation images. `tiny-imagenet`: 57.1 % top-1 with averaged
+weights (55.6 % when images are not cropped for validation, 55.8 % then with raw weights), 9 min 38 s on an H200 that tests shared
+for 90 s; the run itself validated without the crop that the recipe has now. It needs `qk_norm`: without it attention
 collapses at learning rates from 1e-3 on (docs/log.md). `tiny-imagenet-short`: 33.0 %, 118 s on an H200 that two other runs shared;
-timm's model with the same settings 32.7 %; our model with the paper's initial values 24.1 %.
+timm's model with the same settings 32.7 %; our model with the paper's initial values 24.1 %. `tiny-imagenet-distilled`, a ViT-Ti/8
+with a larger ViT of ours as teacher: 57.2 % with averaged and 57.0 % with raw weights, 9 min 44 s on an H200.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from vitrail.data.augment.spec import Augment
-from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
+from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
 
 
 def tiny_imagenet() -> Recipe:
     return Recipe(
         name="tiny-imagenet",
         model=ModelSpec(name="ViT-S/8", image_size=64, pooling="mean", init="small", qk_norm=True, stochastic_depth=0.1),
-        data=DataSpec(source=""),
+        data=DataSpec(source="", preprocess="timm"),  # a centre crop for validation: random crops made objects larger in training
         augment=Augment(
             crop_area=(0.25, 1.0),
             randaugment="timm",
@@ -44,7 +49,7 @@ def tiny_imagenet() -> Recipe:
         ema_warmup=True,
         eval_every=5,
         log_every=50,
-        expected="55.6 % on Tiny-ImageNet's validation images (measured here, one seed)",
+        expected="57.1 % on Tiny-ImageNet's validation images (measured here, one seed)",
     )
 
 
@@ -63,4 +68,24 @@ def tiny_imagenet_short() -> Recipe:
     )
 
 
-RECIPES = {"tiny-imagenet": tiny_imagenet, "tiny-imagenet-short": tiny_imagenet_short}
+def tiny_imagenet_distilled() -> Recipe:
+    recipe = tiny_imagenet()
+    return recipe.replace(
+        name="tiny-imagenet-distilled",
+        model=ModelSpec(name="ViT-Ti/8", image_size=64, pooling="mean", init="small", qk_norm=True, stochastic_depth=0.0),
+        augment=dataclasses.replace(recipe.augment, erase=0.0, mix_until=0.9),
+        task=TaskSpec(distil="soft", teacher="TEACHER", distil_weight=0.9, temperature=1.0),
+        optim=dataclasses.replace(recipe.optim, lr=2e-3),
+        epochs=272,
+        batch=1024,
+        ema=0.9996,
+        eval_every=16,
+        expected="57.2 % on Tiny-ImageNet's validation images (measured here, one seed, the teacher a larger ViT of ours)",
+    )
+
+
+RECIPES = {
+    "tiny-imagenet": tiny_imagenet,
+    "tiny-imagenet-short": tiny_imagenet_short,
+    "tiny-imagenet-distilled": tiny_imagenet_distilled,
+}

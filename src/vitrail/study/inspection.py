@@ -19,7 +19,7 @@ def inspection(bundle: Bundle, target: str) -> dict[str, float]:
     config = bundle.model.config
     if not isinstance(config, ViTConfig):
         return {}
-    images = preprocess_images(bundle, from_source(target, None, _IMAGES, seed=0), 0).images
+    images = preprocess_images(bundle, from_source(bundle, target, None, _IMAGES, seed=0), 0).images
     distance = attention_distance(bundle.model, images.to(next(bundle.model.parameters()).device)) / uniform_distance(config)
     found = {
         "first_layer_distance": float(distance[0].mean()),

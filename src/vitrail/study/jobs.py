@@ -82,7 +82,7 @@ class Processes:
             process = self._workers[worker]
             process.join(timeout=10)
             if self._stopping:
-                raise Interrupted from None
+                raise Interrupted(signal.SIGTERM) from None
             raise VitrailError(
                 f"A process of the study ended with status {process.exitcode}; perhaps the memory was too small for "
                 f"{len(self._workers) + 1} at once. Run the same command again to resume, with fewer --jobs."
@@ -144,4 +144,4 @@ def pool(count: int, device: str) -> Iterator[tuple[Pool, World]]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """End on SIGTERM while no run is in progress; a run saves and ends by itself."""
-    raise Interrupted
+    raise Interrupted(number)

@@ -101,9 +101,10 @@ code { font-size: .85rem; }
 """
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>The paper in small</title><style>{style}</style></head>
-<body><header><h1>The paper in small</h1><nav>{links}</nav></header>
-<main><p>What the paper found, and whether it shows here.</p>
+<title>Studies of the ViT paper, repeated in small</title><style>{style}</style></head>
+<body><header><h1>Studies of the ViT paper, repeated in small</h1><nav>{links}</nav></header>
+<main><p>Experiments of “An Image is Worth 16x16 Words” (Dosovitskiy et al., 2021) with small models and small data: what the paper
+found, and whether these results agree.</p>
 <div><table><tbody>{overview}</tbody></table></div>{sections}</main>
 <footer>Made with Vitrail from the CSV files in this folder: <code>vitrail study plot all</code>.</footer></body></html>
 """

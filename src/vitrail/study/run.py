@@ -29,9 +29,10 @@ from vitrail.study.rows import DONE, FAILED, Results, Row, try_lock
 from vitrail.study.settings import StudySettings, public_name
 from vitrail.study.speeds import Sample
 from vitrail.train.config import Recipe
-from vitrail.train.loop import Result, train
+from vitrail.train.loop import train
 from vitrail.train.parallel import World
 from vitrail.train.prepare import Prepared, prepare
+from vitrail.train.result import Result
 from vitrail.train.run import RunFolder
 
 Say = Callable[[str], None]
@@ -183,7 +184,7 @@ def _train(recipe: Recipe, out: Path, job: Job, world: World) -> Phase:
     config = prepared.model.config
     result = train(recipe, out, prepared=prepared, curves=False)
     if result.ended_by is not None:
-        raise Interrupted
+        raise Interrupted(result.ended_by)
     speeds = [one["speed"]["images_per_second"] for one in RunFolder(out).records() if one["kind"] == "train"]
     steady = speeds[len(speeds) // 2 :]  # the first records include what is compiled and tuned
     return Phase(recipe, prepared, result, config, statistics.median(steady) if steady else None)

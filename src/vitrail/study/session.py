@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitrail.errors import VitrailError
+from vitrail.errors import StoppedBySignal
 from vitrail.study.definitions import study_named
 from vitrail.study.jobs import Pool, pool
 from vitrail.study.plan import Plan, describe, fitted, full_plan, late_rows, left_out_rows, probes, stored_plan
@@ -17,6 +17,8 @@ from vitrail.study.run import Interrupted, Job, Say, late_text, measure, run_rem
 from vitrail.study.settings import StudySettings
 from vitrail.study.speeds import Speeds
 from vitrail.train.parallel import World, choose_device
+
+MEASURING = 0.25  # of the budget: where measuring the speed takes longer, on a busy machine, the rest is added to the budget
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def run_study(name: str, settings: StudySettings, *, say: Say = to_stderr) -> St
         with pool(jobs, settings.device) as (workers, world):
             say = say if world.main else _silent
             plan = _planned(whole, results, folder, workers, world, jobs, began, say)
-            deadline = None if settings.budget is None else began + 60 * settings.budget
+            deadline = None if settings.budget is None else time.time() + _left(settings.budget, began)
             job = Job(plan, folder, results, jobs, deadline)
             if world.main:
                 results.remove(LEFT_OUT)
@@ -62,7 +64,7 @@ def run_study(name: str, settings: StudySettings, *, say: Say = to_stderr) -> St
             if main and late:
                 results.put(late_rows(plan, results.finished()))
     except Interrupted as error:
-        raise VitrailError(f"The study {name} was interrupted; run the same command again to resume.") from error
+        raise StoppedBySignal(f"The study {name} was interrupted; run the same command again to resume.", *error.args) from error
     files = write_outputs(settings.out, [name]) if main else ()
     if late:
         say(late_text(late))
@@ -121,5 +123,12 @@ def _measured(whole: Plan, results: Results, folder: Path, workers: Pool, jobs: 
     speeds = Speeds()
     for row, sample in zip(rows, workers.map(measure, [(row, job) for row in rows]), strict=True):
         speeds.add(row, sample)
-    left = None if whole.settings.budget is None else 60 * whole.settings.budget - (time.time() - began)
-    return fitted(whole, speeds, left, jobs)
+    budget, used = whole.settings.budget, time.time() - began
+    if budget is not None and used > 60 * MEASURING * budget:
+        say(f"measuring took {used / 60:.1f} minutes; {used / 60 - MEASURING * budget:.1f} of them do not count in the budget")
+    return fitted(whole, speeds, None if budget is None else _left(budget, began), jobs)
+
+
+def _left(budget: float, began: float) -> float:
+    """Return the seconds that are left of a budget in minutes, of which measuring the speed may use a part only."""
+    return 60 * budget - min(time.time() - began, 60 * MEASURING * budget)

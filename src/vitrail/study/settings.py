@@ -26,8 +26,8 @@ class StudySettings:
     target: str | None = None
     """Images to transfer to: any source with classes. Default: the digits 5 to 9; with --data, the same source."""
     budget: float | None = None
-    """Minutes for the whole study. The speed is measured first; then runs become shorter, and if that is not enough, points are
-    left out, which is shown. None: the full study."""
+    """Minutes for the whole study. The speed is measured first, which counts as at most a quarter of them. Then runs become
+    shorter, and if that is not enough, points are left out, which is shown. None: the full study."""
     seeds: int = 1
     """Number of seeds. With 2 or more, figures and tables have error bars. A later run with more seeds adds rows."""
     image_size: int | None = None

@@ -17,7 +17,7 @@ def columns(summary: Summary) -> tuple[list[str], list[list[str]]]:
     many = len(summary.series) > 1
     metrics = summary.metrics
     heading = [*(["series"] if many else []), "", "model", *(metric_name(one, summary.rows) for one in metrics)]
-    heading += ["pre-training set", "pre-trained, epochs", "FLOPs", "minutes", "seeds"]
+    heading += ["accuracy in pre-training", "pre-trained, epochs", "FLOPs", "minutes", "seeds"]
     return heading, [_cells(entry, many, summary) for entry in summary.entries]
 
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from vitrail.train.captured_step import CapturedStep as CapturedStep
     from vitrail.train.captured_step import capture as capture
     from vitrail.train.config import Recipe as Recipe
-    from vitrail.train.loop import Result as Result
     from vitrail.train.loop import train as train
     from vitrail.train.prepare import Prepared as Prepared
+    from vitrail.train.result import Result as Result
 
 _MODULES = {
     "CapturedStep": "vitrail.train.captured_step",
     "Callback": "vitrail.train.callbacks",
     "Prepared": "vitrail.train.prepare",
     "Recipe": "vitrail.train.config",
-    "Result": "vitrail.train.loop",
+    "Result": "vitrail.train.result",
     "capture": "vitrail.train.captured_step",
     "train": "vitrail.train.loop",
 }

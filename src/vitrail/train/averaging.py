@@ -12,7 +12,10 @@ from vitrail.train.shards import local, sharded_like
 
 
 class Average:
-    """mean ← decay·mean + (1 − decay)·weights after every step, in float32, where the weights are."""
+    """mean ← decay·mean + (1 − decay)·weights after every step, in float32, where the weights are.
+
+    A step that is skipped because its gradient is not finite counts too: the weights did not change, and the mean approaches them.
+    """
 
     def __init__(self, model: nn.Module, decay: float, *, warmup: bool = False) -> None:
         self.decay, self.warmup = decay, warmup

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vitrail.data.augment.spec import Augment
+from vitrail.data.split import check_rule
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.train.lengths import Length, describe_length, parsed_length
 from vitrail.train.parameter_groups import check_patterns
@@ -82,10 +84,14 @@ class DataSpec:
     """The split to train on."""
     validate: str = "auto"
     """The split to validate on: `auto` takes val, else test."""
+    split_rule: str = "names"
+    """How validation images are chosen if the source has none. `names`: by a hash of their names, which no seed changes; runs of
+    older versions have `seed-N`."""
     holdout: float = 0.0
     """Fraction of the training split to hold out for validation, instead of using the split `validate`; 0: none."""
-    holdout_seed: int = 0
-    """Selects the held-out images, the same fraction of every class. They do not depend on `seed`."""
+    holdout_rule: str = "names"
+    """How the held-out images are chosen, the same fraction of every class. `names`: as in `split_rule`; `seed-N`: drawn with the
+    seed N, as in runs of older versions."""
     fraction: float = 1.0
     """Train on this fraction of the training split, the same part of every class. Smaller fractions are subsets of larger ones and
     do not depend on the seed."""
@@ -198,7 +204,8 @@ class Recipe:
     batch: int = 256
     """Images per optimiser step, over all devices."""
     micro_batch: int | Literal["auto"] = "auto"
-    """Images per forward pass on each device. It changes memory and speed, not the result; `auto` halves it until it fits."""
+    """Images per forward pass on each device. It changes memory, speed and rounding, not the gradient, except that dropout,
+    stochastic depth and masked patches are drawn per micro-batch. `auto` halves it until it fits."""
     precision: Literal["auto", "bf16", "fp8", "fp16", "fp32"] = "auto"
     """`auto`: bf16 on a GPU that has it, and on a CPU that has it for models of 0.5 GFLOPs per image or more; else fp32. Norms,
     softmax and losses are fp32 in all of them. fp8 is bf16 with fp8 matmuls in the
@@ -317,6 +324,10 @@ def differences(one: Any, two: Any) -> dict[str, tuple[Any, Any]]:
 
 def check(recipe: Recipe) -> None:
     """Refuse what cannot work before anything is opened; the sentence says what to do instead."""
+    for name, values in flatten(recipe).items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise VitrailError(f"{name} is {value:g}; it must be a finite number.")
     for part in (recipe, recipe.model, recipe.data, recipe.task, recipe.optim, recipe.schedule):
         _check_choices(part)
     if recipe.epochs is not None and recipe.steps is not None:
@@ -337,6 +348,8 @@ def check(recipe: Recipe) -> None:
         raise VitrailError(f"schedule.warmup is {warmup}, but the run has only {length}. Train longer, or use a shorter warm-up.")
     if recipe.schedule.timescale < 1:
         raise VitrailError(f"schedule.timescale is {recipe.schedule.timescale}; it must be at least 1.")
+    check_rule(recipe.data.split_rule)
+    check_rule(recipe.data.holdout_rule, "data.holdout_rule")
     if not 0 <= recipe.data.holdout < 1:
         raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a fraction of the training split, from 0 to below 1.")
     if not 0 < recipe.data.fraction <= 1:

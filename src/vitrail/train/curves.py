@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vitrail.files import atomic_file
 from vitrail.tasks.base import lower_is_better
+from vitrail.train.best_checkpoint import RAW
 from vitrail.train.callbacks import Record
-from vitrail.train.run import RunFolder
-from vitrail.train.selection import RAW
+from vitrail.train.run import RunFolder, number_in
 
 
 def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
@@ -26,22 +26,22 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
     FigureCanvasAgg(figure)
     loss, quality, rate = figure.subplots(1, 3)
     steps = [one["step"] for one in trained]
-    loss.plot(steps, [one["loss"] for one in trained], color="#2b6ca3", label="training")
+    loss.plot(steps, [number_in(one, "loss") for one in trained], color="#2b6ca3", label="training")
     if validated:
         at = [one["step"] for one in validated]
         averaged = RAW + headline in validated[-1]
         label = "validation, averaged weights" if averaged else "validation"
-        loss.plot(at, [one["loss"] for one in validated], color="#c8553d", marker=".", label=label)
+        loss.plot(at, [number_in(one, "loss") for one in validated], color="#c8553d", marker=".", label=label)
         if averaged:
-            raw = [one.get(RAW + headline) for one in validated]
+            raw = [number_in(one, RAW + headline) for one in validated]
             quality.plot(at, raw, color="#c8553d", alpha=0.45, linestyle="--", label="raw weights")
-        quality.plot(at, [one[headline] for one in validated], color="#c8553d", marker=".", label="averaged weights")
+        quality.plot(at, [number_in(one, headline) for one in validated], color="#c8553d", marker=".", label="averaged weights")
         if averaged:
             quality.legend(frameon=False, fontsize=9)
         quality.set_title(headline.replace("_", " ") + _best(validated, headline), fontsize=10)
     else:
         quality.text(0.5, 0.5, "no validation split", ha="center", va="center", transform=quality.transAxes)
-    rate.plot(steps, [one["lr"] for one in trained], color="#5b8c5a")
+    rate.plot(steps, [number_in(one, "lr") for one in trained], color="#5b8c5a")
     loss.set_title("loss", fontsize=10)
     rate.set_title("learning rate", fontsize=10)
     loss.legend(frameon=False, fontsize=9)
@@ -58,7 +58,7 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
 
 def _best(validated: list[Record], headline: str) -> str:
     """Return ", best … at step …"; nothing where no validation gave a number."""
-    finite = [one for one in validated if math.isfinite(one[headline])]
+    finite = [one for one in validated if math.isfinite(number_in(one, headline))]
     if not finite:
         return ""
     best = (min if lower_is_better(headline) else max)(finite, key=lambda one: one[headline])

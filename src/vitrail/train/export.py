@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vitrail.data.trained_on import TrainedOn, record, records_in
 from vitrail.models import Model, build_model
 from vitrail.tasks import Masked, Meter, Regress
 from vitrail.tasks.multilabel import LabelMeter
@@ -53,6 +54,7 @@ def export_model(
         "recipe": recipe.name,
         "start": recipe.model.start,
         "data": prepared.source,
+        "trained_on": prepared.trained_on,
         "steps": checkpoint["step"],
         "batch": recipe.batch,
         "weights": f"{described}{f'; mean with decay {recipe.ema:g}' if checkpoint['weights'] == 'averaged' else ''}",
@@ -70,6 +72,35 @@ def export_model(
         task="unlabelled" if alone else task.kind,
         provenance=provenance,
     )
+
+
+def record_images(recipe: Recipe, prepared: Prepared) -> list[dict[str, Any]]:
+    """Return records of the images that this run trains on, then of those that its starting checkpoint was trained on."""
+    spec = recipe.data
+    chosen = {name: getattr(spec, name) for name in ("train", "holdout", "holdout_rule", "fraction")}
+    own = [record(prepared.opened, prepared.train, **chosen)] if prepared.opened is not None else []
+    return [one.to_dict() for one in (*own, *_records_of_start(recipe.model.start))]
+
+
+def changed_images(run: RunFolder, prepared: Prepared) -> str | None:
+    """Return a warning if a run is resumed with other training images than it began with."""
+    saved, own = run.saved_images(), prepared.trained_on
+    if not saved or prepared.opened is None or saved[0]["names"] == own[0]["names"]:
+        return None
+    counts = f"it had {saved[0]['images']:,} training images, and now has {own[0]['images']:,}"
+    return (
+        f"warning: {own[0]['source']} has changed since this run began: {counts}. "
+        "Images may have moved between training and validation; a new run would be exact."
+    )
+
+
+def _records_of_start(start: str | None) -> tuple[TrainedOn, ...]:
+    from vitrail.checkpoints.loading import locate
+
+    found = locate(start) if start is not None else None
+    if found is None or found.kind != "vitrail" or found.config is None:
+        return ()
+    return records_in(found.config.get("provenance", {}), found.name)
 
 
 def plain_copy(model: Model) -> Model:
@@ -99,6 +130,7 @@ def resolved(
         "warmup_steps": schedule.warmup,
         "cooldown_steps": schedule.cooldown,
         "images": len(prepared.train),
+        "trained_on": prepared.trained_on,
         "validation_images": len(prepared.validation) if prepared.validation is not None else 0,
         "classes": list(prepared.classes),
         "task": prepared.task.describe(),

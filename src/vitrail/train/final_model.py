@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.tasks.base import metric_text
+from vitrail.train.best_checkpoint import RAW
 from vitrail.train.export import export_model
-from vitrail.train.selection import RAW
 
 if TYPE_CHECKING:
     from vitrail.train.loop import Loop
@@ -39,7 +40,8 @@ class SavedModel:
         if str(self.metric).startswith(RAW):
             kind = "raw weights"
         metric = str(self.metric).removeprefix(RAW).replace("_", " ")
-        return f"{kind} with the best {metric}, {self.value:.6g}, of step {self.step} of {self.steps_taken}"
+        value = metric_text(str(self.metric), self.value or 0.0)
+        return f"{kind} with the best {metric}, {value}, of step {self.step} of {self.steps_taken}"
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

@@ -13,10 +13,13 @@ Length = int | str
 _WRITTEN = re.compile(r"(?P<number>\d+\.?\d*|\.\d+)\s*(?P<unit>%|ep|epochs?|steps?|)")
 
 
+_EXAMPLES = "a number of steps such as 500, of epochs such as 10ep, or a part of the run such as 5%"
+
+
 def parsed_length(value: Length, name: str) -> Length:
     """Return a length as it is stored: an integer of steps, "10ep" or "5%". `name` is the setting it belongs to."""
     match = _WRITTEN.fullmatch(str(value).strip().lower()) if not isinstance(value, bool) else None
-    if match is not None:
+    if match is not None and math.isfinite(float(match["number"])):
         number, unit = float(match["number"]), match["unit"]
         if unit == "%" and number < 100:
             return f"{number:g}%" if number else 0
@@ -24,9 +27,9 @@ def parsed_length(value: Length, name: str) -> Length:
             return f"{number:g}ep" if number else 0
         if unit != "%" and number == int(number) and not isinstance(value, float):
             return int(number)
-    raise VitrailError(
-        f"{name} is {value!r}; it is a number of steps such as 500, of epochs such as 10ep, or a part of the run such as 5%."
-    )
+        if unit == "%" and number >= 100:
+            raise VitrailError(f"{name} is {value}; a part of the run is less than 100%. It can be {_EXAMPLES}.")
+    raise VitrailError(f"{name} is {value!r}; it is {_EXAMPLES}.")
 
 
 def length_in_steps(length: Length, total: int, per_epoch: float) -> int:

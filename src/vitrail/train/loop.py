@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,28 @@ import torch
 
 from vitrail.data.batch import Batch
 from vitrail.data.loader import TrainLoader
+from vitrail.data.worker_signals import raise_worker_error
 from vitrail.errors import VitrailError
 from vitrail.models import Model, ViTConfig
 from vitrail.train.attention_stats import AttentionStats
 from vitrail.train.averaging import Average
+from vitrail.train.best_checkpoint import Selection, check_metric
 from vitrail.train.callbacks import Callback, MetricsFile, RunInfo
 from vitrail.train.config import Recipe
 from vitrail.train.determinism import deterministic, threads
-from vitrail.train.export import resolved
-from vitrail.train.final_model import SavedModel, write_models
+from vitrail.train.export import changed_images, record_images, resolved
+from vitrail.train.final_model import write_models
 from vitrail.train.fp8 import use_fp8
 from vitrail.train.interval_means import IntervalMeans
+from vitrail.train.nonfinite import nonfinite_weight
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, blocks_of, joined
 from vitrail.train.parameter_groups import all_groups, freeze, group_lines
 from vitrail.train.prepare import Prepared, prepare
-from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, without_compiling
+from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, refuse_to_save, without_compiling
+from vitrail.train.result import Result, finished
 from vitrail.train.run import RunFolder
 from vitrail.train.schedules import describe_schedule, in_steps
-from vitrail.train.selection import Selection, check_metric
 from vitrail.train.sharded_init import fill_shards, twin_of
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.speed import Clock
@@ -43,24 +44,6 @@ from vitrail.train.validate import Validation, Validator
 Evaluator = Callable[[Model], dict[str, float]]
 MakeEvaluator = Callable[[Prepared, World], Evaluator]
 """Called once, when data and devices are known."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended."""
-
-    out: Path
-    steps: int
-    headline: str
-    metrics: dict[str, float]
-    seconds: float = 0.0
-    ended_by: int | None = None
-    """The signal that interrupted it, or None when it is finished."""
-    before: bool = False
-    """Whether it had finished before."""
-    model: SavedModel | None = None
-    """Which checkpoint `model/` holds; `metrics` are its."""
-    stopped_early: bool = False
 
 
 def train(
@@ -84,6 +67,7 @@ def train(
             if world.main:
                 run.hold()
             world.barrier()
+            recipe = run.keep_split(recipe)
             changed = run.check_unchanged(recipe, allow_change)
             end = run.end()
             if end is not None and not changed:
@@ -92,6 +76,10 @@ def train(
             loop.draws_curves = curves
             try:
                 return loop.run_to_the_end()
+            except RuntimeError as error:
+                raise_worker_error(error)
+                world.raise_rank_error(error)
+                raise
             finally:
                 loop.close()
         finally:
@@ -196,9 +184,13 @@ class Loop:
         state = self.snapshots.load(self.step.tensors())
         if state is not None:
             self.return_to(state)
-        elif self.world.main:
-            self.run.forget_after(0)
+        else:
+            self._start_anew()
         find_micro_batch(self)
+        if self.world.main:
+            self.prepared.trained_on = record_images(self.recipe, self.prepared)
+            if self.done and (warning := changed_images(self.run, self.prepared)):
+                self.say(warning)
         facts = resolved(
             self.recipe,
             self.prepared,
@@ -228,6 +220,16 @@ class Loop:
                 config=self.recipe.to_dict(),
             ),
         )
+
+    def _start_anew(self) -> None:
+        if self.snapshots.found_corrupted and self.world.main:
+            kept = self.run.keep_log()
+            log = f"; the log so far is kept in {kept.name}" if kept is not None else ""
+            self.say(f"warning: no checkpoint of this run is valid, so it starts anew at step 0{log}")
+        elif self.run.has_begun():
+            self.say("warning: this run ended before its first checkpoint, so it starts anew at step 0")
+        if self.world.main:
+            self.run.forget_after(0)
 
     def _setting(self) -> list[str]:
         """Describe what decides the result and the memory."""
@@ -374,6 +376,11 @@ class Loop:
             self.say(text)
 
     def _save(self) -> None:
+        tensors = self.step.tensors()
+        nonfinite = next(filter(None, self.world.gather(nonfinite_weight(tensors))), "")
+        if nonfinite:
+            refuse_to_save(self, nonfinite)
+            return
         state = {
             **self.step.state(),
             "skipped_steps": sorted(self.skipped_steps),
@@ -382,7 +389,7 @@ class Loop:
             "warned_of_collapse": self.warned_of_collapse,
         }
         best = self.selection.best if self.selection.keeps_best else None
-        self.snapshots.save(self.done, self.step.tensors(), state, best=None if best is None else best.step)
+        self.snapshots.save(self.done, tensors, state, best=None if best is None else best.step)
 
     # Ending
 
@@ -392,14 +399,17 @@ class Loop:
             return stop.requested
         if self.world.device.type != "cpu" and self.done % self.recipe.log_every:
             return False
-        return self.world.any(stop.requested)
+        if not self.world.any(stop.requested):
+            return False
+        stop.signal = max(number or 0 for number in self.world.gather(stop.signal))  # all ranks exit with the same status
+        return True
 
     def _interrupted(self, stop: Stop) -> Result:
         if self.done < self.total:
             self._save()
         self.snapshots.finish()
         self.say(f"stopped at step {self.done} of {self.total} and saved; run the same command again to resume")
-        return Result(self.run.path, self.done, self.prepared.task.headline, {}, ended_by=stop.signal or signal.SIGTERM)
+        return Result(self.run.path, self.done, self.prepared.task.headline, {}, ended_by=stop.signal)
 
     def _finish(self) -> Result:
         self.snapshots.finish()
@@ -409,9 +419,8 @@ class Loop:
         if validation is None or validation.step != self.done:  # resumed after its last step
             validation = self.validator.evaluate(self.done)
         saved, metrics = write_models(self, validation)
-        seconds = sum(one["speed"]["seconds"] for one in self.run.records() if one["kind"] == "train")
         task = self.prepared.task
-        end = {"kind": "end", "step": self.done, "headline": task.headline, "seconds": round(seconds, 3)}
+        end = {"kind": "end", "step": self.done, "headline": task.headline, "seconds": round(self.run.seconds(), 3)}
         end |= {"stopped_early": self.done < self.total, "model": saved.to_dict(), **metrics}
         if self.world.main:
             if self.draws_curves:
@@ -440,21 +449,6 @@ class Loop:
     def tell(self, event: str, what: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(what)
-
-
-def finished(run: RunFolder, end: dict[str, Any]) -> Result:
-    """Return the result of a finished run, from the last record of its metrics.jsonl."""
-    others = ("kind", "step", "headline", "seconds", "stopped_early", "model")
-    return Result(
-        run.path,
-        end["step"],
-        end["headline"],
-        {name: value for name, value in end.items() if name not in others},
-        end["seconds"],
-        before=True,
-        model=SavedModel(**end["model"]) if "model" in end else None,
-        stopped_early=end.get("stopped_early", False),
-    )
 
 
 def total_steps(recipe: Recipe, per_epoch: int) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -132,6 +133,7 @@ def _need(
     low = None if precision == "fp32" else torch.bfloat16
     keep_gathered = engine == "fsdp" and fits_gathered(simulated.without_memory(), low, memory)
 
+    @cache
     def footprint(size: int, accumulates: bool = True) -> Footprint:
         settings: dict[str, Any] = {"recompute": recipe.model.recompute, "keep": recipe.model.recompute_keep}
         if engine == "fsdp":
@@ -141,6 +143,8 @@ def _need(
     states = _states(recipe, footprint(1).gradients)
     largest = _largest(footprint, (memory - _CONTEXT) / (1 + _FRAGMENTS) - _WORKSPACE - sum(states))
     chosen = min(micro_batch or largest, per_gpu)
+    if chosen and micro_batch is None:
+        chosen = math.ceil(per_gpu / math.ceil(per_gpu / chosen))  # no larger than as many accumulation steps need
     # Where nothing fits, show the need of one image.
     exact = footprint(chosen, accumulates=chosen < per_gpu) if chosen else footprint(1)
     accumulation = math.ceil(per_gpu / chosen) if chosen else 0

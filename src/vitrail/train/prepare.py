@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from vitrail.data import Preprocess, Source, Split, open_source, preset
 from vitrail.data.sampler import class_weights
-from vitrail.data.split import stratified
-from vitrail.errors import VitrailError
+from vitrail.data.split import divide
+from vitrail.errors import VitrailError, counted
 from vitrail.models import Model, ViT, ViTConfig, create_model, initialise
 from vitrail.models.masked import Pretraining
 from vitrail.tasks import Classify, Distil, MultiLabel, Regress, Task
@@ -43,6 +43,10 @@ class Prepared:
     """The module around the model in self-supervised training."""
     initialise: Initialise | None = None
     """For a model on the meta device: draws the initial values of everything that is trained."""
+    opened: Source | None = None
+    """The data source, if it was opened from the recipe."""
+    trained_on: list[dict[str, Any]] = field(default_factory=list)
+    """Records of the images that this model and the one it started from were trained on; see `data.trained_on`."""
 
     @property
     def trained(self) -> Model | Pretraining:
@@ -64,27 +68,46 @@ def prepare(recipe: Recipe, *, on_meta: bool = False) -> Prepared:
     notes: list[str] = []
     source = opened_source(recipe)
     notes.append(f"data: {source.describe()}")
+    check_no_empty_class(source, recipe.data.train)
     train, validation = chosen_splits(recipe, source)
     if recipe.task.kind in SELF_SUPERVISED:
         model, preprocess = make_model(recipe, 0, (), notes, on_meta=on_meta)
         wrapper, pretext = make_pretext(recipe, model, preprocess, train, notes)
         notes += warnings_for(recipe, model, len(train))
         draw = (lambda twin: _draw_pretraining(twin, recipe.seed)) if on_meta else None
-        return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, wrapper, draw)
+        return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, wrapper, draw, source)
     task = make_task(recipe, train)
     model, preprocess = make_model(recipe, task.outputs, train.classes, notes, on_meta=on_meta)
     if recipe.task.distil != "none":
         task = make_distillation(recipe, task, model, preprocess, train.classes, notes)
     notes += warnings_for(recipe, model, len(train))
     draw = (lambda twin: initialise(twin, recipe.seed)) if on_meta else None
-    return Prepared(model, task, preprocess, train, validation, train.classes, source.describe(), notes, None, draw)
+    return Prepared(model, task, preprocess, train, validation, train.classes, source.describe(), notes, None, draw, source)
 
 
 def opened_source(recipe: Recipe) -> Source:
     spec = recipe.data
     if not spec.source:
         raise VitrailError(f"The recipe {recipe.name} has no images: add --data.source, such as folder:DIR.")
-    return open_source(spec.source, seed=recipe.seed, bad_images=spec.bad_images, ignore_unknown=spec.ignore_unknown_classes)
+    skip = spec.ignore_unknown_classes
+    return open_source(spec.source, rule=spec.split_rule, bad_images=spec.bad_images, ignore_unknown=skip)
+
+
+def check_no_empty_class(source: Source, split: str) -> None:
+    """Refuse class folders without training images: a mistake of copying, or a class that could never be predicted.
+
+    Other sources may list classes that they do not use, which a user cannot remove; there it is only a warning.
+    """
+    train = source.split(split)
+    if source.kind != "folder" or train.task != "classify":
+        return
+    empty = [train.classes[k] for k in np.flatnonzero(np.bincount(train.targets, minlength=len(train.classes)) == 0)]
+    if empty:
+        more = f" and {counted(len(empty) - 1, 'more class', 'more classes')}" if len(empty) > 1 else ""
+        raise VitrailError(
+            f"The class {empty[0]!r}{more} of {source.reference} has no training images. Add images to its folder, or remove it"
+            f"{' from all splits' if len(source.splits) > 1 else ''}; `vitrail data check` lists all such classes."
+        )
 
 
 def _draw_pretraining(wrapper: Pretraining, seed: int) -> None:
@@ -94,19 +117,10 @@ def _draw_pretraining(wrapper: Pretraining, seed: int) -> None:
 
 def chosen_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
     """Return the split to train on and the one to validate on."""
-    train, validation = _both_splits(recipe, source)
-    if recipe.data.fraction < 1:
-        train = train.subset(stratified(train, recipe.data.fraction, seed=0))
-    return train, validation
-
-
-def _both_splits(recipe: Recipe, source: Source) -> tuple[Split, Split | None]:
     spec = recipe.data
-    train = source.split(spec.train)
-    if spec.holdout:
-        kept_out = stratified(train, spec.holdout, seed=spec.holdout_seed)
-        rest = np.setdiff1d(np.arange(len(train)), kept_out)
-        return train.subset(rest), train.subset(kept_out)
+    train, held_out = divide(source, spec.train, holdout=spec.holdout, holdout_rule=spec.holdout_rule, fraction=spec.fraction)
+    if held_out is not None:
+        return train, held_out
     if spec.validate != "auto":
         return train, source.split(spec.validate)
     return train, next((source.splits[name] for name in ("val", "test") if name in source.splits), None)
@@ -167,7 +181,9 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
         raise VitrailError(f"model.{fixed[0]} cannot be changed in a trained checkpoint; leave it out, or train from scratch.")
     fields = {name: value for name, value in changes.items() if name in _INERT}
     channels = changes.get("channels")
-    bundle = load(spec.start, image_size=spec.image_size, channels=channels, stem="sum" if channels else None, **fields)
+    given = None if recipe.data.preprocess == "auto" else recipe.data.preprocess
+    stem: Literal["sum"] | None = "sum" if channels else None
+    bundle = load(spec.start, image_size=spec.image_size, channels=channels, stem=stem, preprocess=given, **fields)
     notes.append(f"start: {spec.start}, {bundle.model.config.name}")
     model = bundle.model
     if bundle.task_info.get("parts"):
@@ -187,6 +203,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
         )
         model.replace_head(outputs)
     notes += [note for note in bundle.report.notes if note.startswith(("image size", "input channels"))]
+    notes += [f"assumed about {spec.start}: {text}" for text in bundle.report.assumptions]
     if recipe.data.preprocess != "auto":
         return model, preset(recipe.data.preprocess, size=model.config.image_size, channels=model.config.channels)
     return model, bundle.stored_preprocess("--data.preprocess")
@@ -205,6 +222,7 @@ def make_distillation(
         raise VitrailError(f"Distillation needs one label per image; this task is {labels.kind}.")
     assert spec.teacher is not None
     bundle = load(spec.teacher)
+    notes += [f"assumed about {spec.teacher}: {text}" for text in bundle.report.assumptions]
     teacher_preprocess = bundle.stored_preprocess(f"vitrail convert {spec.teacher} FOLDER --preprocess")
     two_heads = isinstance(model.config, ViTConfig) and model.config.distill_token
     token = "the distillation token" if two_heads else "the only head"
@@ -239,9 +257,10 @@ def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
             "below 32 attention learns poorly. Use fewer heads or a larger width."
         )
     learns_labels = recipe.task.kind not in SELF_SUPERVISED
-    if learns_labels and recipe.model.start is None and isinstance(config, ViTConfig) and 2_000 <= images < 100_000:
+    embedded = recipe.data.source.partition("?")[0] == "digits"  # made for trying out, and easy enough
+    if learns_labels and recipe.model.start is None and isinstance(config, ViTConfig) and images < 100_000 and not embedded:
         warnings.append(
-            f"warning: {images:,} images are little for a Vision Transformer from scratch (the paper's Fig. 3 and 4); "
+            f"warning: {images:,} training images are few for a Vision Transformer from scratch (the paper's Fig. 3 and 4); "
             "`vitrail finetune` starts from a trained one."
         )
     return warnings

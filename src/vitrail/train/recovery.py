@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.errors import VitrailError
+from vitrail.text import to_bytes
 from vitrail.train.nonfinite import NOT_AGAIN, advice, earliest_fault, first_fault
-from vitrail.train.parallel import blocks_of
+from vitrail.train.parallel import World, blocks_of
 from vitrail.train.step import autocast, seed_part
 
 if TYPE_CHECKING:
@@ -44,6 +47,17 @@ def handle_nonfinite(loop: Loop) -> bool:
     return True
 
 
+def refuse_to_save(loop: Loop, name: str) -> None:
+    """Do not save weights that are not finite. With `rollback` the next step finds the same, and returns to a good checkpoint."""
+    loop.snapshots.finish()
+    good = loop.snapshots.steps()
+    kept = f"the last good one is that of step {good[0]}" if good else "there is none before it"
+    text = f"The weight {name} is not finite after step {loop.done}. This checkpoint was not saved; {kept}."
+    if loop.recipe.on_nonfinite != "rollback" or loop.done == loop.total:
+        raise VitrailError(f"{text} {advice(loop.precision, loop.recipe.optim.lr)}")
+    loop.say(f"warning: {text}")
+
+
 def _explain(loop: Loop, number: int) -> str:
     """Repeat the step with hooks on every layer. The weights have not changed since."""
     loop.snapshots.finish()
@@ -64,7 +78,7 @@ def _explain(loop: Loop, number: int) -> str:
     names = [name for _, some in found for name in some]
     listed = loop.run.path / f"nonfinite-step-{number}.txt"
     if loop.world.main:
-        listed.write_text("\n".join(names) + "\n", encoding="utf-8")
+        listed.write_bytes(to_bytes("\n".join(names) + "\n"))
     good = loop.snapshots.steps()
     kept = f"the last good checkpoint is that of step {good[0]}" if good else "there was no checkpoint yet"
     return (
@@ -98,20 +112,55 @@ def find_micro_batch(loop: Loop) -> None:
 
 def _fits(loop: Loop) -> bool:
     loop.go_to(loop.done)
-    batch = dataclasses.replace(next(loop.batches), micro_step=0, micro_steps=2)  # not the last: no communication with other ranks
+    # Not the last of its step: DDP then communicates nothing. FSDP2 gathers weights in any case.
+    batch = dataclasses.replace(next(loop.batches), micro_step=0, micro_steps=2)
     failed = False
-    try:
-        loop.step.backward(batch)
-    except torch.OutOfMemoryError:
-        failed = True
+    with _equal_memory(loop.world):
+        try:
+            loop.step.backward(batch)
+        except torch.OutOfMemoryError:
+            failed = True
     loop.step.optimizer.zero_grad()
-    if loop.world.any(failed):
+    if _any_failed(loop, failed):
         loop.step.runner.renew()
         if failed:
             torch.cuda.empty_cache()
         return False
     _drop_gradients(loop, batch)
     return True
+
+
+@contextmanager
+def _equal_memory(world: World) -> Iterator[None]:
+    """Under FSDP2 let no rank use more memory than the one with the least, so that all run out of it at the same place.
+
+    A rank that stops alone would leave the others waiting for its shards.
+    """
+    if not world.sharded or world.ranks == 1 or world.device.type != "cuda":
+        yield
+        return
+    free, total = torch.cuda.mem_get_info(world.device)
+    least = min(world.gather(free + torch.cuda.memory_reserved(world.device)))
+    torch.cuda.set_per_process_memory_fraction(min(least / total, 1.0), world.device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, world.device)
+
+
+def _any_failed(loop: Loop, failed: bool) -> bool:
+    """Whether the trial failed; under FSDP2 on all ranks or on none."""
+    world = loop.world
+    if not world.sharded:
+        return world.any(failed)
+    failures = world.gather(failed)  # over the CPU: GPUs may be waiting for a rank that stopped
+    if any(failures) and not all(failures):
+        number, size = failures.index(True), loop.micro_batch
+        raise VitrailError(
+            f"Rank {number} ran out of memory at micro-batch {size}, others did not, and cannot continue without its shards. "
+            f"Use --micro-batch {max(size // 2, 1)}, or end other programs on that GPU."
+        )
+    return failures[0]  # type: ignore[no-any-return]
 
 
 def _drop_gradients(loop: Loop, batch: Batch) -> None:

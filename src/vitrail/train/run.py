@@ -9,18 +9,32 @@ figures/        curves
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import logging
+import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vitrail.data.split import BY_NAME
 from vitrail.errors import VitrailError, did_you_mean
-from vitrail.files import atomic_file, write_text
+from vitrail.files import atomic_file, disk_errors, write_text
 from vitrail.train.config import FREE, Recipe, differences, flatten
 from vitrail.train.upgrade import FORMAT, upgrade
 
+log = logging.getLogger("vitrail.train")
+
 T = TypeVar("T")
+
+
+def number_in(record: dict[str, Any], name: str) -> float:
+    """Return a number of a record; NaN if it has none, as after a bit of the file changed."""
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else math.nan
 
 
 class RunFolder:
@@ -29,6 +43,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock: Any = None
+        self._bad_lines: set[bytes] = set()
 
     @property
     def checkpoints(self) -> Path:
@@ -65,6 +80,10 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
+    def has_begun(self) -> bool:
+        """Tell whether a run was started here before."""
+        return (self.path / "config.json").exists()
+
     def saved_recipe(self) -> Recipe | None:
         """Return the recipe of the run in this folder; None in a new folder."""
         return self._read_config(lambda config: Recipe.from_dict(config["recipe"]))
@@ -72,6 +91,19 @@ class RunFolder:
     def saved_precision(self) -> str | None:
         """Return the precision that this run started with; None in a new folder."""
         return self._read_config(lambda config: str(config["resolved"]["precision"]))
+
+    def saved_images(self) -> list[dict[str, Any]] | None:
+        """Return the records of the images that this run is trained on; None in a new folder or that of an older version."""
+        return self._read_config(lambda config: config["resolved"].get("trained_on"))
+
+    def keep_split(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the saved rules of splitting, so that a run of an older version keeps its validation images."""
+        saved = self.saved_recipe()
+        if saved is None:
+            return recipe
+        rules = ("split_rule", "holdout_rule")
+        kept = {name: getattr(saved.data, name) for name in rules if getattr(recipe.data, name) == BY_NAME}
+        return recipe.replace(data=dataclasses.replace(recipe.data, **kept))
 
     def _read_config(self, read: Callable[[dict[str, Any]], T]) -> T | None:
         file = self.path / "config.json"
@@ -107,19 +139,41 @@ class RunFolder:
         write_text(self.path / "config.json", json.dumps(config, indent=2) + "\n")
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; a last one cut off by a crash is left out."""
+        """Return the lines of metrics.jsonl. One that is not a record is left out with a warning, or without one if it is the last
+        and was cut off by a crash."""
         file = self.path / "metrics.jsonl"
         records = []
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        lines = file.read_bytes().split(b"\n") if file.exists() else []
+        for number, line in enumerate(lines, 1):
             try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
+                record = json.loads(line)
+                if not (isinstance(record["kind"], str) and isinstance(record["step"], int) and 0 <= record["step"] < 1 << 53):
+                    raise ValueError
+                records.append(record)
+            except (ValueError, KeyError, TypeError):
+                if number < len(lines) and line not in self._bad_lines:
+                    self._bad_lines.add(line)
+                    log.warning("Line %d of %s is corrupted and left out.", number, file)
         return records
 
+    def seconds(self) -> float:
+        """Return the time that the recorded training steps took."""
+        speeds = [one.get("speed") for one in self.records() if one["kind"] == "train"]
+        times = [number_in(speed, "seconds") for speed in speeds if isinstance(speed, dict)]
+        return sum(one for one in times if math.isfinite(one))
+
     def add(self, record: dict[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        file = self.path / "metrics.jsonl"
+        with disk_errors(file), file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+
+    def keep_log(self) -> Path | None:
+        """Give metrics.jsonl a name under which it is not overwritten; return it."""
+        if not self.records():
+            return None
+        numbers = itertools.count(1)
+        kept = next(path for number in numbers if not (path := self.path / f"metrics-{number}.jsonl").exists())
+        return (self.path / "metrics.jsonl").replace(kept)
 
     def forget_after(self, step: int) -> None:
         """Drop records of steps that will be taken again."""

@@ -1,15 +1,19 @@
 """Checkpoints of a run in progress: everything needed to resume exactly.
 
 Each is a folder in torch's distributed-checkpoint format, so a run may be resumed with another number of ranks or shards, next to
-a `state.json` with the place in the run and a checksum of every file. It is written under a temporary name and renamed when
-whole. The format uses pickle: resume only runs you trust. The finished model is saved apart, in the safe format.
+a `state.json` with the place in the run and a checksum of every file and of itself. It is written under a temporary name and
+renamed when complete. Torch stores the places of tensors as a pickle, which is read here without running it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
+import re
 import shutil
+import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,15 +22,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from vitrail.errors import VitrailError
-from vitrail.files import atomic_folder, sha256
+from vitrail.files import DiskError, atomic_folder, disk_errors, disk_reason, sha256
+from vitrail.train.nonfinite import nonfinite_weight
 from vitrail.train.parallel import World
+from vitrail.train.shard_metadata import Reader, read_metadata
 from vitrail.train.upgrade import FORMAT, upgrade_state
 
 log = logging.getLogger("vitrail.train")
+
+# Held while a checkpoint is written, and for each fork: a child keeps the locks of its parent's threads locked for ever, so that a
+# data worker that is forked while a thread writes may hang.
+_WRITING = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_WRITING.acquire, after_in_parent=_WRITING.release, after_in_child=_WRITING.release)
 
 
 class Snapshots:
@@ -40,12 +53,15 @@ class Snapshots:
         # Its own group: a checkpoint in the background must not mix its messages with the gradients'.
         self._group: Any = dist.new_group(backend="gloo") if world.ranks > 1 else None
         if world.main and folder.exists():
-            for left in folder.glob(".step-*"):  # half-written when a run was killed
+            for left in folder.glob(".step-*"):  # incomplete when a run was killed
                 shutil.rmtree(left, ignore_errors=True)
+        self.found_corrupted = False
+        """Whether `load` found checkpoints, but none that is valid."""
 
     def steps(self) -> list[int]:
         """Steps at which there are checkpoints, newest first."""
-        return sorted((int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*")), reverse=True)
+        numbers = [int(path.name[5:]) for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name, re.ASCII)]
+        return sorted((number for number in numbers if self.path(number).is_dir()), reverse=True)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -68,16 +84,22 @@ class Snapshots:
             return
         try:
             pending.result()
-        except OSError as error:
-            raise VitrailError(
-                f"A checkpoint could not be written to {self.folder}: {error.strerror or error}. The one before it is valid"
-                f"{f' (step {self.steps()[0]})' if self.steps() else ''}. Free some space, then run again to resume."
+        except (OSError, DiskError) as error:
+            reason = disk_reason(error) or getattr(error, "strerror", None) or error
+            raise DiskError(
+                f"A checkpoint could not be written to {self.folder}: {reason}. "
+                f"{f'The one before it is valid (step {self.steps()[0]}). ' if self.steps() else ''}"
+                "Free some space, then run again to resume."
             ) from error
 
     def close(self) -> None:
         self._writer.shutdown(wait=True)
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        with _WRITING:
+            self._write_and_prune(step, tensors, state)
+
+    def _write_and_prune(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         if self._group is None:
             with atomic_folder(self.path(step)) as temporary:
                 _save(tensors, temporary, None)
@@ -106,37 +128,71 @@ class Snapshots:
     def load(self, tensors: dict[str, Tensor], step: int | None = None) -> dict[str, Any] | None:
         """Read the newest valid checkpoint (or that of a step) into `tensors`; its state, or None where there is none."""
         candidates = self.steps() if step is None else [step]
-        then = "" if step is not None else "; resuming from the one before it"
-        whole = next((one for one in candidates if self._is_whole(one, then)), None) if self.world.main else None
-        chosen = self.world.broadcast(whole)
-        if chosen is None:
-            return None
-        path = self.path(chosen)
+        found, nonfinite = list(candidates), ""
+        while True:
+            chosen = self.world.broadcast(self._next_valid(candidates, set_aside=step is None) if self.world.main else None)
+            if chosen is None and nonfinite:
+                raise VitrailError(
+                    f"No checkpoint in {self.folder} can be resumed: the weights of each are not finite or it is corrupted. "
+                    "Start a new run with another --out and a lower --optim.lr."
+                )
+            if chosen is None:
+                self.found_corrupted = bool(found)
+                return None
+            state = self._read(self.path(chosen), tensors)
+            nonfinite = next(filter(None, self.world.gather(nonfinite_weight(tensors))), "")
+            if not nonfinite:
+                return state
+            log.warning("The checkpoint of step %d is skipped: its weights are not finite, first %s.", chosen, nonfinite)
+
+    def _next_valid(self, candidates: list[int], *, set_aside: bool) -> int | None:
+        """Remove and return the first candidate that is valid. Others get a name that is not a checkpoint's: as the newest they
+        would outlive those that the run writes now."""
+        while candidates:
+            path = self.path(step := candidates.pop(0))
+            fault = damage(path)
+            if not fault:
+                return step
+            then = ""
+            if set_aside and path.exists():
+                aside = path.with_name(f"{path.name}.corrupted")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.replace(aside)
+                then = f" It is now called {aside.name}."
+            log.warning("The checkpoint of step %d is corrupted (%s).%s", step, fault, then)
+        return None
+
+    def _read(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         state = upgrade_state(json.loads((path / "state.json").read_text(encoding="utf-8")))
         if state["tensors"] != shapes(tensors):
             raise VitrailError(_mismatch(path, state["tensors"], shapes(tensors)))
         _quiet()
-        with torch.no_grad():
-            load_shards(dict(tensors), checkpoint_id=str(path), no_dist=self._group is None, process_group=self._group)
+        reader = Reader(path, state["files"])
+        try:
+            with torch.no_grad():
+                load_shards(dict(tensors), storage_reader=reader, no_dist=self._group is None, process_group=self._group)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise VitrailError(f"{path} cannot be read: {cause}. Remove it to resume from the one before it.") from error
         return state
-
-    def _is_whole(self, step: int, then: str) -> bool:
-        fault = damage(self.path(step))
-        if fault:
-            log.warning("The checkpoint of step %d is corrupted (%s)%s.", step, fault, then)
-        return not fault
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint; empty if it is valid."""
+    """Return what is wrong with a checkpoint; empty if it is valid. One of a newer version is an error."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if state["format"] not in (1, FORMAT):
-            return f"its format is {state['format']}, not 1 or {FORMAT}"
-        for name, digest in state["files"].items():
+        saved = upgrade_state(state)
+        if ("checksum" in state or state["format"] == FORMAT) and state.get("checksum") != checksum(state):
+            return "state.json does not have its checksum"
+        if path.name != f"step-{saved['step']:08d}":
+            return f"state.json is that of step {saved['step']}"
+        for name, digest in saved["files"].items():
             if sha256(path / name) != digest:
                 return f"{name} does not have its checksum"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        read_metadata(path, saved["files"])
+    except VitrailError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -148,20 +204,26 @@ def _quiet() -> None:
 
 def _save(tensors: dict[str, Tensor], folder: Path, group: Any) -> None:
     _quiet()
-    try:
-        save_shards(dict(tensors), checkpoint_id=str(folder), no_dist=group is None, process_group=group)
-    except Exception as error:  # torch wraps what went wrong; a full disk should read as one
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            failures = getattr(cause, "failures", None)
-            cause = next(iter(failures.values()))[0] if failures else cause.__cause__ or cause.__context__
-        raise (cause or error) from error
+    failure: BaseException | None = None
+    with disk_errors(folder):
+        try:
+            save_shards(dict(tensors), checkpoint_id=str(folder), no_dist=group is None, process_group=group)
+        except CheckpointException as error:  # not an Exception; it holds those of the ranks
+            failure = next(iter(error.failures.values()))[0]
+        if failure is not None:  # not raised above: each would be the cause of the other
+            raise failure
 
 
 def _seal(folder: Path, step: int, state: dict[str, Any]) -> None:
     files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     record = {"format": FORMAT, "step": step, "files": files, **state}
-    (folder / "state.json").write_text(json.dumps(record), encoding="utf-8")
+    (folder / "state.json").write_text(json.dumps({**record, "checksum": checksum(record)}), encoding="utf-8")
+
+
+def checksum(state: dict[str, Any]) -> str:
+    """Return the SHA-256 of everything in state.json but the checksum itself."""
+    others = {name: value for name, value in state.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -98,10 +98,10 @@ class Step:
         total: int,
         precision: str,
         average: Average | None,
-        schedule: ScheduleSpec | None = None,
+        schedule: ScheduleSpec,
     ) -> None:
         """`schedule` is the recipe's with its lengths in steps."""
-        self.schedule = schedule or recipe.schedule
+        self.schedule = schedule
         self.runner, self.task, self.optimizer, self.recipe = runner, task, optimizer, recipe
         self.total, self.precision, self.average = total, precision, average
         self.world, device = runner.world, runner.world.device

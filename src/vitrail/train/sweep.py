@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from vitrail.errors import VitrailError
+from vitrail.errors import StoppedBySignal, VitrailError
 from vitrail.tasks.base import lower_is_better
 from vitrail.train.config import Recipe
 from vitrail.train.loop import train
@@ -26,7 +26,8 @@ def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> Recipe:
         attempt = recipe.replace(data=data, optim=dataclasses.replace(recipe.optim, lr=lr), name=f"{recipe.name}-lr-{lr:g}")
         result = train(attempt, out / "sweep" / f"lr-{lr:g}")
         if result.ended_by is not None:
-            raise VitrailError(f"The sweep was interrupted at learning rate {lr:g}; run the same command again to resume.")
+            text = f"The sweep was interrupted at learning rate {lr:g}; run the same command again to resume."
+            raise StoppedBySignal(text, result.ended_by)
         sign = -1.0 if lower_is_better(result.headline) else 1.0
         scores[lr] = sign * result.metrics[result.headline]
         say(f"learning rate {lr:g}: {result.headline} {result.metrics[result.headline]:.4f} on the held-out part")

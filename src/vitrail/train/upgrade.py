@@ -12,7 +12,7 @@ from typing import Any
 
 from vitrail.errors import VitrailError
 
-FORMAT = 2
+FORMAT = 3  # since 3, state.json has a checksum
 
 # Of format 1: settings that have another name now, and values that have another word.
 _NAMES = {
@@ -41,8 +41,12 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
             if value in words:
                 recipe[part][name] = words[value]
     data = config.get("recipe", {}).get("data", {})
-    if data.get("holdout") and "holdout_seed" not in data:  # once, the seed of the run selected the held-out images
-        data["holdout_seed"] = config["recipe"].get("seed", 0)
+    # Once, held-out images were drawn with a seed: a setting of its own, or still before the seed of the run.
+    seed = data.pop("holdout_seed", config.get("recipe", {}).get("seed", 0))
+    if data.get("holdout") and "holdout_rule" not in data:
+        data["holdout_rule"] = f"seed-{seed}"
+    if data and "split_rule" not in data:  # and so were, in sources without a validation split, the validation images
+        data["split_rule"] = f"seed-{config['recipe'].get('seed', 0)}"
     return {**config, "format": FORMAT}
 
 
@@ -56,8 +60,8 @@ def upgrade_state(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _format(values: Mapping[str, Any]) -> int:
     number = values.get("format", 1)
-    if number not in (1, FORMAT):
+    if number not in range(1, FORMAT + 1):
         raise VitrailError(
-            f"This run has format {number}, and this version of Vitrail reads formats 1 and {FORMAT}. Update Vitrail."
+            f"This run has format {number}, and this version of Vitrail reads formats 1 to {FORMAT}. Update Vitrail."
         )
     return int(number)

@@ -16,8 +16,8 @@ from vitrail.models import Model
 from vitrail.models.features import evaluating
 from vitrail.tasks import Meter, Task
 from vitrail.train.attention_stats import AttentionProbe, AttentionStats
+from vitrail.train.best_checkpoint import RAW
 from vitrail.train.parallel import Runner
-from vitrail.train.selection import RAW
 from vitrail.train.step import autocast
 
 if TYPE_CHECKING:

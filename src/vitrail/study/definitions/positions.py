@@ -63,7 +63,7 @@ def judge_similarity(summary: Summary) -> Outcome:
     ours = ours.replace(" -", " −")
     if near - mean < 0.05:
         return Outcome(ours, "no", "the table is still near its random start")
-    weak = "" if near - mean > 0.2 else "but weakly"
+    weak = "" if near - mean > 0.2 else "adjacent patches are only a little more similar than any two"
     lines = "" if line > off else "rows and columns do not show"
     return Outcome(ours, "partly" if weak or lines else "yes", "; ".join(filter(None, (weak, lines))))
 

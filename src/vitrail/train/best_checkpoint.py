@@ -9,7 +9,7 @@ from typing import Any
 
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.tasks import Task
-from vitrail.tasks.base import lower_is_better
+from vitrail.tasks.base import lower_is_better, metric_text
 from vitrail.train.config import Recipe
 
 RAW = "raw_"
@@ -84,7 +84,7 @@ class Selection:
     def reason(self) -> str:
         """Why the run stops early."""
         margin = f" by more than {self.min_improvement:g}" if self.min_improvement else ""
-        best = "" if self.best is None else f"; the best was {self.best.value:.6g} at step {self.best.step}"
+        best = "" if self.best is None else f"; the best was {metric_text(self.metric, self.best.value)} at step {self.best.step}"
         return f"{self.metric} has not improved{margin} in {counted(self.stale, 'validation')}{best}"
 
 

@@ -1,0 +1,43 @@
+"""`Result`: how a run ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitrail.train.final_model import SavedModel
+from vitrail.train.run import RunFolder
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    out: Path
+    steps: int
+    headline: str
+    metrics: dict[str, float]
+    seconds: float = 0.0
+    ended_by: int | None = None
+    """The signal that interrupted it, or None when it is finished."""
+    before: bool = False
+    """Whether it had finished before."""
+    model: SavedModel | None = None
+    """Which checkpoint `model/` holds; `metrics` are its."""
+    stopped_early: bool = False
+
+
+def finished(run: RunFolder, end: dict[str, Any]) -> Result:
+    """Return the result of a finished run, from the last record of its metrics.jsonl."""
+    others = ("kind", "step", "headline", "seconds", "stopped_early", "model")
+    return Result(
+        run.path,
+        end["step"],
+        end["headline"],
+        {name: value for name, value in end.items() if name not in others},
+        end["seconds"],
+        before=True,
+        model=SavedModel(**end["model"]) if "model" in end else None,
+        stopped_early=end.get("stopped_early", False),
+    )

@@ -1,0 +1,211 @@
+"""Signals, killed workers and killed ranks: the run saves, or says in a sentence what ended it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.small import Recorder, small
+from vitrail import cli
+from vitrail.commands import train as command
+from vitrail.commands.output import TolerantOutput
+from vitrail.data.worker_signals import STOP_SIGNALS, caught_signals, raise_worker_error
+from vitrail.errors import StoppedBySignal, VitrailError
+from vitrail.train.loop import train
+from vitrail.train.parallel import World
+from vitrail.train.result import Result
+from vitrail.train.snapshots import damage
+from vitrail.train.stopping import Stop
+
+
+class Signaller(Recorder):
+    """Signals data workers, and this process too if asked to, after the first record."""
+
+    def __init__(self, number: int, *, here: bool) -> None:
+        super().__init__()
+        self.number, self.here, self.workers = number, here, list[Any]()
+
+    def trained(self, record: dict[str, Any]) -> None:
+        super().trained(record)
+        if self.workers:
+            return
+        self.workers = multiprocessing.active_children()
+        assert self.workers
+        targets = [str(one.pid) for one in self.workers] + ([str(os.getpid())] if self.here else [])
+        subprocess.run(["kill", f"-{self.number}", *targets], check=True)  # not from here: that is how torch ends its workers
+        time.sleep(0.2)
+
+
+def workers_run(**changes: Any) -> Any:
+    return small(data__workers=1, log_every=1, steps=40, **changes)
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs Linux")
+def test_a_signal_to_the_whole_process_group_saves(tmp_path: Path) -> None:
+    """As `timeout`, Slurm and systemd send it. Torch's workers ended by it, and the run with a traceback."""
+    signaller = Signaller(signal.SIGTERM, here=True)
+    result = train(workers_run(checkpoint_every=100), tmp_path / "run", callbacks=[signaller])
+    assert result.ended_by == signal.SIGTERM and 0 < result.steps < 40
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{result.steps:08d}"]
+    assert damage(tmp_path / "run" / "checkpoints" / f"step-{result.steps:08d}") == ""
+    assert "saved; run the same command again to resume" in signaller.notes[-1]
+    for one in signaller.workers:  # they end with the run, and by its own signal
+        one.join(10)
+        assert one.exitcode == 0
+
+
+def test_a_killed_worker_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(VitrailError, match=r"reads images ended unexpectedly \(pid.*Killed.*use fewer workers"):
+        train(workers_run(), tmp_path / "run", callbacks=[Signaller(signal.SIGKILL, here=False)])
+
+
+def test_too_little_shared_memory_is_named() -> None:
+    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are…")
+    with pytest.raises(VitrailError, match="--shm-size"):
+        raise_worker_error(error)
+    raise_worker_error(RuntimeError("something else"))
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_every_signal_that_asks_to_end_is_caught(number: int) -> None:
+    stop = Stop()
+    before = signal.getsignal(number)
+    with stop.handling_signals():
+        assert number in caught_signals()
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # `timeout` and torchrun send it twice
+        assert stop.signal == number
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    """In a child, which a signal ends."""
+    for first, second in ((signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGHUP)):
+        child = os.fork()
+        if child == 0:
+            stop = Stop()
+            with stop.handling_signals():
+                signal.raise_signal(first)
+                stop._since -= 2
+                signal.raise_signal(second)
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -second
+    stop = Stop()
+    with pytest.raises(KeyboardInterrupt), stop.handling_signals():
+        signal.raise_signal(signal.SIGINT)
+        stop._since -= 2
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    """SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop().handling_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [None, *STOP_SIGNALS])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_exit_status_is_that_of_a_signal(
+    number: int | None, rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(command, "run_training", lambda *_, **__: Result(tmp_path, 3, "accuracy", {}, ended_by=number))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "digits", "--json", "--out", str(tmp_path)])
+    assert ended.value.code == (0 if number is None else 128 + number)
+
+
+def test_a_sweep_ends_with_the_status_of_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> Result:
+        return Result(tmp_path, 3, "accuracy", {}, ended_by=signal.SIGTERM)
+
+    monkeypatch.setattr("vitrail.train.sweep.train", stopped)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "digits", "--sweep", "--lr-grid", "0.1", "--out", str(tmp_path)])
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_stopped_command_can_be_sent_between_processes() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(StoppedBySignal("Stopped.", 15)))
+    assert (str(error), error.number) == ("Stopped.", 15)
+
+
+def test_output_that_nobody_reads_does_not_end_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """`tee` gets the signals of the process group, too, and ends before the run has saved."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as stream:
+        output = TolerantOutput(stream)
+        for _ in range(3):
+            output.write("text\n")
+            output.flush()
+    assert capfd.readouterr().err.count("the output is lost (Broken pipe); the run continues") == 1
+
+
+def test_errors_of_other_ranks_are_a_sentence() -> None:
+    gloo = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:7")
+    world = World(torch.device("cpu"), rank=1, ranks=2)
+    with pytest.raises(VitrailError, match=r"Rank 1 of 2 cannot reach another rank.*it was killed"):
+        world.raise_rank_error(gloo)
+    world.raise_rank_error(RuntimeError("shapes do not match"))
+    World(torch.device("cpu")).raise_rank_error(gloo)
+
+
+DYING = """
+import os, signal, sys
+from tests.train.small import Recorder, small
+from vitrail.errors import VitrailError
+from vitrail.train.loop import Loop, train
+real = Loop._next_step
+def step(self):
+    if self.done == 3 and self.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self)
+Loop._next_step = step
+try:
+    train(small(steps=30, device="cpu"), sys.argv[1])
+except VitrailError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_a_sentence_for_the_others(tmp_path: Path) -> None:
+    from tests.train.test_parallel import ROOT, free_port
+
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DYING, str(tmp_path / "run")],
+            cwd=ROOT,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [1, -signal.SIGKILL]
+        assert "Rank 0 of 2 cannot reach another rank" in errors[0] and not re.search("Traceback", errors[0])
+    finally:
+        for process in ranks:
+            process.kill()

@@ -1,0 +1,56 @@
+"""The model that is part of the package: found by name from anywhere, verified, and in the wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from vitrail.checkpoints.pretrained import DEFAULT, pretrained_models
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import VitrailError
+
+ROOT = Path(__file__).parents[2]
+MAX_SIZE = 12_000_000
+
+
+def test_the_included_model_loads_by_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / DEFAULT).mkdir()  # a folder of the same name needs ./ in front
+    bundle = vitrail.load(DEFAULT, verify="full")
+    assert bundle.report.source == DEFAULT and bundle.head == "set" and bundle.model.norm.weight.dtype is torch.float32
+    assert bundle.preprocess == Preprocess(size=(64, 64), resize="short-side", resize_to=70)
+    assert bundle.classes is not None and len(set(bundle.classes)) == 200 and "king penguin" in bundle.classes
+    with pytest.raises(VitrailError, match="is a folder without a checkpoint"):
+        vitrail.load(f"./{DEFAULT}")
+
+
+def test_a_mistyped_name_is_suggested() -> None:
+    with pytest.raises(VitrailError, match=f"Did you mean {DEFAULT}"):
+        vitrail.load("vitrail-ti8-tinyimagenet")
+
+
+def test_each_included_model_is_small_and_has_a_card() -> None:
+    assert sum(file.stat().st_size for folder in pretrained_models().values() for file in folder.iterdir()) <= MAX_SIZE
+    for name, folder in pretrained_models().items():
+        assert name in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_wheel_contains_the_included_model(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheel = next(tmp_path.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+    for name, folder in pretrained_models().items():
+        for file in folder.iterdir():
+            assert sizes[f"vitrail/pretrained/{name}/{file.name}"] == file.stat().st_size
+    assert wheel.stat().st_size <= MAX_SIZE

@@ -1,0 +1,135 @@
+"""`vitrail export` and `vitrail export verify`: models for other runtimes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from vitrail.checkpoints import Bundle, load
+from vitrail.commands.options import Checkpoint, Json
+from vitrail.commands.terminal import Console, say
+from vitrail.data import open_source
+from vitrail.errors import VitrailError
+from vitrail.export.artefact import Artefact
+from vitrail.export.verify import compare, images_of, sample_photos
+from vitrail.export.write import ExportSettings, export_model
+from vitrail.text import to_json
+
+Settings = Annotated[ExportSettings, tyro.conf.arg(name="")]
+Out = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+_PHOTOS = "two photos of scikit-learn"
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Out,
+    /,
+    *,
+    settings: Settings = ExportSettings(),  # noqa: B008 - it is frozen
+    data: str | None = None,
+    split: str = "val",
+    images: int = 256,
+    calibrate: str | None = None,
+    calibrate_split: str = "train",
+    calibrate_images: int = 128,
+    preprocess: str | None = None,
+    force: bool = False,
+    json_: Json = False,
+) -> None:
+    """Export a model as an ONNX file or a torch.export program, and compare it with the PyTorch model on real images.
+
+    OUT is a folder with the model and report.json. Class names and preprocessing are stored in the file. If the logits differ
+    more than the precision explains, nothing is written.
+
+    Example: vitrail export runs/pets pets-onnx --data folder:pets
+
+    Example: vitrail export runs/pets pets-int8 --precision int8 --calibrate folder:pets --data folder:pets
+
+    Args:
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        out: The folder to write.
+        settings: What is written.
+        data: Images to compare on; with labels, accuracies are compared, too. None: crops of two photos.
+        split: Which split of --data.
+        images: How many of these images, spread evenly.
+        calibrate: Images to measure the ranges of activations with; needed for int8.
+        calibrate_split: Which split of --calibrate.
+        calibrate_images: How many of these images.
+        preprocess: The preprocessing the weights expect, if the checkpoint does not store it: google-vit, timm, imagenet, …
+        force: Write the model even if it differs too much; report.json says so.
+        json_: Print the report as JSON.
+    """
+    if settings.precision == "int8" and calibrate is None:
+        raise VitrailError("int8 needs images to measure the ranges of activations with: give a data source with --calibrate.")
+    bundle = load(checkpoint, preprocess=preprocess)
+    bundle.check_head()
+    examples, labels, name = _images(bundle, data, split, images)
+    ranges = () if calibrate is None else _images(bundle, calibrate, calibrate_split, calibrate_images)[0]
+    comparison = export_model(bundle, out, settings, images=examples, labels=labels, data=name, calibrate=ranges, force=force)
+    if json_:
+        say((out / "report.json").read_text(encoding="utf-8").rstrip("\n"))
+        return
+    console = Console()
+    console.print(f"{settings.format}, {settings.precision}: {comparison.describe()}", highlight=False, soft_wrap=True)
+    for problem in comparison.problems(settings.precision):
+        console.print(f"warning: {problem}", style="yellow", highlight=False)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    console.print(
+        f"written to {out} ({size / 1e6:.1f} MB); check it again with: vitrail export verify {out} {checkpoint}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def verify(
+    artefact: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="EXPORTED")],
+    checkpoint: Checkpoint,
+    /,
+    *,
+    data: str | None = None,
+    split: str = "val",
+    images: int = 256,
+    preprocess: str | None = None,
+    json_: Json = False,
+) -> int:
+    """Compare an exported model with a checkpoint again, on this machine and with other images; exit status 1 if they differ.
+
+    Example: vitrail export verify pets-onnx runs/pets --data folder:pets
+
+    Args:
+        artefact: A folder that `vitrail export` wrote, or the file in it.
+        checkpoint: The checkpoint it was exported from.
+        data: Images to compare on. None: crops of two photos.
+        split: Which split of --data.
+        images: How many of these images, spread evenly.
+        preprocess: The preprocessing the weights expect, if the checkpoint does not store it.
+        json_: Print JSON.
+    """
+    opened = Artefact.open(artefact)
+    bundle = load(checkpoint, preprocess=preprocess)
+    own = opened.preprocess
+    if own is not None and own.size != bundle.model.config.image_size:
+        bundle.model.resize(own.size)
+        bundle = dataclasses.replace(bundle, preprocess=bundle.stored_preprocess().with_size(own.size))
+    examples, labels, name = _images(bundle, data, split, images)
+    comparison = compare(bundle, opened, examples, labels, data=name)
+    problems = comparison.problems(str(opened.metadata["precision"]))
+    if json_:
+        say(to_json({**dataclasses.asdict(comparison), "problems": problems}, indent=2))
+        return 1 if problems else 0
+    console = Console()
+    console.print(comparison.describe(), highlight=False, soft_wrap=True)
+    console.print("\n".join(problems) if problems else "the exported model computes what the checkpoint does", highlight=False)
+    return 1 if problems else 0
+
+
+def _images(bundle: Bundle, source: str | None, split: str, count: int) -> tuple[list[Any], list[int] | None, str]:
+    if count < 1:
+        raise VitrailError(f"The number of images is {count}; it must be at least 1.")
+    if source is None:
+        return sample_photos(), None, _PHOTOS
+    examples, labels = images_of(open_source(source).split(split), count, bundle.classes)
+    return examples, labels, f"{source}, split {split}"

@@ -1,0 +1,25 @@
+"""Models for other runtimes: ONNX files and torch.export programs, each compared with the PyTorch model before it is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vitrail.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from vitrail.export.artefact import Artefact as Artefact
+    from vitrail.export.verify import Comparison as Comparison
+    from vitrail.export.verify import compare as compare
+    from vitrail.export.write import ExportSettings as ExportSettings
+    from vitrail.export.write import export_model as export_model
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "Artefact": "vitrail.export.artefact",
+        "Comparison": "vitrail.export.verify",
+        "compare": "vitrail.export.verify",
+        "ExportSettings": "vitrail.export.write",
+        "export_model": "vitrail.export.write",
+    },
+)

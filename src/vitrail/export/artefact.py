@@ -1,0 +1,92 @@
+"""`Artefact`: an exported file with its preprocessing and class names, ready to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import VitrailError
+
+FILES = {"onnx": "model.onnx", "pt2": "model.pt2"}
+REPORT = "report.json"
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """An exported model: `run(batch)` gives logits, `prepare(images)` makes such a batch."""
+
+    path: Path
+    format: str
+    metadata: dict[str, Any]
+    run: Callable[[Array], Array] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Artefact:
+        """Open a folder that `vitrail export` wrote, or the .onnx or .pt2 file in it."""
+        given = Path(path)
+        file = next((given / name for name in FILES.values() if (given / name).is_file()), given) if given.is_dir() else given
+        format = next((format for format in FILES if file.suffix == f".{format}"), None)
+        if format is None or not file.is_file():
+            raise VitrailError(f"{path} is not an exported model: give a folder with model.onnx or model.pt2, or such a file.")
+        metadata, run = (_open_onnx if format == "onnx" else _open_pt2)(file)
+        missing = [key for key in ("model", "preprocess", "classes", "input", "input_type", "precision") if key not in metadata]
+        if missing:
+            raise VitrailError(f"{file} was not written by `vitrail export`: its metadata has no {', '.join(missing)}.")
+        return cls(file, format, metadata, run)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return tuple(self.metadata["classes"]) if self.metadata["classes"] else None
+
+    @property
+    def preprocess(self) -> Preprocess | None:
+        return Preprocess.from_dict(self.metadata["preprocess"]) if self.metadata["preprocess"] else None
+
+    def prepare(self, images: Sequence[Any]) -> Array:
+        """Decode, resize and crop images (paths, bytes, arrays, Pillow images), and normalise them unless the graph does."""
+        preprocess = self.preprocess
+        if preprocess is None:
+            raise VitrailError(f"No preprocessing is stored in {self.path}; export it again with --preprocess.")
+        if self.metadata["input"] == "pixels":
+            return np.stack([preprocess.pixels(image) for image in images]).astype(self.metadata["input_type"])
+        return torch.stack([preprocess(image) for image in images]).numpy()
+
+
+def _open_onnx(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
+    from vitrail.export.onnx_file import INPUT, need_onnx, read_metadata
+
+    need_onnx()
+    import onnxruntime
+
+    try:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        metadata = read_metadata(file)
+    except Exception as error:  # onnxruntime and protobuf have many kinds of their own
+        raise VitrailError(f"{file} cannot be read as an ONNX model: {str(error).splitlines()[0]}") from error
+    return metadata, lambda batch: np.asarray(session.run(None, {INPUT: batch})[0])
+
+
+def _open_pt2(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
+    extra = {"vitrail.json": ""}
+    try:
+        program = torch.export.load(str(file), extra_files=extra)
+        metadata = json.loads(extra["vitrail.json"] or "{}")
+    except Exception as error:
+        raise VitrailError(f"{file} cannot be read as a torch.export program: {str(error).splitlines()[0]}") from error
+    module = program.module()
+
+    @torch.no_grad()
+    def run(batch: Array) -> Array:
+        return module(torch.from_numpy(batch)).numpy()  # type: ignore[no-any-return]
+
+    return metadata, run

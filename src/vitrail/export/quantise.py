@@ -1,0 +1,70 @@
+"""Quantise an ONNX file to int8: matmuls and convolutions with weights, except the first and the last.
+
+Norms, softmax, attention's products of activations, GELU and residual additions stay in float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.errors import VitrailError
+from vitrail.export.onnx_file import INPUT
+
+_WEIGHTED = ("MatMul", "Gemm", "Conv")
+
+
+def quantise(source: Path, target: Path, batches: Sequence[np.ndarray[Any, Any]]) -> int:
+    """Write `source` with int8 weights, one scale per output channel, and uint8 activations; returns the number of layers.
+
+    Ranges of activations are those seen in `batches`, inputs of the model.
+    """
+    import onnx
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+
+    if not batches:
+        raise VitrailError("int8 needs images to measure the range of activations: give some with --calibrate.")
+    names = layers_to_quantise(onnx.load(str(source), load_external_data=False).graph)
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it recommends a preprocessing step that torch's exporter has already done
+    try:
+        quantize_static(
+            str(source),
+            str(target),
+            _Batches(batches),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=list(_WEIGHTED),
+            nodes_to_quantize=names,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            calibrate_method=CalibrationMethod.MinMax,
+            extra_options={"QuantizeBias": False},
+        )
+    finally:
+        root.setLevel(level)
+    return len(names)
+
+
+def layers_to_quantise(graph: Any) -> list[str]:
+    """Return the names of the nodes that multiply by weights, without the first and the last."""
+    weights = {tensor.name for tensor in graph.initializer}
+    weights |= {node.output[0] for node in graph.node if node.op_type == "Transpose" and node.input[0] in weights}
+    weighted = [node.name for node in graph.node if node.op_type in _WEIGHTED and any(name in weights for name in node.input[:2])]
+    return weighted[1:-1]
+
+
+class _Batches:
+    """Calibration data as onnxruntime reads it."""
+
+    def __init__(self, batches: Sequence[np.ndarray[Any, Any]]) -> None:
+        self._left = iter(batches)
+
+    def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
+        batch = next(self._left, None)
+        return None if batch is None else {INPUT: batch}

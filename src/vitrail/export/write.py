@@ -1,0 +1,142 @@
+"""Export a model: write it under a temporary name, compare it with the PyTorch model, keep it only if they agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vitrail.checkpoints import Bundle
+from vitrail.errors import VitrailError
+from vitrail.export.artefact import FILES, REPORT, Artefact
+from vitrail.export.module import Exported, exported_module
+from vitrail.export.onnx_file import OPSETS, need_onnx, write_onnx
+from vitrail.export.quantise import quantise
+from vitrail.export.verify import Comparison, batched, compare, sample_photos
+from vitrail.files import atomic_folder
+from vitrail.models.config import Pair
+
+Format = Literal["onnx", "pt2"]
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
+PRECISIONS: dict[Format, tuple[Precision, ...]] = {"onnx": ("fp32", "fp16", "int8"), "pt2": ("fp32", "fp16", "bf16")}
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What is written."""
+
+    format: Format = "onnx"
+    """onnx runs in onnxruntime and many other runtimes; pt2 is a torch.export program for PyTorch."""
+    precision: Precision = "fp32"
+    """onnx: fp32, fp16 or int8; pt2: fp32, fp16 or bf16. Inputs and logits are float32 in any case."""
+    opset: int = 20
+    """Version of ONNX's operators, 18 to 23. From 20 on GELU, from 23 on attention is one operator."""
+    image_size: int | Pair | None = None
+    """Resample positions for this size first. None: the model's own."""
+    pixels: bool = False
+    """Normalise in the graph: it then takes pixels from 0 to 255 [batch, height, width, channels] of the model's size."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS[self.format]:
+            possible = ", ".join(PRECISIONS[self.format])
+            raise VitrailError(f"{self.format} files cannot have precision {self.precision}; possible are {possible}.")
+        if self.format == "onnx" and self.opset not in OPSETS:
+            raise VitrailError(f"opset is {self.opset}; it must be between {OPSETS[0]} and {OPSETS[-1]}.")
+
+
+def export_model(
+    bundle: Bundle,
+    out: str | Path,
+    settings: ExportSettings = ExportSettings(),  # noqa: B008 - it is frozen
+    *,
+    images: Sequence[Any] | None = None,
+    labels: Sequence[int] | None = None,
+    data: str = "two photos of scikit-learn",
+    calibrate: Sequence[Any] = (),
+    force: bool = False,
+) -> Comparison:
+    """Write a folder with the model and `report.json`, and return how it differs from the PyTorch model.
+
+    It is compared on `images` (paths, bytes, arrays or Pillow images, described by `data`; `labels` are numbers of outputs).
+    If it differs more than its precision explains, nothing is written and an error says so, unless `force` is given.
+    `calibrate` are images to measure the ranges of activations with, for int8.
+    """
+    if settings.format == "onnx":
+        need_onnx()
+    preprocess = bundle.stored_preprocess()
+    if settings.image_size is not None:
+        preprocess = preprocess.with_size(settings.image_size)
+        resized = exported_module(bundle.model, torch.float32, image_size=settings.image_size).model
+        bundle = dataclasses.replace(bundle, model=resized, preprocess=preprocess)  # type: ignore[arg-type]
+    module = exported_module(bundle.model, _TYPES[settings.precision], preprocess=preprocess if settings.pixels else None)
+    metadata = _metadata(bundle, module, settings)
+    target = Path(out)
+    if target.exists() and not (target.is_dir() and all(path.name in _FILES for path in target.iterdir())):
+        raise VitrailError(f"{target} exists and is not an exported model; give a new folder.")
+    with atomic_folder(target) as folder:
+        file = folder / FILES[settings.format]
+        _write(module, file, bundle, settings, metadata, calibrate)
+        artefact = Artefact.open(file)
+        given = images if images is not None else sample_photos()
+        comparison = compare(bundle, artefact, given, labels, data=data)
+        problems = comparison.problems(settings.precision)
+        if problems and not force:
+            raise VitrailError(
+                f"The exported model does not compute what the PyTorch model does, so it was not written: {'; '.join(problems)} "
+                f"({comparison.images} images of {data}). --force writes it all the same."
+            )
+        report = {**metadata, "comparison": dataclasses.asdict(comparison), "problems": problems, "forced": bool(problems)}
+        (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return comparison
+
+
+_FILES = {*FILES.values(), REPORT, "model.onnx.data"}
+
+
+def _write(
+    module: Exported, file: Path, bundle: Bundle, settings: ExportSettings, metadata: dict[str, Any], calibrate: Sequence[Any]
+) -> None:
+    config = bundle.model.config
+    example = module.example(2, config.image_size, config.channels)
+    if settings.format == "pt2":
+        program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+        torch.export.save(program, str(file), extra_files={"vitrail.json": json.dumps(metadata)})
+        return
+    if settings.precision != "int8":
+        write_onnx(module, example, file, opset=settings.opset, metadata=metadata)
+        return
+    exact = file.with_name("float.onnx")
+    write_onnx(module, example, exact, opset=settings.opset, metadata=metadata)
+    prepare = Artefact.open(exact).prepare
+    quantise(exact, file, [prepare(batch) for batch in batched(calibrate)])
+    for path in file.parent.glob("float.onnx*"):
+        path.unlink()
+
+
+def _metadata(bundle: Bundle, module: Exported, settings: ExportSettings) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    config = bundle.model.config
+    layout = "batch, height, width, channel" if settings.pixels else "batch, channel, height, width"
+    return {
+        "model": config.name,
+        "config": config.to_dict(),
+        "classes": list(bundle.classes) if bundle.classes else [],
+        "task": bundle.task,
+        "activation": "sigmoid" if bundle.sigmoid else "none" if bundle.task == "regress" else "softmax",
+        "preprocess": bundle.stored_preprocess().to_dict(),
+        "input": "pixels" if settings.pixels else "normalised",
+        "input_type": str(module.pixel_type).removeprefix("torch.") if settings.pixels else "float32",
+        "layout": layout,
+        "format": settings.format,
+        "precision": settings.precision,
+        "opset": settings.opset if settings.format == "onnx" else None,
+        "source": bundle.report.source,
+        "versions": {name: version(name) for name in ("vitrail", "torch")},
+    }

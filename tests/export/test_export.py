@@ -1,0 +1,175 @@
+"""Exported models compute what the PyTorch model does, on onnxruntime and torch.export, or are not written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import vitrail
+from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.native import save
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import VitrailError
+from vitrail.export import Artefact, ExportSettings, export_model
+from vitrail.export.quantise import layers_to_quantise
+from vitrail.export.verify import Comparison, sample_photos
+from vitrail.models import create_model
+
+TINY = {"width": 32, "depth": 2, "heads": 2, "mlp": 64, "patch": 8, "image_size": 32}
+
+
+def bundle_of(folder: Path, name: str = "ViT-Ti/16", preprocess: Preprocess | None = None, **options: Any) -> Bundle:
+    """Return a model with values everywhere, as saved and loaded."""
+    torch.manual_seed(0)
+    model = create_model(name, outputs=5, seed=0, **options)
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.5)
+    preprocess = preprocess or Preprocess(size=model.config.image_size)
+    save(folder / "checkpoint", model, preprocess=preprocess, classes=["a", "b", "c", "d", "é"])
+    return vitrail.load(folder / "checkpoint")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return bundle_of(tmp_path, **TINY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ViT-Ti/16", TINY),
+        ("ViT-Ti/16", {**TINY, "pooling": "map", "qk_norm": True, "layer_scale": 0.1, "registers": 2, "gelu": "erf"}),
+        ("ViT-Ti/16", {**TINY, "position": "relative", "image_size": (32, 48)}),
+        ("R50+ViT-B/16", {"width": 32, "depth": 1, "heads": 2, "mlp": 64, "image_size": 64, "layers": (1, 1, 1)}),
+        ("BiT-R50x1", {"image_size": 64, "layers": (1, 1)}),
+    ],
+)
+@pytest.mark.parametrize("opset", [18, 23])
+def test_onnxruntime_computes_the_same_logits_at_any_batch_size(
+    tmp_path: Path, name: str, options: dict[str, Any], opset: int
+) -> None:
+    bundle = bundle_of(tmp_path, name, **options)
+    export_model(bundle, tmp_path / "out", ExportSettings(opset=opset), images=sample_photos(4))
+    artefact = Artefact.open(tmp_path / "out")
+    for count in (1, 5):
+        batch = artefact.prepare(sample_photos(count))
+        expected = bundle.model.double()(torch.from_numpy(batch).double()).detach().numpy()
+        assert np.abs(artefact.run(batch) - expected).max() < 2e-5 * max(1.0, np.ptp(expected))
+        bundle.model.float()
+    assert artefact.classes == ("a", "b", "c", "d", "é")
+    assert artefact.preprocess == bundle.preprocess
+    operators = {node.op_type for node in onnx.load(str(artefact.path)).graph.node}
+    if name.startswith("ViT"):
+        assert "LayerNormalization" in operators and ("Attention" in operators) == (opset == 23)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.slow
+def test_torch_export_computes_the_same_logits(tmp_path: Path, bundle: Bundle, precision: Any) -> None:
+    comparison = export_model(bundle, tmp_path / "out", ExportSettings(format="pt2", precision=precision), images=sample_photos(3))
+    assert comparison.max_difference <= {"fp32": 1e-6, "fp16": 1e-2, "bf16": 6e-2}[precision] * comparison.spread
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["precision"] == precision and report["problems"] == []
+    assert report["comparison"]["images"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["nearest", "none"])
+def test_pixels_are_normalised_in_the_graph(tmp_path: Path, rounding: Any) -> None:
+    preprocess = Preprocess(size=(32, 32), mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), rounding=rounding)
+    bundle = bundle_of(tmp_path, preprocess=preprocess, **TINY)
+    comparison = export_model(bundle, tmp_path / "out", ExportSettings(pixels=True))
+    assert comparison.max_difference < 2e-5 * comparison.spread
+    batch = Artefact.open(tmp_path / "out").prepare(sample_photos(2))
+    assert batch.shape == (2, 32, 32, 3) and batch.dtype == (np.uint8 if rounding == "nearest" else np.float32)
+
+
+@pytest.mark.slow
+def test_positions_are_resized_before_export(tmp_path: Path, bundle: Bundle) -> None:
+    export_model(bundle, tmp_path / "out", ExportSettings(image_size=48))
+    artefact = Artefact.open(tmp_path / "out")
+    batch = artefact.prepare(sample_photos(2))
+    assert batch.shape[2:] == (48, 48) and bundle.model.config.image_size == (32, 32)
+    with torch.no_grad():
+        expected = bundle.model.resize(48)(torch.from_numpy(batch)).numpy()
+    assert np.abs(artefact.run(batch) - expected).max() < 2e-5 * np.ptp(expected)
+
+
+@pytest.mark.slow
+def test_int8_leaves_the_first_and_the_last_layer_and_products_of_activations(tmp_path: Path, bundle: Bundle) -> None:
+    with pytest.raises(VitrailError, match="--calibrate"):
+        export_model(bundle, tmp_path / "none", ExportSettings(precision="int8"))
+    assert not (tmp_path / "none").exists()
+    comparison = export_model(bundle, tmp_path / "out", ExportSettings(precision="int8"), calibrate=sample_photos(8), force=True)
+    assert 0 < comparison.max_difference < 0.2 * comparison.spread
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.onnx", "report.json"]
+    export_model(bundle, tmp_path / "float", ExportSettings())
+    graph = onnx.load(str(tmp_path / "float" / "model.onnx")).graph
+    assert len(layers_to_quantise(graph)) == 2 * 4  # qkv, out, up and down of two blocks
+    quantised = onnx.load(str(tmp_path / "out" / "model.onnx")).graph
+    assert sum(node.op_type == "DequantizeLinear" for node in quantised.node) >= 2 * 8
+    kinds = {node.input[0] for node in quantised.node if node.op_type == "QuantizeLinear"}
+    produced = {name: node.op_type for node in quantised.node for name in node.output}
+    assert not {"Softmax", "Attention"} & {produced.get(name, "") for name in kinds}
+
+
+@pytest.mark.slow
+def test_a_model_that_differs_is_not_written(tmp_path: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.export import module
+
+    class Wrong(module.Exported):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images) * 1.001
+
+    monkeypatch.setattr(module, "Exported", Wrong)
+    settings = ExportSettings(format="pt2")
+    with pytest.raises(VitrailError, match=r"does not compute what the PyTorch model does.*logits differ by up to"):
+        export_model(bundle, tmp_path / "out", settings, images=sample_photos(2))
+    assert not (tmp_path / "out").exists()
+    export_model(bundle, tmp_path / "out", settings, images=sample_photos(2), force=True)
+    assert json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["forced"] is True
+
+
+def test_accuracies_are_compared_where_labels_are_known(tmp_path: Path, bundle: Bundle) -> None:
+    photos = sample_photos(6)
+    labels = [prediction[0].index for prediction in bundle.predict(photos, top=1)]
+    labels[0] = (labels[0] + 1) % 5
+    comparison = export_model(bundle, tmp_path / "out", ExportSettings(format="pt2"), images=photos, labels=labels)
+    assert comparison.accuracy == comparison.reference_accuracy == pytest.approx(5 / 6)
+
+
+def test_limits_of_each_precision() -> None:
+    def found(difference: float, agreement: float, precision: str) -> int:
+        return len(Comparison(24, "x", difference, 10.0, agreement).problems(precision))
+
+    assert found(9e-4, 1.0, "fp32") == 0 and found(2e-3, 1.0, "fp32") == 1
+    assert found(0.09, 1.0, "fp16") == 0 and found(0.09, 0.9, "fp16") == 1
+    assert found(9.0, 0.96, "int8") == 0 and found(0.1, 0.9, "int8") == 1
+    assert found(float("nan"), 1.0, "int8") == 1
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, bundle: Bundle) -> None:
+    with pytest.raises(VitrailError, match="onnx files cannot have precision bf16; possible are fp32, fp16, int8"):
+        ExportSettings(precision="bf16")
+    with pytest.raises(VitrailError, match="pt2 files cannot have precision int8"):
+        ExportSettings(format="pt2", precision="int8")
+    with pytest.raises(VitrailError, match="between 18 and 23"):
+        ExportSettings(opset=12)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(VitrailError, match="exists and is not an exported model"):
+        export_model(bundle, tmp_path / "full", ExportSettings(format="pt2"))
+    with pytest.raises(VitrailError, match="not an exported model"):
+        Artefact.open(tmp_path / "full")
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x07garbage")
+    with pytest.raises(VitrailError, match="cannot be read as an ONNX model"):
+        Artefact.open(tmp_path / "model.onnx")

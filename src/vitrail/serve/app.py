@@ -1,0 +1,64 @@
+"""The application: routes around a `Service`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from vitrail.errors import VitrailError
+from vitrail.serve import open_inference, openai, own
+from vitrail.serve.errors import ServiceError
+from vitrail.serve.guard import Guard, error_answer
+from vitrail.serve.service import Service
+
+
+def create_app(service: Service, *, token: str | None = None, cors: tuple[str, ...] = ()) -> ASGIApp:
+    """Build the ASGI application; its workers must have been started."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    # The documentation pages of FastAPI load scripts from elsewhere, so only the description itself is served.
+    app = FastAPI(title="Vitrail", docs_url=None, redoc_url=None, openapi_url="/openapi.json", lifespan=lifespan)
+    for module in (own, openai, open_inference):
+        app.include_router(module.routes(service))
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> str:
+        """Counters and histograms in Prometheus' text format."""
+        return service.metrics.text()
+
+    @app.exception_handler(ServiceError)
+    async def service_error(_: Request, error: ServiceError) -> JSONResponse:
+        return error_answer(error)
+
+    @app.exception_handler(VitrailError)
+    async def vitrail_error(_: Request, error: VitrailError) -> JSONResponse:
+        return error_answer(ServiceError(422, str(error)))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return error_answer(ServiceError(400, f"{where}: {first['msg']}."))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = {404: f"There is nothing at {request.url.path}; see /openapi.json."}.get(error.status_code, str(error.detail))
+        return error_answer(ServiceError(error.status_code, message))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return error_answer(ServiceError(500, "An unexpected error happened; the server's log says more."))
+
+    guarded: ASGIApp = Guard(app, service, token)
+    return CORSMiddleware(guarded, allow_origins=cors, allow_methods=["GET", "POST"], allow_headers=["*"]) if cors else guarded

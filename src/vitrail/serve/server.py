@@ -1,0 +1,148 @@
+"""Run the application with uvicorn: deadlines for headers, draining on SIGTERM, logs as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vitrail.errors import VitrailError
+from vitrail.serve.app import create_app
+from vitrail.serve.service import Service
+
+
+def serve(
+    service: Service, *, host: str, port: int, token: str | None, cors: tuple[str, ...], announce: Callable[[str], None]
+) -> None:
+    """Serve until a signal asks for the end; every accepted request is answered first. A failed load is an error."""
+    server_socket = _bind(host, port)
+    config = uvicorn.Config(
+        create_app(service, token=token, cors=cors),
+        http=_protocol(service.settings.upload_seconds),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=10,
+        timeout_graceful_shutdown=round(service.settings.deadline) + 5,
+    )
+    server = _Server(config, service)
+    service.start(on_failure=server.end)
+    address, number = server_socket.getsockname()[:2]
+    announce(f"http://{f'[{address}]' if ':' in address else address}:{number}")
+    server.run(sockets=[server_socket])
+    if service.failure is not None:
+        raise service.failure
+
+
+def log_as_json() -> None:
+    """Write the service's log to standard error, one JSON object per line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    for name in ("vitrail.serve", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "vitrail.serve" else logging.WARNING)
+
+
+class _JsonFormatter(logging.Formatter):
+    _standard = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        values: dict[str, Any] = {"time": f"{stamp}Z", "level": record.levelname.lower(), "message": record.getMessage()}
+        values |= {key: value for key, value in vars(record).items() if key not in self._standard}
+        if record.exc_info:
+            values["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(values, ensure_ascii=True, default=str)
+
+
+class _Server(uvicorn.Server):
+    """Ends on SIGTERM and SIGINT with exit status 0 after draining; a second signal ends at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def end(self) -> None:
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.draining:
+            self.force_exit = True
+        self._service.draining = True
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread only
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _protocol(seconds: float) -> type[H11Protocol]:
+    """Make a protocol that ends connections whose headers are not complete after so many seconds: uvicorn has no such limit."""
+
+    class Protocol(H11Protocol):
+        _timer: Any = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._timer = self.loop.call_later(seconds, self._cut_off)
+
+        def data_received(self, data: bytes) -> None:
+            if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+                self._timer = self.loop.call_later(seconds, self._cut_off)
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:  # the headers are complete
+                self._stop_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _cut_off(self) -> None:
+            self._timer = None
+            if not self.transport.is_closing():
+                self.transport.write(_SLOW)
+                self.transport.close()
+
+    return Protocol
+
+
+_BODY = b'{"error":"The headers of the request were not received in time."}'
+_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (
+    len(_BODY),
+    _BODY,
+)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise VitrailError(f"--port is {port}; it must be between 0 and 65535.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise VitrailError(f"Cannot open {host}, port {port}: {error.strerror}. Choose another with --port.") from error

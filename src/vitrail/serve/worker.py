@@ -1,0 +1,244 @@
+"""`ModelWorker`: one thread that owns a model and its queue.
+
+It never waits for a fuller batch: while it computes, images arrive, and the next batch takes them all. So one request alone is not
+delayed, and batches grow with the load.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.checkpoints import Bundle
+from vitrail.evaluate.features import FeatureSpec
+from vitrail.models.inference import InferenceModel, for_inference
+from vitrail.serve.errors import ServiceError, queue_full, unavailable
+from vitrail.serve.metrics import Metrics
+from vitrail.serve.settings import ServeSettings
+from vitrail.train.parallel import choose_device
+
+log = logging.getLogger("vitrail.serve")
+Kind = Literal["logits", "embedding"]
+Work = Kind | Callable[[Bundle, Tensor], Any]
+State = Literal["loading", "ready", "failed", "stopped"]
+
+
+@dataclass(eq=False)
+class Job:
+    """One image that waits: for the batched kinds, or for a function of its own that is called with the bundle and the image."""
+
+    work: Work
+    image: Tensor
+    deadline: float
+    result: Future[Any] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+
+
+class ModelWorker:
+    """Loads a model in its thread, then computes batches until it is stopped and its queue is empty."""
+
+    def __init__(self, name: str, load: Callable[[], Bundle], settings: ServeSettings, metrics: Metrics) -> None:
+        self.name, self.settings, self.metrics = name, settings, metrics
+        self.state: State = "loading"
+        self.error: BaseException | None = None
+        self.bundle: Bundle | None = None
+        self._load = load
+        self._condition = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._pings: list[Future[None]] = []
+        self._in_flight, self._stopping = 0, False
+        self._seconds_per_image = 0.0
+        self._thread = threading.Thread(target=self._main, name=f"model {name}", daemon=True)
+        metrics.gauge("vitrail_images_in_flight", lambda: self._in_flight, model=name)
+        metrics.gauge("vitrail_queue_length", lambda: len(self._jobs), model=name)
+
+    def start(self, on_failure: Callable[[], None]) -> None:
+        """Begin loading; `on_failure` is called from the thread if that fails."""
+        self._on_failure = on_failure
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish what is queued, then end."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread; tells whether it has ended. A thread that still loads is not waited for."""
+        if self.state == "loading":
+            return False
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def admit(self, images: int) -> None:
+        """Take places for so many images, from before their decoding until `release`; refuse if there are too few."""
+        if self.state != "ready" or self._stopping:
+            raise unavailable(f"{self.name} is {'loading' if self.state == 'loading' else 'not available'}.")
+        with self._condition:
+            if self._in_flight + images > self.settings.queue:
+                raise queue_full(self._in_flight * self._seconds_per_image)
+            self._in_flight += images
+
+    def release(self, images: int) -> None:
+        with self._condition:
+            self._in_flight -= images
+
+    def submit(self, work: Work, image: Tensor) -> Job:
+        """Queue an image that was admitted."""
+        job = Job(work, image, time.monotonic() + self.settings.deadline)
+        with self._condition:
+            if not self._thread.is_alive():
+                raise unavailable(f"{self.name} is not available.")
+            self._jobs.append(job)
+            self._condition.notify()
+        return job
+
+    def withdraw(self, job: Job) -> None:
+        """Take an image whose client has left from the queue, if it is still there."""
+        with self._condition:
+            if job in self._jobs:
+                self._jobs.remove(job)
+                self.metrics.count("vitrail_images_given_up_total", model=self.name)
+
+    def ping(self) -> Future[None]:
+        """Ask the thread for a sign of life, which it gives between two batches."""
+        answer: Future[None] = Future()
+        with self._condition:
+            if self.state != "ready" or not self._thread.is_alive():
+                answer.set_exception(unavailable(f"{self.name} is {self.state}."))
+            else:
+                self._pings.append(answer)
+                self._condition.notify()
+        return answer
+
+    def _main(self) -> None:
+        try:
+            self.bundle = self._load()
+            device = choose_device(self.settings.device)
+            self._model = for_inference(self.bundle.model, self.settings.precision, device)
+            self._warm_up()
+        except BaseException as error:
+            self.error, self.state = error, "failed"
+            self._on_failure()
+            return
+        self.state = "ready"
+        log.info("ready", extra={"model": self.name})
+        try:
+            while (batch := self._next()) is not None:
+                now = time.monotonic()
+                for job in batch:
+                    self.metrics.observe("vitrail_queue_seconds", now - job.arrived, model=self.name)
+                self._compute(batch)
+        finally:
+            self.state = "stopped"
+            with self._condition:
+                left, self._jobs = self._jobs, deque()
+            for job in left:
+                _fail(job, unavailable(f"{self.name} has stopped."))
+
+    def _warm_up(self) -> None:
+        """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
+        config = self._model.config
+        for size in self._sizes() if self._model.device.type == "cuda" else (1,):
+            images = torch.zeros(size, config.channels, *config.image_size)
+            for _ in range(3 if self._model.device.type == "cuda" else 1):
+                self._model(images)
+
+    def _sizes(self) -> list[int]:
+        sizes = [1]
+        while sizes[-1] < self.settings.max_batch:
+            sizes.append(min(2 * sizes[-1], self.settings.max_batch))
+        return sizes
+
+    def _next(self) -> list[Job] | None:
+        """Wait for work and take a batch of one kind; None when the worker is to end."""
+        with self._condition:
+            while True:
+                for ping in self._pings:
+                    if ping.set_running_or_notify_cancel():  # who asked may have stopped waiting
+                        ping.set_result(None)
+                self._pings.clear()
+                if batch := self._take():
+                    return batch
+                if self._stopping:
+                    return None
+                self._condition.wait()
+
+    def _take(self) -> list[Job]:
+        batch: list[Job] = []
+        others: deque[Job] = deque()
+        now = time.monotonic()
+        while self._jobs and len(batch) < self.settings.max_batch:
+            job = self._jobs.popleft()
+            fits = batch and job.work == batch[0].work and not callable(job.work)
+            if fits or not (batch or others):
+                if job.deadline < now:
+                    self.metrics.count("vitrail_images_given_up_total", model=self.name)
+                    _fail(job, unavailable("The image was not computed before its deadline."))
+                elif job.result.set_running_or_notify_cancel():
+                    batch.append(job)
+                else:
+                    self.metrics.count("vitrail_images_given_up_total", model=self.name)
+            else:
+                others.append(job)
+        self._jobs.extendleft(reversed(others))
+        return batch
+
+    def _compute(self, batch: Sequence[Job]) -> None:
+        began = time.monotonic()
+        try:
+            results = self._results(batch)
+        except Exception as error:
+            if len(batch) > 1:  # one image, or too little memory for all, must not fail the others
+                middle = len(batch) // 2
+                self._compute(batch[:middle])
+                self._compute(batch[middle:])
+                return
+            if not isinstance(error, ServiceError):
+                log.exception("computation failed", extra={"model": self.name})
+                error = ServiceError(500, "The image could not be computed.")
+            _fail(batch[0], error)
+            return
+        seconds = time.monotonic() - began
+        self._seconds_per_image = seconds / len(batch)
+        self.metrics.observe("vitrail_compute_seconds", seconds, model=self.name)
+        self.metrics.observe("vitrail_batch_size", len(batch), model=self.name)
+        self.metrics.count("vitrail_images_total", len(batch), model=self.name)
+        for job, result in zip(batch, results, strict=True):
+            job.result.set_result(result)
+
+    def _results(self, batch: Sequence[Job]) -> Sequence[Any]:
+        work = batch[0].work
+        assert self.bundle is not None
+        if callable(work):
+            return [work(self.bundle, batch[0].image)]
+        images = torch.stack([job.image for job in batch])
+        if self._model.device.type == "cuda":  # a size that was captured
+            size = next(size for size in self._sizes() if size >= len(batch))
+            images = torch.cat([images, images.new_zeros(size - len(batch), *images.shape[1:])])
+        found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
+        if not np.isfinite(found).all() and len(batch) == 1:
+            raise ServiceError(422, "The model's output for this image is not finite.")
+        return list(found)
+
+
+def _outputs(model: InferenceModel, work: Kind, images: Tensor) -> Tensor:
+    found: Tensor = model(images) if work == "logits" else FeatureSpec().compute(model, images)
+    return found
+
+
+def _fail(job: Job, error: ServiceError) -> None:
+    if job.result.cancelled() or job.result.done():
+        return
+    if job.result.running() or job.result.set_running_or_notify_cancel():
+        job.result.set_exception(error)

@@ -1,0 +1,121 @@
+"""A service around a small model, with a real server on a loopback port."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vitrail
+from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.native import save
+from vitrail.data.preprocess import Preprocess
+from vitrail.export.verify import sample_photos
+from vitrail.models import create_model
+from vitrail.serve.server import serve
+from vitrail.serve.service import Service
+from vitrail.serve.settings import ServeSettings
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    torch.manual_seed(0)
+    model = create_model("ViT-Ti/16", outputs=4, seed=0, width=32, depth=2, heads=2, mlp=64, patch=8, image_size=32)
+    nn.init.normal_(model.head.weight, std=0.5)
+    folder: Path = tmp_path_factory.mktemp("serve") / "tiny"
+    save(folder, model, preprocess=Preprocess(size=(32, 32)), classes=["ant", "bee", "cat", "dog"])
+    return vitrail.load(folder)
+
+
+@pytest.fixture(scope="session")
+def jpegs() -> list[bytes]:
+    def encoded(photo: Any) -> bytes:
+        stream = io.BytesIO()
+        photo.save(stream, "JPEG")
+        return stream.getvalue()
+
+    return [encoded(photo) for photo in sample_photos(6)]
+
+
+@dataclass
+class Client:
+    """A server's address, and how to call it."""
+
+    service: Service
+    port: int
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        connection = self.connect()
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        if isinstance(body, dict):
+            body, names["content-type"] = json.dumps(body), "application/json"
+        connection.request(method, path, body, names)
+        answer = connection.getresponse()
+        data = answer.read()
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        connection.close()
+        return answer.status, json.loads(data) if "json" in found.get("content-type", "") else data, found
+
+
+@contextmanager
+def running(load: Callable[[], Bundle], *, token: str | None = None, wait: bool = True, **settings: Any) -> Iterator[Client]:
+    """Run a server in a thread until the block ends."""
+    service = Service({"tiny": load}, ServeSettings(**settings))
+    address: list[str] = []
+    failure: list[BaseException] = []
+    servers: list[Any] = []
+    original = service.start
+
+    def start(on_failure: Callable[[], None]) -> None:
+        servers.append(on_failure)  # it asks the server to end
+        original(on_failure)
+
+    service.start = start  # type: ignore[method-assign]
+
+    def run() -> None:
+        try:
+            serve(service, host="127.0.0.1", port=0, token=token, cors=(), announce=address.append)
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    end = time.monotonic() + 10
+    while not address and thread.is_alive() and time.monotonic() < end:
+        time.sleep(0.005)
+    client = Client(service, int(address[0].rpartition(":")[2]))
+    while wait and service.workers["tiny"].state == "loading" and time.monotonic() < end:
+        time.sleep(0.005)
+    try:
+        yield client
+    finally:
+        servers[0]()
+        thread.join(15)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(bundle: Bundle) -> Iterator[Client]:
+    with running(lambda: bundle) as one:
+        yield one
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()

@@ -1,0 +1,139 @@
+"""What the service answers: the same as the library, in three conventions."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.serve.conftest import Client
+from vitrail.checkpoints import Bundle
+from vitrail.inspect.rollout import rollout
+
+
+def data_uri(data: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(data).decode()
+
+
+def form(parts: list[bytes]) -> tuple[bytes, str]:
+    lines = b"".join(
+        b'--xyz\r\nContent-Disposition: form-data; name="f%d"; filename="../../etc/passwd"\r\n\r\n%s\r\n' % (n, part)
+        for n, part in enumerate(parts)
+    )
+    return lines + b"--xyz--\r\n", "multipart/form-data; boundary=xyz"
+
+
+def test_predictions_are_those_of_the_bundle(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    status, answer, _ = client.call("POST", "/v1/predict?top=3", jpegs[0], content_type="image/jpeg")
+    (expected,) = bundle.predict([jpegs[0]], top=3)
+    found = answer["results"][0]["predictions"]
+    assert status == 200 and answer["model"] == "tiny"
+    assert [one["label"] for one in found] == [one.label for one in expected]
+    assert [one["probability"] for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
+
+
+def test_a_bad_image_among_several_fails_alone(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    body, kind = form([jpegs[0], b"no picture", jpegs[1], jpegs[2][: len(jpegs[2]) // 2], b""])
+    status, answer, _ = client.call("POST", "/v1/predict?top=1", body, content_type=kind)
+    results = answer["results"]
+    expected = bundle.predict([jpegs[0], jpegs[1]], top=1)
+    assert status == 200 and [results[k]["predictions"][0]["label"] for k in (0, 2)] == [one[0].label for one in expected]
+    assert [results[k]["status"] for k in (1, 3, 4)] == [415, 422, 422]
+
+
+def test_open_inference_protocol(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    assert client.call("GET", "/v2/health/live")[0] == client.call("GET", "/v2/health/ready")[0] == 200
+    assert client.call("GET", "/v2")[1]["name"] == "vitrail"
+    status, described, _ = client.call("GET", "/v2/models/tiny/versions/1")
+    assert status == 200 and described["inputs"][0]["shape"] == [-1, 3, 32, 32]
+    assert client.call("GET", "/v2/models/tiny/ready")[1] == {"name": "tiny", "ready": True}
+    images = torch.stack([bundle.stored_preprocess()(one) for one in jpegs[:2]])
+    with torch.no_grad():
+        expected = bundle.model(images).numpy()
+    tensor = {"name": "images", "shape": [2, 3, 32, 32], "datatype": "FP32", "data": images.flatten().tolist()}
+    encoded = {"name": "x", "shape": [2], "datatype": "BYTES", "data": [base64.b64encode(one).decode() for one in jpegs[:2]]}
+    for given in (tensor, encoded, {**tensor, "data": images.tolist()}):
+        status, answer, _ = client.call("POST", "/v2/models/tiny/infer", {"id": "7", "inputs": [given]})
+        output = answer["outputs"][0]
+        assert status == 200 and answer["id"] == "7" and output["shape"] == [2, 4] and output["datatype"] == "FP32"
+        assert np.abs(np.reshape(output["data"], (2, 4)) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"shape": [1, 3, 8, 8], "datatype": "FP32", "data": [0.0] * 192},
+        {"shape": [10**9, 3, 32, 32], "datatype": "FP32", "data": [0.0]},
+        {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0]},
+        {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": ["x"] * 3072},
+        {"shape": [1, 3, 32, 32], "datatype": "INT8", "data": [0] * 3072},
+        {"shape": [1], "datatype": "BYTES", "data": [5]},
+        {"shape": [1], "datatype": "BYTES", "data": ["%%%"]},
+        {"shape": [1], "datatype": "BYTES", "data": ["http://example.org/a.jpg"]},
+    ],
+)
+def test_wrong_tensors_are_refused(client: Client, given: dict[str, Any]) -> None:
+    status, answer, _ = client.call("POST", "/v2/models/tiny/infer", {"inputs": [{"name": "images", **given}]})
+    assert status == 400 and list(answer) == ["error"]
+
+
+def test_embeddings(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    assert [one["id"] for one in client.call("GET", "/v1/models")[1]["data"]] == ["tiny"]
+    images = torch.stack([bundle.stored_preprocess()(one) for one in jpegs[:2]])
+    with torch.no_grad():
+        expected = bundle.model.eval().features(images).pre_logits.numpy()
+    body: dict[str, Any] = {"model": "tiny", "input": [data_uri(jpegs[0]), {"image_url": {"url": data_uri(jpegs[1])}}]}
+    status, answer, _ = client.call("POST", "/v1/embeddings", body)
+    assert status == 200 and answer["object"] == "list" and [one["index"] for one in answer["data"]] == [0, 1]
+    assert np.abs(np.array([one["embedding"] for one in answer["data"]]) - expected).max() < 1e-4
+    body = {"input": data_uri(jpegs[0]), "encoding_format": "base64"}
+    text = client.call("POST", "/v1/embeddings", body)[1]["data"][0]["embedding"]
+    assert np.abs(np.array(struct.unpack("<32f", base64.b64decode(text))) - expected[0]).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1/a.jpg", "https://example.org/x.png", "file:///etc/passwd", "data:text/plain,hello"]
+)
+def test_addresses_are_never_fetched(client: Client, address: str) -> None:
+    status, answer, _ = client.call("POST", "/v1/embeddings", {"input": address})
+    assert status == 400 and ("not fetched" in answer["error"] or "data: URI" in answer["error"])
+
+
+def test_attention(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    image = bundle.stored_preprocess()(jpegs[0])[None]
+    found = client.call("POST", "/v1/attention", jpegs[0])[1]
+    assert np.abs(np.array(found["map"]) - rollout(bundle.model, image)[0]).max() < 1e-5
+    found = client.call("POST", "/v1/attention?method=attention&layer=0&head=1&query=3", jpegs[0])[1]
+    with torch.no_grad():
+        ((_, weights),) = list(bundle.model.attention(image, [0]))
+    assert np.abs(np.array(found["map"]).ravel() - weights[0, 1, 3, 1:].numpy()).max() < 1e-5
+    status, picture, headers = client.call("POST", "/v1/attention?format=png", jpegs[0])
+    assert status == 200 and picture[:4] == b"\x89PNG" and headers["content-type"] == "image/png"
+    for wrong in ("method=attention&layer=2", "method=attention&head=2", "method=attention&query=17"):
+        assert client.call("POST", f"/v1/attention?{wrong}", jpegs[0])[0] == 422
+
+
+def test_every_error_is_json(client: Client) -> None:
+    for method, path, expected in (("GET", "/nothing", 404), ("DELETE", "/v1/predict", 405), ("POST", "/v1/predict?top=0", 400)):
+        status, answer, _ = client.call(method, path)
+        assert status == expected and list(answer) == ["error"]
+    assert client.call("POST", "/v1/predict?model=other", b"x")[0] == 404
+    assert client.call("POST", "/v2/models/tiny/infer", "{not json", content_type="application/json")[0] == 400
+    assert client.call("GET", "/openapi.json")[0] == 200
+
+
+def test_metrics_count_what_was_done(client: Client, jpegs: list[bytes]) -> None:
+    def images() -> float:
+        text = client.call("GET", "/metrics")[1].decode()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith('vitrail_images_total{model="tiny"}'))
+
+    before = images()
+    body, kind = form(jpegs[:3])
+    client.call("POST", "/v1/predict", body, content_type=kind)
+    assert images() == before + 3
+    text = client.call("GET", "/metrics")[1].decode()
+    assert 'vitrail_images_in_flight{model="tiny"} 0' in text and 'vitrail_batch_size_bucket{model="tiny",le="+Inf"}' in text

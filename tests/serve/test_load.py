@@ -1,0 +1,242 @@
+"""The service under load, with clients that leave or are slow, with hostile uploads, and while it loads or ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Client, running, until
+from vitrail.checkpoints import Bundle
+from vitrail.errors import VitrailError
+from vitrail.serve import worker as worker_module
+
+
+class Gate(threading.Event):
+    """Computation waits for this event; `entered` tells that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    event = Gate()
+    original = worker_module._outputs
+
+    def waiting(*arguments: Any) -> Any:
+        event.entered.set()
+        assert event.wait(10)
+        return original(*arguments)
+
+    monkeypatch.setattr(worker_module, "_outputs", waiting)
+    return event
+
+
+def batches(client: Client) -> dict[str, float]:
+    lines = client.service.metrics.text().splitlines()
+    return {line.split()[0]: float(line.split()[-1]) for line in lines if line.startswith("vitrail_batch_size")}
+
+
+def test_images_of_several_requests_are_one_batch(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
+    with running(lambda: bundle) as client, ThreadPoolExecutor(6) as pool:
+        first = pool.submit(client.call, "POST", "/v1/predict", jpegs[0])
+        worker = client.service.workers["tiny"]
+        assert gate.entered.wait(5)
+        others = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[1:]]
+        assert until(lambda: len(worker._jobs) == 5)
+        gate.set()
+        for call, data in zip([first, *others], jpegs, strict=True):
+            status, answer, _ = call.result()
+            assert status == 200
+            assert answer["results"][0]["predictions"][0]["label"] == bundle.predict([data], top=1)[0][0].label
+        found = batches(client)
+        assert found['vitrail_batch_size_count{model="tiny"}'] == 2 and found['vitrail_batch_size_sum{model="tiny"}'] == 6
+        assert worker._in_flight == 0
+
+
+def test_a_full_queue_answers_at_once(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
+    with running(lambda: bundle, queue=2) as client, ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:2]]
+        assert until(lambda: client.service.workers["tiny"]._in_flight == 2)
+        status, answer, headers = client.call("POST", "/v1/predict", jpegs[2])
+        assert status == 429 and int(headers["retry-after"]) >= 1 and "full" in answer["error"]
+        assert not any(call.done() for call in calls)
+        gate.set()
+        assert [call.result()[0] for call in calls] == [200, 200]
+        assert client.call("POST", "/v1/predict", jpegs[2])[0] == 200
+
+
+def test_a_client_that_leaves_frees_its_place(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
+    with running(lambda: bundle, queue=2) as client:
+        worker = client.service.workers["tiny"]
+        blocking, leaving = client.connect(), client.connect()
+        blocking.request("POST", "/v1/predict", jpegs[0])
+        assert gate.entered.wait(5)
+        leaving.request("POST", "/v1/predict", jpegs[1])
+        assert until(lambda: len(worker._jobs) == 1)
+        leaving.close()
+        assert until(lambda: len(worker._jobs) == 0 and worker._in_flight == 1)
+        gate.set()
+        assert blocking.getresponse().status == 200
+        assert until(lambda: worker._in_flight == 0)
+        assert batches(client)['vitrail_batch_size_sum{model="tiny"}'] == 1
+
+
+def test_an_image_that_waits_too_long_is_given_up(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
+    with running(lambda: bundle, deadline=0.2) as client, ThreadPoolExecutor(2) as pool:
+        worker = client.service.workers["tiny"]
+        first = pool.submit(client.call, "POST", "/v1/predict", jpegs[0])
+        assert gate.entered.wait(5)
+        second = pool.submit(client.call, "POST", "/v1/predict", jpegs[1])
+        assert until(lambda: len(worker._jobs) == 1)
+        time.sleep(0.3)
+        gate.set()
+        assert first.result()[0] == 200
+        status, answer, headers = second.result()
+        assert status == 503 and "deadline" in answer["error"] and "retry-after" in headers
+
+
+def test_too_large(bundle: Bundle, jpegs: list[bytes]) -> None:
+    with running(lambda: bundle, max_bytes=1000, max_images=2) as client:
+        assert client.call("POST", "/v1/predict", b"x" * 1001)[0] == 413
+        connection = client.connect()
+        connection.request(
+            "POST", "/v1/predict", iter([b"x" * 600] * 2), encode_chunked=True, headers={"Transfer-Encoding": "chunked"}
+        )
+        assert connection.getresponse().status == 413
+        parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\na\r\n' for _ in range(3))
+        answer = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+        assert answer[0] == 413 and "Too many" in answer[1]["error"]
+
+
+def png(width: int, height: int) -> bytes:
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    rows = zlib.compress(b"\0" * 4 * 64)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_hostile_images(client: Client) -> None:
+    for data, status in ((png(60_000, 60_000), 422), (png(2**31 - 1, 2**31 - 1), 422), (png(64, 64), 422), (b"<svg/>", 415)):
+        found, answer, _ = client.call("POST", "/v1/predict", data)
+        assert found == status and list(answer) == ["error"], answer
+    assert client.call("POST", "/v1/predict", png(1, 1))[0] == 200
+    assert client.call("GET", "/v2/health/ready")[0] == 200
+
+
+@pytest.mark.slow
+def test_slow_clients_are_cut_off(bundle: Bundle, jpegs: list[bytes]) -> None:
+    with running(lambda: bundle, upload_seconds=0.3) as client:
+        for sent in (b"", b"GET /v1/models HTT", b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc"):
+            with socket.create_connection(("127.0.0.1", client.port), timeout=5) as connection:
+                connection.sendall(sent)
+                answer = b""
+                while data := connection.recv(4096):
+                    answer += data
+            assert answer.startswith(b"HTTP/1.1 408") and b'{"error"' in answer, sent
+        connection = client.connect()  # a connection that is kept open has its time again for each request
+        for _ in range(3):
+            time.sleep(0.2)
+            connection.request("POST", "/v1/predict", jpegs[0])
+            answered = connection.getresponse()
+            assert answered.status == 200 and answered.read()
+
+
+def test_a_token_is_needed_where_one_is_set(bundle: Bundle) -> None:
+    with running(lambda: bundle, token="secret") as client:
+        assert client.call("GET", "/v2/health/ready")[0] == 200
+        status, _, headers = client.call("GET", "/v1/models")
+        assert status == 401 and headers["www-authenticate"] == "Bearer"
+        assert client.call("GET", "/v1/models", authorization="Bearer wrong")[0] == 401
+        assert client.call("GET", "/v1/models", authorization="Bearer secret")[0] == 200
+
+
+def test_while_loading(bundle: Bundle, jpegs: list[bytes]) -> None:
+    loaded = threading.Event()
+
+    def load() -> Bundle:
+        assert loaded.wait(10)
+        return bundle
+
+    with running(load, wait=False) as client:
+        assert client.call("GET", "/v2/health/live")[0] == 200
+        for call in (("GET", "/v2/health/ready"), ("GET", "/v2/models/tiny"), ("POST", "/v1/predict", jpegs[0])):
+            status, answer, headers = client.call(*call)
+            assert status == 503 and "loading" in answer["error"] and "retry-after" in headers
+        loaded.set()
+        assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 200)
+
+
+def test_a_worker_that_hangs_is_not_ready(bundle: Bundle, jpegs: list[bytes], gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.serve.service.PING_SECONDS", 0.2)
+    with running(lambda: bundle) as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.call, "POST", "/v1/predict", jpegs[0])
+        assert gate.entered.wait(5)
+        assert client.call("GET", "/v2/health/ready")[0] == 503
+        gate.set()
+        assert call.result()[0] == 200 and client.call("GET", "/v2/health/ready")[0] == 200
+
+
+def test_one_failed_computation_does_not_fail_the_others(
+    bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = worker_module._outputs, []
+
+    def failing(model: Any, work: Any, images: Any) -> Any:
+        calls.append(len(images))
+        if len(images) > 1:
+            raise RuntimeError("out of memory")
+        return original(model, work, images)
+
+    monkeypatch.setattr(worker_module, "_outputs", failing)
+    with running(lambda: bundle) as client:
+        parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % one for one in jpegs)
+        status, answer, _ = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+        assert status == 200 and all("predictions" in one for one in answer["results"])
+
+
+def test_a_failed_load_is_an_error() -> None:
+    from vitrail.serve.server import serve
+    from vitrail.serve.service import Service
+    from vitrail.serve.settings import ServeSettings
+
+    def load() -> Bundle:
+        raise VitrailError("There is no checkpoint.")
+
+    with pytest.raises(VitrailError, match="no checkpoint"):
+        serve(Service({"x": load}, ServeSettings()), host="127.0.0.1", port=0, token=None, cors=(), announce=lambda address: None)
+
+
+@pytest.mark.slow
+def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle, jpegs: list[bytes]) -> None:
+    script = (
+        "import sys, time, vitrail.serve.worker as w\n"
+        "original = w._outputs\n"
+        "w._outputs = lambda *given: (time.sleep(1.0), original(*given))[1]\n"
+        "from vitrail.cli import main\n"
+        f"main(['serve', {bundle.report.source!r}, '--port', '0'])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split(" at http://127.0.0.1:")[1].split()[0])
+        client = Client(None, port)  # type: ignore[arg-type]
+        assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 200, 60)
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:3]]
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            assert [call.result()[0] for call in calls] == [200, 200, 200]
+        assert process.wait(20) == 0

@@ -6,15 +6,21 @@ A command's module is imported only when that command runs, so `vitrail --help` 
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
-from vitrail.errors import VitrailError, did_you_mean
+from vitrail.errors import StoppedBySignal, VitrailError, did_you_mean
+from vitrail.files import disk_reason
+from vitrail.text import printable
 
 COMMANDS = {
     "models": ("vitrail.commands.models:models", "List all models with their parameters and GFLOPs."),
     "info": ("vitrail.commands.info:info", "Describe a checkpoint and verify it."),
     "convert": ("vitrail.commands.convert:convert", "Convert weights between formats."),
+    "export": ("vitrail.commands.export:export", "Export a model to ONNX or torch.export, verified on images."),
+    "export verify": ("vitrail.commands.export:verify", "Compare an exported model with its checkpoint again."),
+    "serve": ("vitrail.commands.serve:serve", "Serve models over HTTP."),
     "train": ("vitrail.commands.train:train", "Train a model with a recipe."),
     "finetune": ("vitrail.commands.finetune:finetune", "Fine-tune a pretrained model."),
     "plan": ("vitrail.commands.plan:plan", "Estimate the memory that a recipe needs on any GPU, without that GPU."),
@@ -42,18 +48,47 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; a `VitrailError` is printed as one message, with exit status 2."""
+    """Run one command; a `VitrailError` or a full disk is printed as one message, with exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _prepare_streams()
     try:
-        sys.exit(_run(arguments))
+        try:
+            status = _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where an error can still be reported
+        sys.exit(status)
     except VitrailError as error:
-        print(f"vitrail: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
+        print(printable(f"vitrail: {error}"), file=sys.stderr)  # noqa: T201
+        sys.exit(128 + error.number if isinstance(error, StoppedBySignal) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         sys.stdout = None
         sys.exit(0)
+    except OSError as error:
+        reason = disk_reason(error)
+        if not reason:
+            raise
+        sys.stdout = None  # it may be what cannot be written
+        where = f"write {error.filename}" if error.filename else "write the output"
+        text = f"vitrail: Cannot {where}: {reason}. Free some space, or write to another disk."
+        print(printable(text), file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+def _prepare_streams() -> None:
+    """Let no character stop the output, and escape warnings that no handler takes, which Python prints itself."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_PrintableLog())
+
+
+class _PrintableLog(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _run(arguments: list[str]) -> int:

@@ -76,3 +76,25 @@ def test_items_are_not_joined() -> None:
     assert (
         join_lines("One\n    (two)\n½ three\n\nFour\n--flag  five\n--other") == "One (two) ½ three\n\nFour\n--flag  five\n--other"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["train", "digits", "--optim.lr", "nan"], "--optim.lr is nan"),
+        (["train", "digits", "--augment.mixup=inf"], "--augment.mixup is inf"),
+        (["train", "digits", "--lr-grid", "0.1", "nan"], "--lr-grid is nan"),
+        (["train", "digits", "--optim.clip", "-inf"], "--optim.clip is -inf"),
+        (["plan", "digits", "--memory", "nan"], "--memory is nan"),
+        (["plan", "digits", "--ema", "nan"], "--ema is nan"),
+        (["data", "split", "a", "b.csv", "--val", "nan"], "--val is nan"),
+        (["probe", "a", "--data", "b", "--temperature", "1e999"], "--temperature is 1e999"),
+        (["fewshot", "a", "--data", "b", "--l2", "Infinity"], "--l2 is Infinity"),
+        (["vtab", "a", "--lr", "nan"], "--lr is nan"),
+        (["study", "shape", "--budget", "inf"], "--budget is inf"),
+    ],
+)
+def test_numbers_must_be_finite(words: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2 and f"{option}; it must be a finite number" in capsys.readouterr().err

@@ -39,6 +39,15 @@ def test_every_format_is_described(name: str, kind: str, tmp_path: Path, capsys:
     assert code == 0 and "preprocessing" in out and "parameters" in out
 
 
+def test_the_provenance_of_a_run_says_nothing_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    which = {"checkpoint": "last", "step": 8, "steps_taken": 8, "weights": "averaged"}
+    told = {"recipe": "small", "steps": 8, "weights": "averaged weights of the last step, 8", "checkpoint": which}
+    vitrail.save(tmp_path / "x", bundle_of(KINDS["plain"]).model, provenance=told)
+    out = run(capsys, "info", str(tmp_path / "x"))[1]
+    assert "weights: averaged weights of the last step, 8" in out and "recipe: small" in out
+    assert "checkpoint: " not in out and "steps: " not in out
+
+
 def test_a_zero_head_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = bundle_of(KINDS["plain"])
     bundle.model.replace_head(21)

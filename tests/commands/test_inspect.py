@@ -15,6 +15,7 @@ from PIL import Image
 import vitrail
 from vitrail import inspect
 from vitrail.cli import main
+from vitrail.commands.inspect import _files
 from vitrail.data.preprocess import Preprocess, preset
 
 FIGURES = ["filters", "filters-raw", "positions", "distance", "rollout", "heads", "comparison"]
@@ -131,6 +132,21 @@ def test_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     status, said, _ = run(capsys, "inspect", checkpoint(tmp_path / "run", position="relative"), "--out", out, "--device", "cpu")
     assert status == 0 and "No images were given" in said and "relative positions" in said
     assert sorted(path.stem for path in out.glob("*.png")) == ["filters", "filters-raw"]
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_the_included_model_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, said, _ = run(capsys, "inspect", "--out", tmp_path / "inspection", "--device", "cpu")
+    assert (
+        status == 0
+        and "model: vitrail-ti8-tiny-imagenet (ViT-Ti/8" in said
+        and (tmp_path / "inspection" / "positions.png").exists()
+    )
+
+
+def test_folders_of_images_are_sampled(tmp_path: Path, pictures: list[Path]) -> None:
+    assert _files((str(tmp_path),), 1, 0)[0] in pictures and len(_files((str(tmp_path),), 5, 0)) == 2
+    assert _files(tuple(map(str, pictures)), 1, 0) == pictures, "named files are all used"
 
 
 def test_a_resnet_shows_only_its_filters_and_a_note(

@@ -21,12 +21,15 @@ def test_the_table_lists_every_variant(capsys: pytest.CaptureFixture[str]) -> No
     status, out, _ = run(capsys, "models")
     assert status == 0 and all(name in out for name in VARIANTS)
     assert "86,567,656" in out and f"{len(VARIANTS)} models" in out
+    assert "vitrail-ti8-tiny-imagenet: ViT-Ti/8" in out and "59.0 % top-1" in out
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "models", "B/16", "r50x5", "--image-size", "384", "--json")
     vit, bit = json.loads(out)
     assert status == 0 and vit["name"] == "ViT-B/16" and vit["tokens"] == 577 and bit["name"] == "BiT-R50x5"
+    included = json.loads(run(capsys, "models", "--json")[1])[-1]
+    assert included["name"] == "vitrail-ti8-tiny-imagenet" and included["model"] == "ViT-Ti/8" and included["outputs"] == 200
 
 
 def test_models_that_do_not_support_a_size_are_left_out_or_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands.test_eval import run
-from tests.evaluate.conftest import backbone, checkpoint, photos  # noqa: F401 - fixtures
+from tests.evaluate.conftest import backbone, checkpoint, photos, tiny_model  # noqa: F401 - fixtures
+from vitrail.checkpoints import save
+from vitrail.data import preset
 
 
 def test_one_line_per_image(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path) -> None:  # noqa: F811
@@ -52,6 +55,74 @@ def test_json_lines(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos
     ]
 
 
+def test_labels_below_their_thresholds_are_marked(
+    capsys: pytest.CaptureFixture[str],
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(outputs=2)
+    torch.nn.init.normal_(model.head.weight, std=1e-4)  # type: ignore[union-attr, arg-type]
+    about = {"task": {"kind": "multilabel", "thresholds": [0.9, 0.1]}}
+    save(
+        tmp_path / "labels",
+        model,
+        preprocess=preset("google-vit", size=32),
+        classes=("sea", "sky"),
+        task="multilabel",
+        provenance=about,
+    )
+    words = ("predict", tmp_path / "labels", photos / "val" / "red" / "red000.jpg", "--precision", "fp32")
+    _, out, _ = run(capsys, *words)
+    assert out.strip().endswith("red000.jpg: sky 50.0%; below the threshold: sea 50.0%")
+    _, out, _ = run(capsys, *words, "--csv", "-")
+    row = next(csv.DictReader(out.splitlines()))
+    assert [row[f"{name}_{k}"] for k in (1, 2) for name in ("label", "above_threshold")] == ["sky", "1", "sea", "0"]
+    _, out, _ = run(capsys, *words, "--json")
+    assert [one["above_threshold"] for one in json.loads(out)["predictions"]] == [True, False]
+
+
+def test_without_a_checkpoint_the_included_model_is_used_and_named(
+    capsys: pytest.CaptureFixture[str],
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, folder = photos / "val" / "red" / "red000.jpg", photos / "val" / "blue"
+    (tmp_path / "list.txt").write_text(f"{file}\n")
+    for words, lines in (((file,), 1), ((folder,), 9), (("list.txt",), 1), ((folder, file), 10)):
+        status, out, err = run(capsys, "predict", *words, "--precision", "fp32")
+        assert status == 0 and len(out.splitlines()) == lines
+        assert err == "model: vitrail-ti8-tiny-imagenet (ViT-Ti/8, 64×64 pixels, 200 classes), because no checkpoint was given\n"
+    status, out_by_name, err = run(capsys, "predict", "vitrail-ti8-tiny-imagenet", folder, file, "--precision", "fp32")
+    assert status == 0 and err == "" and out_by_name == out
+
+
+def test_checkpoint_and_images_are_told_apart(
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path,  # noqa: F811
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    file = photos / "val" / "red" / "red000.jpg"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run").mkdir()  # a run that has not written its model yet, but has a picture
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "curves.png").write_bytes(b"")
+    for words, sentence in (
+        ((), "No image was given"),
+        ((checkpoint,), "No image was given"),
+        (("vitrail-ti8-tiny-imagenet",), "No image was given"),
+        (("nowhere.jpg",), "There is no file or folder nowhere.jpg"),
+        (("nowhere",), "There is no image, folder or checkpoint 'nowhere'"),
+        ((file, checkpoint), "Give the checkpoint first"),
+        ((tmp_path / "empty", file), "is a folder without a checkpoint's config.json"),
+        ((tmp_path / "run", file), "is a folder without a checkpoint's config.json"),
+    ):
+        status, _, err = run(capsys, "predict", *words)
+        assert status == 2 and sentence in err, (words, err)
+
+
 def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkpoint: Path, backbone: Path, photos: Path) -> None:  # noqa: F811
     status, _, err = run(capsys, "predict", backbone, photos)
     assert status == 2 and "only a backbone" in err
@@ -64,3 +135,8 @@ def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkp
     assert status == 2 and "No image was given" in err
     status, _, err = run(capsys, "predict", checkpoint, photos, "--json", "--csv", "x.csv")
     assert status == 2 and "choose one" in err
+
+
+def test_an_empty_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, err = run(capsys, "predict", tmp_path)
+    assert status == 2 and f"The folder {tmp_path} is empty" in err

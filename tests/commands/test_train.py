@@ -109,6 +109,7 @@ def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "add --data" in run(capsys, "finetune", "--from", "x")[2]
 
 
+@pytest.mark.slow
 def test_a_warm_up_as_it_is_written_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Two ways of writing the same length are the same run."""
     words = ["train", *SHORT, "--steps", "8", "--plain", "--out", str(tmp_path / "run")]
@@ -127,6 +128,7 @@ def test_a_warm_up_as_it_is_written_on_the_command_line(capsys: pytest.CaptureFi
     assert status == 0 and "schedule: cosine over 40 epochs, warm-up 10 epochs" in out
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_are_shown_before_anything_is_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--model.freeze", "--optim.freeze", "!*.norm?", "--optim.lr-scale", "head=10", "--optim.weight-decay-for", "head=0.5"]
     status, out, err = run(capsys, "train", "digits", *words, "--explain", "--out", str(tmp_path / "run"))
@@ -156,6 +158,27 @@ def test_help_gives_examples_and_settings(capsys: pytest.CaptureFixture[str]) ->
     for command in ("train", "finetune", "plan"):
         status, out, _ = run(capsys, command, "--help")
         assert status == 0 and f"Example: vitrail {command}" in out and "--optim.lr" in out, command
+
+
+def test_finetune_names_all_bad_images_and_empty_classes_before_the_first_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            Image.fromarray(np.full((20, 20, 3), 9 * number, np.uint8)).save(tmp_path / "photos" / name / f"{number}.png")
+    (tmp_path / "photos" / "cat" / "3.png").write_text("not a photograph at all")
+    (tmp_path / "photos" / "dog" / "4.png").write_bytes(b"")
+    words = ["finetune", "--from", str(tmp_path / "none.npz"), "--data", str(tmp_path / "photos"), "--out", str(tmp_path / "run")]
+    status, _, err = run(capsys, *words)
+    assert status == 2 and "2 of 12 images cannot be read" in err and "3.png: a text file" in err and "4.png: an empty file" in err
+    assert "--bad-images skip" in err and not (tmp_path / "run").exists()
+    for more in (["--check-images", "none"], ["--bad-images", "skip"]):  # the checkpoint, which does not exist, comes next
+        assert "none.npz" in run(capsys, *words, *more)[2]
+    assert "it can be auto, all or none" in run(capsys, *words, "--check-images", "some")[2]
+    (tmp_path / "photos" / "eel").mkdir()
+    status, _, err = run(capsys, *words)
+    assert status == 2 and "The class 'eel'" in err and "has no training images. Add images to its folder" in err
 
 
 @pytest.mark.slow
@@ -195,7 +218,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, *words, "--json")[1])
     assert [need["engine"] for need in found["needs"]] == ["ddp", "fsdp"] and found["needs"][0]["total"] > 0
     assert "1 to 4096" in run(capsys, "plan", "digits", "--gpus", "0")[2]
-    assert "a number was expected" in run(capsys, "plan", "digits", "--gpus", "some")[2]
+    assert "must be a finite number" in run(capsys, "plan", "digits", "--gpus", "some")[2]
 
 
 def test_the_live_display_shows_everything(tmp_path: Path) -> None:
@@ -226,6 +249,7 @@ def test_few_shot_accuracy_is_measured_along_the_way(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("written", [["--data", "{photos}"], ["--data=folder:{photos}"]])
+@pytest.mark.slow
 def test_data_is_short_for_the_source(written: list[str], photos: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [word.format(photos=photos) for word in written]
     status, out, err = run(

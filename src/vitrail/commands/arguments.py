@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import shutil
 import textwrap
@@ -11,6 +12,9 @@ from typing import Any, TypeVar
 
 import tyro
 import tyro._strings
+import tyro.constructors
+
+from vitrail.errors import VitrailError
 
 R = TypeVar("R")
 
@@ -34,7 +38,53 @@ def parse(command: Callable[..., R], name: str, words: Sequence[str], descriptio
     command.__doc__ = about + _ARGUMENTS + re.sub(r"\n {8,}", " ", arguments)
     tyro._strings.remove_single_line_breaks = join_lines  # type: ignore[assignment]
     wrapped = _wrap(inspect.cleandoc(description) if description else about, shutil.get_terminal_size().columns)
-    return tyro.cli(command, prog=f"vitrail {name}", args=list(words), description=wrapped, **options)  # type: ignore[no-any-return]
+    try:
+        return tyro.cli(  # type: ignore[no-any-return]
+            command, prog=f"vitrail {name}", args=list(words), description=wrapped, registry=_finite_numbers(), **options
+        )
+    except _NotFinite as error:
+        raise VitrailError(f"{_option_of(words, str(error))} is {error}; it must be a finite number, such as 0.1.") from None
+
+
+class _NotFinite(Exception):  # not a ValueError, which tyro would replace by a message of its own
+    """A number that is NaN or infinite."""
+
+
+def _finite_numbers() -> tyro.constructors.ConstructorRegistry:
+    """Refuse `nan`, `inf` and numbers that overflow to it in every option: most comparisons with them pass or fail in silence."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def finite(kind: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[float] | None:
+        if kind.type is not float:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="FLOAT",
+            instance_from_str=lambda words: _finite(words[0]),
+            is_instance=lambda value: isinstance(value, float | int) and not isinstance(value, bool),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise _NotFinite(word)
+    return value
+
+
+def _option_of(words: Sequence[str], value: str) -> str:
+    """Return the option to which a value was given, as `--option value`, `--option=value` or one of several values."""
+    option = "a number"
+    for word in words:
+        flag, equals, given = word.partition("=")
+        option = flag if flag.startswith("--") else option
+        if value in (word, given if equals else None):
+            break
+    return option
 
 
 def join_lines(text: str) -> str:

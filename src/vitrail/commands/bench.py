@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import warnings
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from vitrail.bench import BenchPlan, run
 from vitrail.commands.bench_table import as_json, console_for_tables, show
 from vitrail.commands.options import Json
+from vitrail.commands.terminal import Console, say
+from vitrail.text import to_json
 
 Plan = Annotated[BenchPlan, tyro.conf.arg(name="")]
 DEFAULT = BenchPlan()
@@ -39,7 +39,7 @@ def bench(*, plan: Plan = DEFAULT, json_: Json = False) -> None:
         warnings.simplefilter("ignore")  # deprecation warnings of the other libraries
         rows = run(plan, log=lambda message: stderr.print(message, style="dim", highlight=False, soft_wrap=True), command=command())
     if json_:
-        print(json.dumps(as_json(rows), indent=2))  # noqa: T201
+        say(to_json(as_json(rows), indent=2))
         return
     console = console_for_tables()
     show(rows, console)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vitrail.bench.results import Ratio, Row, by_comparison, ratios
+from vitrail.commands.terminal import Console
 from vitrail.errors import counted
 
 _NOISY = 1.3  # fastest over slowest round; above it a warning is printed
@@ -40,7 +41,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
             console.print(warning, style="yellow", highlight=False, soft_wrap=True)
         for row in entries:
             for note in _notes(row):
-                console.print(f"{row.library} {row.mode}: {note}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+                console.print(f"{row.library} {row.mode}: {note}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
@@ -79,14 +80,15 @@ def _clocks(rows: list[Row]) -> str:
     return "GPU clock and power: " + "; ".join(known) if known else ""
 
 
-def _headline(rows: list[Row]) -> str:
+def _headline(rows: list[Row]) -> Text:
     one = rows[0]
     batch = f", batch {one.batch}" if one.metric == "throughput" else ""
     clip = f", gradients clipped to {one.clip:g}" if one.clip else ""
     peaks = [row.peak_tflops for row in rows if row.peak_tflops]
     peak = f", matmul peak {_number(max(peaks))} TFLOP/s" if peaks else ""
     what = {"throughput": "", "latency": " latency, batch 1", "largest-batch": ", largest batch"}[one.metric]
-    return f"[bold]{one.model} {one.task}{what}[/bold]{batch}, {one.image_size} pixels, {one.precision}{clip}\n{one.hardware}{peak}"
+    settings = f"{batch}, {one.image_size} pixels, {one.precision}{clip}\n{one.hardware}{peak}"
+    return Text.assemble((f"{one.model} {one.task}{what}", "bold"), settings)
 
 
 def _table(rows: list[Row], ratio: Ratio | None) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from vitrail.checkpoints import Bundle, Report
 from vitrail.checkpoints import convert as convert_checkpoint
 from vitrail.checkpoints.report import MappedTensor, shape_text
+from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
+from vitrail.text import to_json
 
 
 def convert(
@@ -68,7 +68,7 @@ def convert(
     names = _class_names(classes) if classes else None
     bundle, written = convert_checkpoint(source, target, to, classes=names, drop=drop, **chosen)
     if json_:
-        print(json.dumps(_as_json(bundle, written), indent=2))  # noqa: T201
+        say(to_json(_as_json(bundle, written), indent=2))
     else:
         _show(bundle, written, to, all_rows=all_rows)
 
@@ -80,7 +80,7 @@ def _show(bundle: Bundle, written: Report, to: str, *, all_rows: bool) -> None:
         if report.format != "vitrail" or bundle.report.format == to == "vitrail":  # our own format has our own names
             console.print(_table(report, title, all_rows=all_rows))
     console.print(bundle.report.summary(), highlight=False)
-    for note in [*bundle.report.notes, *written.notes]:
+    for note in [*bundle.report.assumptions, *bundle.report.notes, *written.notes]:
         console.print(f"· {note}", highlight=False)
     if bundle.preprocess:
         console.print(f"preprocessing {bundle.preprocess.describe()}", highlight=False)
@@ -142,4 +142,5 @@ def _as_json(bundle: Bundle, written: Report) -> dict[str, Any]:
         "written": [dataclasses.asdict(row) for row in written.mapped],
         "dropped": [{"name": name, "reason": reason} for name, reason in read.dropped],
         "notes": [*read.notes, *written.notes],
+        "assumptions": read.assumptions,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -16,10 +15,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from vitrail.commands.terminal import Console, say
 from vitrail.data.check import Duplicates, Problem, Report, SplitReport
 from vitrail.data.check import check as check_source
 from vitrail.data.contact_sheet import contact_sheet
@@ -29,6 +29,7 @@ from vitrail.data.sources import open_source
 from vitrail.data.split import rename, stratified, write_table
 from vitrail.data.types import Source
 from vitrail.errors import VitrailError, counted
+from vitrail.text import printable, to_json
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Reference = Annotated[str, tyro.conf.arg(metavar="SOURCE")]
@@ -42,7 +43,6 @@ def check(
     *,
     sheet: Path | None = Path("contact-sheet.png"),
     duplicates: Duplicates = "near",
-    seed: int = 0,
     workers: int = _WORKERS,
     json_: Json = False,
 ) -> int:
@@ -56,13 +56,12 @@ def check(
         source: A folder, a table, or any other source such as torchvision:CIFAR10.
         sheet: File for the contact sheet, a PNG with a few images of each class; None for no contact sheet.
         duplicates: Duplicates to find: near (includes exact), exact, or none.
-        seed: Selects the held-out images if the dataset has no splits.
         workers: Number of threads that read images.
         json_: Print JSON instead of tables.
     """
     console = Console(stderr=json_)
     with _warnings_as_notes() as notes:
-        opened, problems = _open_leniently(source, seed)
+        opened, problems = _open_leniently(source)
     if opened is None:
         report = Report(source=source, splits={}, problems=problems, notes=notes)
     else:
@@ -75,7 +74,7 @@ def check(
             contact_sheet(opened, sheet)
     if json_:
         written = str(sheet) if sheet is not None and opened is not None else None
-        print(json.dumps({**report.to_dict(), "contact_sheet": written}, indent=2))  # noqa: T201
+        say(to_json({**report.to_dict(), "contact_sheet": written}, indent=2))
     else:
         _show(report, sheet if opened is not None else None, console)
     return 1 if report.problems else 0
@@ -109,7 +108,7 @@ def split(
         raise VitrailError(f"{table} already exists. Delete it, or choose another name.")
     if not (0 <= val < 1 and 0 <= test < 1 and val + test < 1 and val + test > 0):
         raise VitrailError(f"val {val:g} and test {test:g}: expected fractions from 0 to below 1, with a sum above 0 and below 1.")
-    opened = open_source(f"{source}{'&' if '?' in source else '?'}val=0", seed=seed)
+    opened = open_source(f"{source}{'&' if '?' in source else '?'}val=0")
     parts = dict(opened.splits)
     for name, fraction in (("test", test), ("val", val)):
         if fraction and name in parts:
@@ -127,7 +126,7 @@ def split(
     write_table(parts.values(), table)
     counts = {name: len(part) for name, part in parts.items()}
     if json_:
-        print(json.dumps({"table": str(table), "splits": counts, "seed": seed}))  # noqa: T201
+        say(to_json({"table": str(table), "splits": counts, "seed": seed}))
     else:
         sizes = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         Console().print(f"{table}: {sizes} images. Use it as csv:{table}", highlight=False, soft_wrap=True)
@@ -145,7 +144,6 @@ def pack(
     bits: Literal[8, 16] = 8,
     quality: int = 95,
     bad_images: Literal["error", "skip"] = "error",
-    seed: int = 0,
     workers: int = _WORKERS,
     json_: Json = False,
 ) -> None:
@@ -165,12 +163,11 @@ def pack(
         bits: Bits per pixel value.
         quality: JPEG quality, if encoded files are resized.
         bad_images: Stop at an unreadable image, or skip it and list it in packed.json.
-        seed: Selects the held-out images if the dataset has no splits.
         workers: Number of threads that convert images.
         json_: Print JSON instead of text.
     """
     console = Console(stderr=json_)
-    opened = open_source(source, seed=seed, bad_images=bad_images)
+    opened = open_source(source, bad_images=bad_images)
     console.print(opened.describe(), highlight=False, soft_wrap=True)
     settings = choose_settings(opened, size=size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
     start = time.perf_counter()
@@ -188,7 +185,7 @@ def pack(
         **description["packing"],
     }
     if json_:
-        print(json.dumps(result, indent=2))  # noqa: T201
+        say(to_json(result, indent=2))
     else:
         console.print(_packed_summary(result, time.perf_counter() - start), highlight=False, soft_wrap=True)
 
@@ -201,14 +198,14 @@ def _packed_summary(result: dict[str, Any], seconds: float) -> str:
     return f"{result['packed']}: {about}.{skipped} Use it as packed:{result['packed']}"
 
 
-def _open_leniently(reference: str, seed: int) -> tuple[Source | None, list[Problem]]:
+def _open_leniently(reference: str) -> tuple[Source | None, list[Problem]]:
     """Open a source without bad images and unknown classes if possible, so that one problem does not hide the next."""
     try:
-        return open_source(reference, seed=seed, bad_images="skip"), []
+        return open_source(reference, bad_images="skip"), []
     except VitrailError as error:
         problems = [Problem(kind="source", message=str(error))]
     try:
-        return open_source(reference, seed=seed, bad_images="skip", ignore_unknown=True), problems
+        return open_source(reference, bad_images="skip", ignore_unknown=True), problems
     except VitrailError:
         return None, problems
 
@@ -248,11 +245,11 @@ def _show(report: Report, sheet: Path | None, console: Console) -> None:
         if classes is not None:
             console.print(classes)
     for note in report.notes:
-        console.print(f"[yellow]note[/]    {_escape(note)}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("note", "yellow"), f"    {note}"), highlight=False, soft_wrap=True)
     for problem in report.problems:
-        console.print(f"[red]problem[/] {_escape(problem.message)}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("problem", "red"), f" {problem.message}"), highlight=False, soft_wrap=True)
         for item in problem.items[:_MAX_ITEMS]:
-            console.print(f"          {_escape(item)}", highlight=False, soft_wrap=True)
+            console.print(f"          {printable(item, one_line=True)}", highlight=False, soft_wrap=True)
         if len(problem.items) > _MAX_ITEMS:
             console.print(
                 f"          … and {len(problem.items) - _MAX_ITEMS:,} more; --json lists all.", highlight=False, soft_wrap=True
@@ -260,7 +257,7 @@ def _show(report: Report, sheet: Path | None, console: Console) -> None:
     if sheet is not None:
         console.print(f"Contact sheet: {sheet}", highlight=False, soft_wrap=True)
     if not report.problems:
-        console.print("[green]No problems found.[/]")
+        console.print("No problems found.", style="green", highlight=False)
 
 
 def _overview(report: Report) -> Table:
@@ -304,14 +301,12 @@ def _classes(report: Report) -> Table | None:
     shown = names if len(names) <= 30 else [*names[:12], "…", *names[-6:]]
     for name in shown:
         cells = (part.per_class.get(name) for part in report.splits.values())
-        table.add_row(_escape(name), *("" if count is None else f"{count:,}" if count else "[red]0[/]" for count in cells))
+        table.add_row(
+            printable(name, one_line=True),
+            *("" if count is None else f"{count:,}" if count else Text("0", "red") for count in cells),
+        )
     if len(names) > 30:
         spans = ((part.per_class.values()) for part in report.splits.values())
         table.add_section()
         table.add_row(f"{len(names)} classes, smallest to largest", *(f"{min(span):,} to {max(span):,}" for span in spans))
     return table
-
-
-def _escape(text: str) -> str:
-    """Escape rich markup, and replace bytes that are not valid UTF-8."""
-    return text.encode("utf-8", "replace").decode().replace("[", "\\[")

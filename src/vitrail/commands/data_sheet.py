@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from vitrail.commands.arguments import parse
+from vitrail.commands.terminal import Console, say
 from vitrail.commands.train import shared_flags
 from vitrail.data.augment_sheet import augment_sheet
 from vitrail.recipes import recipe_named
+from vitrail.text import to_json
 from vitrail.train.config import Recipe
 from vitrail.train.prepare import chosen_splits, make_model, opened_source
 
@@ -64,6 +64,6 @@ def draw_sheet(recipe: Recipe, options: Options) -> None:
     _, preprocess = make_model(recipe, len(train.classes), train.classes, [], on_meta=True)
     augment_sheet(train, preprocess, recipe.augment, options.sheet, rows=options.rows, columns=options.columns, seed=recipe.seed)
     if options.json:
-        print(json.dumps({"sheet": str(options.sheet), "preprocess": preprocess.to_dict(), "augment": recipe.augment.to_dict()}))  # noqa: T201
+        say(to_json({"sheet": str(options.sheet), "preprocess": preprocess.to_dict(), "augment": recipe.augment.to_dict()}))
     else:
         Console().print(f"Augmented images: {options.sheet}", highlight=False, soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import platform
@@ -15,14 +14,17 @@ import torch
 import torch.nn.functional as F
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitrail.commands.terminal import Console, say
 from vitrail.models import model_config
 from vitrail.models.inference import choose
+from vitrail.text import to_json
 
 EXTRAS = {
+    "export": ("onnx", "onnxscript", "onnxruntime"),
+    "serve": ("fastapi", "uvicorn", "multipart"),
     "hub": ("datasets",),
     "web": ("fsspec", "aiohttp"),
     "wandb": ("wandb",),
@@ -48,7 +50,7 @@ def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
     """
     found = examine()
     if json_:
-        print(json.dumps(found, indent=2))  # noqa: T201
+        say(to_json(found, indent=2))
         return
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
@@ -66,7 +68,7 @@ def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
         table.add_row("  torch.compile", "ready" if device["compile"] else "no working compiler found: models run in eager mode")
     table.add_section()
     for extra, missing in found["extras"].items():
-        status = "installed" if not missing else f"needs {', '.join(missing)}: pip install 'vitrail\\[{extra}]'"
+        status = "installed" if not missing else f"needs {', '.join(missing)}: pip install 'vitrail[{extra}]'"
         table.add_row(f"extra {extra}", status)
     console.print(table)
 

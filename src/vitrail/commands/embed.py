@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from rich.console import Console
-
 from vitrail.commands.options import Checkpoint, Features, Images, Json, Options, RunOptions, progress_bar
+from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.embeddings import check_extension
 from vitrail.evaluate.embeddings import embed as embed_images
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.predictor import find_images
+from vitrail.text import printable, to_json
 from vitrail.train.parallel import World, choose_device
 
 
@@ -54,17 +53,18 @@ def embed(
     if (note := context.precision_note(bundle.model)) is not None:
         console.print(note, highlight=False, soft_wrap=True)
     for one in embeddings.bad:
-        console.print(f"{one.name}: {one.reason}", style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(f"{one.name}: {one.reason}", one_line=True), style="red", highlight=False, soft_wrap=True)
     summary = {
         "out": str(out),
         "images": len(embeddings.names),
         "shape": list(embeddings.features.shape),
         "bad_images": len(embeddings.bad),
+        "assumptions": bundle.report.assumptions,
         **embeddings.about,
     }
     if json_:
-        print(json.dumps(summary, indent=2))  # noqa: T201
+        say(to_json(summary, indent=2))
     else:
         shape = " × ".join(map(str, embeddings.features.shape))
-        print(f"{out}: {shape} features, {features.describe()}")  # noqa: T201
+        say(f"{out}: {shape} features, {features.describe()}")
     return 1 if embeddings.bad else 0

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, progress_bar
+from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, progress_bar, show_trained_on
+from vitrail.commands.terminal import Console, say
 from vitrail.data.types import Split
 from vitrail.errors import counted
 from vitrail.evaluate.classification import per_class
-from vitrail.evaluate.evaluator import EvalResult, Match, open_split
+from vitrail.evaluate.evaluator import EvalResult, Match, open_data
 from vitrail.evaluate.evaluator import evaluate as evaluate_checkpoint
 from vitrail.evaluate.real_labels import read_real
 from vitrail.evaluate.report import check_output_folder, write_report
-from vitrail.evaluate.report_page import METRIC_NAMES, format_metric
+from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, interval_text
+from vitrail.text import to_json
 from vitrail.train.parallel import joined
 
 
@@ -39,7 +39,8 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on labelled images: accuracy, calibration and confusions; mAP for multi-label, MAE for regression.
 
-    Every image counts exactly once, for any batch size, workers or ranks (torchrun). Every metric has a 95 % confidence interval.
+    Every image counts exactly once, for any batch size, workers or ranks (torchrun). Metrics have 95 % confidence intervals.
+    A source that the run was trained on is divided as in training; images that it was trained on are counted in a warning.
 
     Example: vitrail eval runs/pets --data folder:pets --report pets-report
 
@@ -48,7 +49,7 @@ def evaluate(
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
         data: A source such as folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10 or hf:NAME.
-        split: Which split; default: val, or test if there is no val.
+        split: Which split; default: val, else test, else the images that the run held out (holdout).
         sizes: Evaluate at these input sizes in pixels; position embeddings are resampled for each.
         real: A JSON file of reassessed labels, such as ImageNet ReaL's real.json. Images without labels are skipped and counted.
         match: Match the dataset's classes to the model's outputs by name or by order.
@@ -64,21 +65,25 @@ def evaluate(
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
         bundle.check_head()
-        opened = open_split(bundle, data, split, match=match, bad_images=options.bad_images, ignore_unknown=ignore_unknown_classes)
+        skip = ignore_unknown_classes
+        opened, seen = open_data(bundle, data, split, match=match, bad_images=options.bad_images, ignore_unknown=skip)
         truth = partial(read_real, real, classes=opened.classes) if real is not None else None
         input_sizes: tuple[int | None, ...] = sizes or (None,)
         with progress_bar(console, "evaluating", len(opened) * len(input_sizes), world) as advance:
             context = options.eval_context(world, advance)
             results = [
-                evaluate_checkpoint(bundle, opened, size=size, match=match, real=truth, context=context) for size in input_sizes
+                evaluate_checkpoint(bundle, opened, size=size, match=match, real=truth, context=context, trained_on=seen)
+                for size in input_sizes
             ]
         if not world.main:
             return
     about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data}
+    for result in results:
+        result.notes.extend(f"assumed: {one}" for one in bundle.report.assumptions)
     if report is not None:
         write_report(report, results, opened, about)
     if json_:
-        print(json.dumps({**about, "split": opened.name, "results": [one.summary() for one in results]}, indent=2))  # noqa: T201
+        say(to_json({**about, "split": opened.name, "results": [one.summary() for one in results]}, indent=2))
     else:
         _show_all(console, results, opened, report)
 
@@ -95,13 +100,13 @@ def _show(console: Console, result: EvalResult, split: Split) -> None:
     for heading in ("metric", "value", "95 % interval"):
         table.add_column(heading, justify="left" if heading == "metric" else "right")
     for name, value in result.metrics.items():
-        low, high = (format_metric(name, one) for one in result.intervals[name])
-        table.add_row(METRIC_NAMES[name], format_metric(name, value), f"{low} – {high}")
+        table.add_row(METRIC_NAMES[name], format_metric(name, value), interval_text(result, name))
     console.print(table)
     console.print(f"evaluated {result.images}/{result.total} unique images", highlight=False)
     console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
+    show_trained_on(console, result.trained_on)
     for note in result.notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if result.predictions is not None:
         _show_lowest_f1(console, result)
     for one in result.bad[:10]:

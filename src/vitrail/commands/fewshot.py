@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar
+from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar, show_trained_on
+from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotResult, FewShotSpec, open_train_and_test
 from vitrail.files import write_text
@@ -56,19 +57,26 @@ def fewshot(
     console = Console(stderr=json_)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
-        train_split, test_split = open_train_and_test(data, train, test, options.eval_context(world))
+        train_split, test_split, seen = open_train_and_test(bundle, data, train, test, options.eval_context(world))
         evaluator = FewShotEvaluator(train_split, test_split, bundle.stored_preprocess(), protocol=protocol, features=features)
         total = len(evaluator.drawn) + len(test_split)
         with progress_bar(console, "computing features", total, world) as advance:
-            result = evaluator.run(bundle.model, options.eval_context(world, advance))
+            result = replace(evaluator.run(bundle.model, options.eval_context(world, advance)), trained_on=seen)
         if not world.main:
             return
-    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "train": train, "test": test_split.name}
+    about: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "model": bundle.model.config.name,
+        "data": data,
+        "train": train,
+        "test": test_split.name,
+    }
+    about["assumptions"] = bundle.report.assumptions
     content = json.dumps({**about, **result.to_dict()}, indent=2)
     if out is not None:
         write_text(out, content + "\n")
     if json_:
-        print(content)  # noqa: T201
+        say(content)
         return
     _show(console, result, len(train_split.classes), test_split.name)
     if out is not None:
@@ -88,5 +96,6 @@ def _show(console: Console, result: FewShotResult, classes: int, test: str) -> N
     console.print(table)
     console.print(f"features: {result.features.describe()}", highlight=False)
     console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
+    show_trained_on(console, result.trained_on)
     for one in result.bad:
         console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)

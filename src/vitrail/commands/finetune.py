@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
-from vitrail.commands.train import parsed, run
-from vitrail.errors import VitrailError
+from vitrail.commands.options import progress_bar
+from vitrail.commands.terminal import Console
+from vitrail.commands.train import Options, main_rank, parsed, run
+from vitrail.data.data_wait import max_workers
+from vitrail.data.find_bad import find_bad
+from vitrail.data.types import BadImage
+from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.recipes import recipe_named
 from vitrail.recipes.any_folder import any_folder
 from vitrail.train.config import Recipe
 
-_FLAGS = ("--from", "--data", "--recipe")
+_FLAGS = ("--from", "--data", "--recipe", "--check-images")
+_SECONDS = 60.0
 
 
 def finetune(words: list[str]) -> int:
@@ -20,6 +27,7 @@ def finetune(words: list[str]) -> int:
     --from REF       the checkpoint to start from: a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
     --data SRC       the images: a folder with one folder per class, a CSV, torchvision:CIFAR10, …
     --recipe NAME    use a recipe instead of the defaults, such as finetune-cifar10
+    --check-images auto|all|none    decode images before the first step, and name all bad ones; auto stops after 60 seconds
 
     Without a recipe, the head has one output per class found, the image size is the checkpoint's, and the number of steps
     depends on the number of images. Every setting below can be changed; --sweep finds the learning rate.
@@ -33,16 +41,56 @@ def finetune(words: list[str]) -> int:
     given, rest = extract_flags(words, _FLAGS)
     if "-h" in rest or "--help" in rest:
         parsed(any_folder("REF", "FOLDER", images=10_000), ["--help"], command="finetune", description=finetune.__doc__)
+    how = given.get("--check-images", "auto")
+    if how not in ("auto", "all", "none"):
+        raise VitrailError(f"--check-images is {how!r}; it can be auto, all or none.{did_you_mean(how, ('auto', 'all', 'none'))}")
     recipe = _recipe(given)
     chosen, options = parsed(recipe, rest, command="finetune", description=finetune.__doc__)
+    if how != "none" and not options.explain and main_rank():
+        _check_images(chosen, options, None if how == "all" else _SECONDS)
     return run(recipe, chosen, options)
 
 
 finetune.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
 
 
+def _check_images(recipe: Recipe, options: Options, seconds: float | None) -> None:
+    """Name all bad images before the first step. Not when a run is resumed, or when bad images are skipped anyway."""
+    out = options.out or Path("runs") / recipe.name
+    if recipe.data.bad_images == "skip" or (out / "config.json").exists():
+        return
+    from vitrail.train.prepare import check_no_empty_class, chosen_splits, opened_source
+
+    source = opened_source(recipe)
+    if source.kind == "packed":  # decoded and checked when it was packed
+        return
+    check_no_empty_class(source, recipe.data.train)
+    console, bad, looked_at = Console(stderr=True), list[BadImage](), 0
+    splits = [split for split in chosen_splits(recipe, source) if split is not None]
+    total = sum(map(len, splits))
+    start = time.monotonic()
+    with progress_bar(console, "checking images", total) as advance:
+        for split in splits:
+            left = None if seconds is None else seconds - (time.monotonic() - start)
+            found, done = find_bad(split, workers=max_workers(), seconds=left, progress=advance)
+            bad, looked_at = bad + found, looked_at + done
+    if bad:
+        listed = "\n".join(f"  {one.name}: {one.reason}" for one in bad)
+        of = f"{counted(looked_at, 'image')}{'' if looked_at == total else f' looked at, of {total:,}'}"
+        raise VitrailError(
+            f"{len(bad):,} of {of} cannot be read:\n{listed}\nRepair or remove them, or skip them with --bad-images skip."
+        )
+    if looked_at < total and not options.json:
+        console.print(
+            f"checked {looked_at:,} of {total:,} images in {seconds:.0f} s, all good; --check-images all checks the rest, none "
+            "checks none",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
 def _recipe(given: dict[str, str]) -> Recipe:
-    start, data, name = (given.get(flag) for flag in _FLAGS)
+    start, data, name = (given.get(flag) for flag in _FLAGS[:3])
     if start is None:
         raise VitrailError(
             "The checkpoint to start from is missing: add --from, such as --from ViT-B_16.npz or --from runs/digits."

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from vitrail.checkpoints import Bundle, load
+from vitrail.commands.terminal import Console, say
 from vitrail.errors import counted
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
+from vitrail.text import to_json
 
 _HEADS = {
     "set": "trained",
@@ -39,7 +39,7 @@ def info(
     Example: vitrail info vit-b16 --verify --json
 
     Args:
-        ref: A folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        ref: A folder, an .npz, .pth or .safetensors file, hf:owner/name, or the included model vitrail-ti8-tiny-imagenet.
         verify: For a Vitrail checkpoint, also check SHA-256 and the golden output of a whole image.
         heads: Number of attention heads. Needed if the file does not show it and the model has no published size.
         grid: Rows and columns of the position embedding. Needed if it is not square.
@@ -50,7 +50,7 @@ def info(
     bundle = load(ref, verify="full" if verify else "quick", drop=drop, **fields)
     found = describe(bundle, verified="full" if verify else "quick")
     if json_:
-        print(json.dumps(found, indent=2, ensure_ascii=False))  # noqa: T201
+        say(to_json(found, indent=2))
         return
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     for name, text in _lines(bundle, found):
@@ -76,6 +76,7 @@ def describe(bundle: Bundle, *, verified: str) -> dict[str, Any]:
         "dropped": [name for name, _ in bundle.report.dropped],
         "verified": verified if bundle.report.format == "vitrail" else None,
         "notes": bundle.report.notes,
+        "assumptions": bundle.report.assumptions,
     }
 
 
@@ -93,14 +94,18 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("outputs", f"{config.outputs}, {_classes(bundle)}, task {bundle.task}"),
         ("head", _HEADS[bundle.head]),
     ]
-    lines += [("provenance", f"{key}: {_plain(value)}") for key, value in bundle.provenance.items() if value is not None]
+    known = {key: value for key, value in bundle.provenance.items() if value is not None}
+    if "checkpoint" in known and "weights" in known:  # the second is the first in words
+        known = {key: value for key, value in known.items() if key not in ("checkpoint", "steps")}
+    lines += [("provenance", f"{key}: {_plain(value)}") for key, value in known.items()]
     if found["verified"]:
         full = found["verified"] == "full"
         lines.append(("verified", "SHA-256, checksum and golden outputs" if full else "checksum and golden output of a few tokens"))
     if bundle.report.dropped:
         name, reason = bundle.report.dropped[0]
         lines.append(("dropped", f"{counted(len(bundle.report.dropped), 'tensor')}, such as {name}: {reason}"))
-    return lines + [("note", note) for note in bundle.report.notes]
+    told = (("assumed", bundle.report.assumptions), ("note", bundle.report.notes))
+    return lines + [(kind, text) for kind, texts in told for text in texts]
 
 
 def _sizes(config: ModelConfig) -> str:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+import numpy as np
 import tyro
-from rich.console import Console
+from rich.text import Text
 
 from vitrail.checkpoints import Bundle, load
-from vitrail.commands.options import Checkpoint, Json
+from vitrail.checkpoints.pretrained import DEFAULT
+from vitrail.commands.default_model import default_note, split_checkpoint
+from vitrail.commands.options import Json
+from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
+from vitrail.evaluate.predictor import find_images
 from vitrail.inspect.images import PreprocessedImages, RawImages, from_files, from_source, preprocess_images
 from vitrail.inspect.reconstruction import inspect_reconstruction, own_source
 from vitrail.inspect.report import INDEX, InspectOptions, Section, check_output_folder, compare, inspect_model, write_report
+from vitrail.text import to_json
 from vitrail.train.parallel import choose_device
 
 
 def inspect(
-    checkpoint: Checkpoint,
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[IMAGE …]")] = (),
+    words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT] [IMAGE|DIR|LIST.txt …]")] = (),
     /,
     *,
     out: Path,
@@ -56,6 +60,10 @@ def inspect(
 
     Rollout: the mean over heads, ½A + ½I, rows normalised, multiplied from the output through all layers.
 
+    Without a checkpoint the included model vitrail-ti8-tiny-imagenet is inspected.
+
+    Example: vitrail inspect cat.jpg --out inside
+
     Example: vitrail inspect runs/pets cat.jpg dog.jpg --out pets-inspect
 
     Example: vitrail inspect B_16.npz --preprocess google-vit --data folder:imagenet --out b16
@@ -65,14 +73,14 @@ def inspect(
     Example: vitrail inspect runs/masked-patch-tiny-imagenet --what reconstruction --out reconstructed
 
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
-        images: Image files.
+        words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name or an
+            included model. Then image files, folders (searched recursively), or .txt files with one path per line.
         out: The output folder; its index.html shows everything.
         what: The figures above; or, for a run with masked pre-training, reconstructions: original, corrupted and predicted images
             side by side. Without images, the run's own data is used.
         data: Use images of a source such as folder:DIR, csv:FILE or torchvision:CIFAR10 instead of files.
         split: Which split of the source; default: val, or test if there is no val.
-        count: How many random images of the source to average over.
+        count: How many random images of the source, or of folders and lists, to average over.
         show: How many images to draw maps of.
         seed: Seed of the random images.
         compare_with: More checkpoints to compare with the first, for example before and after fine-tuning.
@@ -89,16 +97,18 @@ def inspect(
     check_output_folder(out, overwrite)
     if show < 1:
         raise VitrailError(f"--show is {show}; use 1 or more.")
+    given, images = split_checkpoint(words)
+    checkpoint = given or DEFAULT
     size, references = _size(image_size), (checkpoint, *compare_with)
     if what == "reconstruction":
         _check_runs(references)
         data, count = (data if data or images else own_source(checkpoint)), min(count, show)
         _check_reconstruction(data, images, size)
-    raw, names = _load_images(images, data, split, count, seed), short_names(references)
+    names = short_names(references)
     with console.status("loading") as status:
-        loaded = []
-        for reference, name in zip(references, names, strict=True):
-            bundle = load(reference, preprocess=preprocess, device=choose_device(device), image_size=size)
+        bundles = [load(ref, preprocess=preprocess, device=choose_device(device), image_size=size) for ref in references]
+        raw, loaded = _load_images(bundles[0], images, data, split, count, seed), []
+        for bundle, reference, name in zip(bundles, references, names, strict=True):
             folder = "." if len(references) == 1 else re.sub(r"[^A-Za-z0-9._+-]+", "-", name)
             inputs = preprocess_images(bundle, raw, show) if raw is not None else None
             loaded.append(Loaded(reference, name, folder, bundle, inputs))
@@ -106,6 +116,11 @@ def inspect(
             sections = _figures(loaded, InspectOptions(layers=layers or None, patch=patch, batch=batch), status.update)
         else:
             sections = _reconstructions(loaded, seed)
+        if given is None:
+            console.print(default_note(loaded[0].bundle), highlight=False, soft_wrap=True)
+        for section, one in zip(sections[-len(loaded) :], loaded, strict=True):  # a comparison comes first
+            section.notes += [f"assumed: {text}" for text in one.bundle.report.assumptions]
+            section.notes += raw.trained_on(one.bundle) if raw is not None else []
         about = {"checkpoints": list(references), "titles": names, "data": data, "version": version("vitrail")}
         write_report(out, sections, {**about, "images": raw.names if raw else []})
     _print_summary(console, sections, out, json_)
@@ -139,14 +154,31 @@ def _reconstructions(loaded: Sequence[Loaded], seed: int) -> list[Section]:
     return sections
 
 
-def _load_images(images: tuple[Path, ...], data: str | None, split: str | None, count: int, seed: int) -> RawImages | None:
+def _load_images(
+    bundle: Bundle, images: tuple[str, ...], data: str | None, split: str | None, count: int, seed: int
+) -> RawImages | None:
     if images and data is not None:
         raise VitrailError("Image files and --data were both given; choose one.")
     if data is not None:
-        if count < 1:
-            raise VitrailError(f"--count is {count}; use 1 or more.")
-        return from_source(data, split, count, seed)
-    return from_files(images) if images else None
+        _check_count(count)
+        return from_source(bundle, data, split, count, seed)
+    return from_files(_files(images, count, seed)) if images else None
+
+
+def _files(images: tuple[str, ...], count: int, seed: int) -> list[Path]:
+    """List the files: all of those that are named, but at most `count` random ones where folders or lists are given."""
+    found = find_images(images)
+    files = [Path(found.image_name(index)) for index in range(len(found))]
+    if len(files) == len(images):
+        return files
+    _check_count(count)
+    chosen = np.random.default_rng(seed).permutation(len(files))[:count]
+    return [files[index] for index in sorted(chosen.tolist())]
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise VitrailError(f"--count is {count}; use 1 or more.")
 
 
 def _check_runs(references: tuple[str, ...]) -> None:
@@ -157,7 +189,7 @@ def _check_runs(references: tuple[str, ...]) -> None:
         )
 
 
-def _check_reconstruction(data: str | None, images: tuple[Path, ...], size: int | tuple[int, int] | None) -> None:
+def _check_reconstruction(data: str | None, images: tuple[str, ...], size: int | tuple[int, int] | None) -> None:
     if data is None and not images:
         raise VitrailError("Reconstructions need images: pass image files, or --data such as folder:DIR.")
     if size is not None:
@@ -184,11 +216,11 @@ def short_names(references: Sequence[str]) -> list[str]:
 def _print_summary(console: Console, sections: Sequence[Section], out: Path, as_json: bool) -> None:
     if as_json:
         summary = {one.folder: {"figures": [panel.name for panel in one.panels], "notes": one.notes} for one in sections}
-        print(json.dumps({"index": str(out / INDEX), "sections": summary}, indent=2, ensure_ascii=False))  # noqa: T201
+        say(to_json({"index": str(out / INDEX), "sections": summary}, indent=2))
         return
     for section in sections:
         names = ", ".join(panel.heading.lower() for panel in section.panels)
-        console.print(f"[bold]{section.title}[/bold]: {names}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble((section.title, "bold"), f": {names}"), highlight=False, soft_wrap=True)
         for note in section.notes:
             console.print(f"note: {note}", highlight=False, soft_wrap=True)
     console.print(f"figures: {out / INDEX}", highlight=False, soft_wrap=True)

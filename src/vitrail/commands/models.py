@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from vitrail.checkpoints.native import read_description
+from vitrail.checkpoints.pretrained import pretrained_models
+from vitrail.commands.terminal import Console, say
 from vitrail.models import VARIANTS, canonical_name, flops, model_config, parameters
 from vitrail.models.config import ModelConfig, ViTConfig
+from vitrail.text import to_json
 
 
 def models(
@@ -23,6 +25,8 @@ def models(
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """List the models by the paper's names, with parameters and GFLOPs per image (a multiply-add counts as two).
+
+    Below are the trained models that are included: each is a checkpoint for every command, by its name.
 
     Example: vitrail models
 
@@ -36,10 +40,27 @@ def models(
     """
     chosen = [canonical_name(name) for name in names]
     rows = [_row(model_config(name, image_size=image_size, outputs=outputs)) for name in chosen or _fitting(image_size)]
+    included = [] if names else _included()
     if json_:
-        print(json.dumps(rows, indent=2))  # noqa: T201
+        rows += [row for row, _ in included]
+        say(to_json(rows, indent=2))
         return
-    Console().print(_table(rows, image_size))
+    console = Console()
+    console.print(_table(rows, image_size))
+    for row, about in included:
+        console.print(f"included, trained: {row['name']}: {about}", highlight=False, soft_wrap=True)
+
+
+def _included() -> list[tuple[dict[str, object], str]]:
+    """Return a row and a line for each trained model in this package, from its config.json."""
+    found = []
+    for name, folder in pretrained_models().items():
+        config, provenance = read_description(folder)
+        row = {**_row(config), "name": name, "model": config.name, "pretrained": True}
+        size = "×".join(map(str, config.image_size))
+        about = f"{config.name}, {parameters(config):,} parameters, {size} pixels, {config.outputs} classes, {provenance['result']}"
+        found.append((row, about))
+    return found
 
 
 def _fitting(image_size: int) -> list[str]:

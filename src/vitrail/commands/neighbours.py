@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.options import Json
+from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings, short_name
+from vitrail.text import to_json
 
 Neighbours = list[tuple[str, list[tuple[str, float]]]]
 """Each query with its nearest images, and their similarity or distance."""
@@ -75,7 +75,7 @@ def _print_json(found: Neighbours, metric: str, sheet: Path | None) -> None:
         {"image": name, "neighbours": [{"image": near, metric: round(value, 6)} for near, value in nearest]}
         for name, nearest in found
     ]
-    print(json.dumps({"metric": metric, "sheet": str(sheet) if sheet else None, "queries": rows}, indent=2))  # noqa: T201
+    say(to_json({"metric": metric, "sheet": str(sheet) if sheet else None, "queries": rows}, indent=2))
 
 
 def _show(found: Neighbours, metric: str, sheet: Path | None, missing: list[str]) -> None:

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitrail.checkpoints import Bundle, load
+from vitrail.commands.terminal import Console
+from vitrail.data.trained_on import Overlap
 from vitrail.evaluate.context import BadImages, EvalContext, Precision, no_progress
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.train.parallel import World
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+CheckpointAndImages = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT] IMAGE|DIR|LIST.txt …")]
 Images = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE|DIR|LIST.txt …")]
 Features = Annotated[FeatureSpec, tyro.conf.arg(name="")]
 
@@ -40,8 +42,11 @@ class RunOptions:
     """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing."""
 
     def bundle(self, ref: str, world: World) -> Bundle:
-        """Load the checkpoint on its device."""
-        return load(ref, preprocess=self.preprocess, device=world.device)
+        """Load the checkpoint on its device, and say on stderr what its file does not show and was assumed."""
+        bundle = load(ref, preprocess=self.preprocess, device=world.device)
+        if world.main:
+            show_assumptions(bundle)
+        return bundle
 
     def eval_context(self, world: World, progress: Callable[[int], None] = no_progress) -> EvalContext:
         return EvalContext(
@@ -56,6 +61,19 @@ class RunOptions:
 
 Options = Annotated[RunOptions, tyro.conf.arg(name="")]
 DEFAULT = RunOptions()
+
+
+def show_assumptions(bundle: Bundle) -> None:
+    """Print on stderr what the file of a checkpoint does not show and was assumed."""
+    console = Console(stderr=True)
+    for assumption in bundle.report.assumptions:
+        console.print(f"note: {bundle.report.source}: {assumption}", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_trained_on(console: Console, seen: Overlap | None) -> None:
+    """Warn of images to evaluate on that the checkpoint was trained on."""
+    for note in seen.notes if seen is not None else ():
+        console.print(f"warning: {note}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

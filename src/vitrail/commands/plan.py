@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from collections.abc import Callable
 from typing import Any, cast, get_type_hints
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.arguments import parse
 from vitrail.commands.finetune import extract_flags
+from vitrail.commands.terminal import Console, say
 from vitrail.commands.train import parsed
 from vitrail.commands.training_display import group_table
 from vitrail.errors import VitrailError
 from vitrail.recipes import recipe_named
+from vitrail.text import to_json
 from vitrail.train.config import Recipe
 from vitrail.train.plan import GIB, Need, Plan, make_plan
 
@@ -51,6 +52,8 @@ def plan(words: list[str]) -> int:
         raise VitrailError("The recipe is missing: `vitrail plan RECIPE`. `vitrail train --recipes` lists them.")
     recipe, options = parsed(recipe_named(rest[0]), rest[1:], command="plan", description=plan.__doc__)
     micro_batch = None if recipe.micro_batch == "auto" else int(recipe.micro_batch)
+    begun = f"simulating steps of {recipe.model.name} at several micro-batches: seconds for small models, minutes for the largest"
+    Console(stderr=True).print(begun, style="dim", highlight=False, soft_wrap=True)
     made = make_plan(
         recipe,
         gpus=int(_number(given, "--gpus", 1)),
@@ -60,7 +63,7 @@ def plan(words: list[str]) -> int:
     )
     if options.json:
         needs = [{**dataclasses.asdict(need), "tensors": need.tensors, "total": need.total} for need in made.needs]
-        print(json.dumps({**dataclasses.asdict(made), "needs": needs}, indent=2))  # noqa: T201
+        say(to_json({**dataclasses.asdict(made), "needs": needs}, indent=2))
     else:
         console = Console()
         show(made, console)
@@ -83,14 +86,17 @@ def print_help(recipe: Recipe) -> None:
 
 def _number(given: dict[str, str], flag: str, otherwise: float) -> float:
     try:
-        return float(given.get(flag, otherwise))
-    except ValueError as error:
-        raise VitrailError(f"{flag} is {given[flag]!r}; a number was expected.") from error
+        value = float(given.get(flag, otherwise))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise VitrailError(f"{flag} is {given[flag]}; it must be a finite number, such as {otherwise:g}.")
+    return value
 
 
 def show(made: Plan, console: Console) -> None:
     height, width = made.image_size
-    what = f"{made.model}, {made.parameters:,} parameters, {height}×{width}, batch {made.batch}"
+    what = f"{made.model}, {made.parameters:,} parameters, {height}×{width}, batch {made.batch:,}"
     where = f"{made.gpus} GPU{'s' * (made.gpus > 1)} of {made.memory / GIB:g} GiB, {made.precision}"
     console.print(f"{what} on {where}; {_flops(made.flops)} per step", highlight=False, soft_wrap=True)
     console.print(f"schedule: {made.schedule}", highlight=False, soft_wrap=True)
@@ -119,7 +125,7 @@ def _size(number: int) -> str:
 
 _ROWS: tuple[tuple[str, Callable[[Need], str]], ...] = (
     ("largest micro-batch", lambda need: f"{need.largest_micro_batch:,}"),
-    ("micro-batch × accumulation", lambda need: f"{need.micro_batch} × {need.accumulation}"),
+    ("micro-batch × accumulation", lambda need: f"{need.micro_batch:,} × {need.accumulation:,}"),
     ("weights", lambda need: _size(need.weights)),
     ("gradients", lambda need: _size(need.gradients)),
     ("optimiser state", lambda need: _size(need.optimizer)),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar
+from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar, show_trained_on
+from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.fewshot import open_train_and_test
 from vitrail.evaluate.probes import ProbeResult, ProbeSpec, probe_splits
@@ -57,17 +58,25 @@ def probe(
     console = Console(stderr=json_)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
-        train_split, test_split = open_train_and_test(data, train, test, options.eval_context(world))
+        train_split, test_split, seen = open_train_and_test(bundle, data, train, test, options.eval_context(world))
         with progress_bar(console, "computing features", len(train_split) + len(test_split), world) as advance:
-            result = probe_splits(bundle, train_split, test_split, settings, features, options.eval_context(world, advance))
+            context = options.eval_context(world, advance)
+            result = replace(probe_splits(bundle, train_split, test_split, settings, features, context), trained_on=seen)
         if not world.main:
             return
-    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "train": train, "test": test_split.name}
+    about: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "model": bundle.model.config.name,
+        "data": data,
+        "train": train,
+        "test": test_split.name,
+    }
+    about["assumptions"] = bundle.report.assumptions
     content = json.dumps({**about, **result.to_dict()}, indent=2)
     if out is not None:
         write_text(out, content + "\n")
     if json_:
-        print(content)  # noqa: T201
+        say(content)
         return
     _show(console, result, test_split.name)
     if out is not None:
@@ -92,5 +101,6 @@ def _show(console: Console, result: ProbeResult, test: str) -> None:
         highlight=False,
     )
     console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
+    show_trained_on(console, result.trained_on)
     for one in result.bad:
         console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
+from rich.text import Text
 
 from vitrail.commands.options import Json
+from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.study import STUDIES, StudySettings, run_study, write_outputs
 from vitrail.study.claims import write_results
+from vitrail.text import to_json
 
 Settings = Annotated[StudySettings, tyro.conf.arg(name="")]
 Name = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
@@ -59,11 +60,11 @@ def study(
         return
     files = [str(file) for file in result.files]
     if json_:
-        print(json.dumps({"csv": str(result.csv), "files": files, "seconds": round(result.seconds, 1), "not_started": result.late}))  # noqa: T201
+        say(to_json({"csv": str(result.csv), "files": files, "seconds": round(result.seconds, 1), "not_started": result.late}))
         return
     console = Console()
     table = result.csv.with_suffix(".md").read_text(encoding="utf-8")
-    console.print(table, highlight=False, soft_wrap=True, markup=False)
+    console.print(table, highlight=False, soft_wrap=True)
     budget = f" of {settings.budget:g}" if settings.budget else ""
     console.print(
         f"{result.seconds / 60:.1f}{budget} minutes; {', '.join([str(result.csv), *files])}", highlight=False, soft_wrap=True
@@ -106,11 +107,11 @@ def results(folders: Folder = (), /, *, page: Path = Path("RESULTS.md")) -> None
 def _list(*, as_json: bool) -> None:
     if as_json:
         content = {one.name: {"title": one.title, "mirrors": one.mirrors, "about": one.about} for one in STUDIES.values()}
-        print(json.dumps(content, indent=2, ensure_ascii=False))  # noqa: T201
+        say(to_json(content, indent=2))
         return
     console = Console()
     for one in STUDIES.values():
-        console.print(f"[bold]{one.name}[/bold]: {one.title.lower()} ({one.mirrors})", highlight=False)
+        console.print(Text.assemble((one.name, "bold"), f": {one.title.lower()} ({one.mirrors})"), highlight=False)
         for paragraph in (one.about, *(f"The paper: {finding.claim} ({finding.where})." for finding in one.findings)):
             text = textwrap.fill(paragraph, min(console.width, 100), initial_indent="  ", subsequent_indent="  ")
-            console.print(text, highlight=False, markup=False)
+            console.print(text, highlight=False)

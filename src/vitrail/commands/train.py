@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,23 +12,26 @@ from typing import Annotated
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from vitrail.commands.arguments import parse
+from vitrail.commands.output import TolerantOutput
+from vitrail.commands.terminal import Console, say
 from vitrail.commands.training_display import deviations, display_for, group_table, name_patterns, print_result
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext
 from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotSpec
 from vitrail.recipes import RECIPES, recipe_named, summary
+from vitrail.text import to_json
 from vitrail.train.callbacks import Callback, TensorBoard, WeightsAndBiases
 from vitrail.train.config import Recipe, flatten
-from vitrail.train.loop import MakeEvaluator, Result
+from vitrail.train.loop import MakeEvaluator
 from vitrail.train.loop import train as run_training
 from vitrail.train.optimizers import explain as explain_update
 from vitrail.train.parallel import World
 from vitrail.train.parameter_groups import all_groups, freeze
 from vitrail.train.prepare import Prepared
+from vitrail.train.result import Result
 
 # Flags of every command that reads images, as sentences advise them; a recipe keeps these settings under `data`.
 SHARED = {flag: flag.replace("--", "--data.") for flag in ("--bad-images", "--ignore-unknown-classes", "--workers")}
@@ -107,7 +109,7 @@ def parsed(recipe: Recipe, words: list[str], *, command: str, description: str |
 
 def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
     """Train `chosen`, which may differ from its `recipe`, and show it."""
-    console = Console(stderr=options.json, quiet=options.json)
+    console = Console(file=TolerantOutput(sys.stderr if options.json else sys.stdout), quiet=options.json)
     with warnings_on(console):
         return _run(recipe, chosen, options, console)
 
@@ -117,7 +119,7 @@ def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console) -> 
     if options.explain:
         explain(chosen, console)
         return 0
-    if _main_rank():
+    if main_rank():
         deviations(recipe, chosen, console)
     callbacks: list[Callback] = [] if options.json else [display_for(console, plain=options.plain)]
     callbacks += [TensorBoard()] if options.tensorboard else []
@@ -128,13 +130,11 @@ def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console) -> 
         chosen = sweep(chosen, out, say=lambda text: console.print(text, soft_wrap=True, highlight=False))
     evaluators = [_few_shot(options.few_shot)] if options.few_shot else []
     result = run_training(chosen, out, callbacks=callbacks, evaluators=evaluators, allow_change=options.allow_change)
-    if not _main_rank():
-        return 0
-    if options.json:
-        print(json.dumps(as_json(result)))  # noqa: T201
-    else:
+    if options.json and main_rank():
+        say(to_json(as_json(result)))
+    elif main_rank():
         print_result(result, console)
-    return 130 if result.ended_by == signal.SIGINT else 0
+    return 0 if result.ended_by is None else 128 + result.ended_by  # as a shell reports it: the run is not finished
 
 
 def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
@@ -177,7 +177,7 @@ def print_recipes(*, as_json: bool) -> None:
     recipes = {name: recipe_named(name) for name in RECIPES}
     if as_json:
         rows = [{"name": name, "what": summary(name), "expected": recipe.expected} for name, recipe in recipes.items()]
-        print(json.dumps(rows, indent=2))  # noqa: T201
+        say(to_json(rows, indent=2))
         return
     console, what = Console(), ""
     for name, recipe in recipes.items():
@@ -201,7 +201,8 @@ def as_json(result: Result) -> dict[str, object]:
     }
 
 
-def _main_rank() -> bool:
+def main_rank() -> bool:
+    """Whether this process is the one that prints."""
     import os
 
     return os.environ.get("RANK", "0") == "0"
@@ -226,5 +227,5 @@ class _Warnings(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _main_rank():
+        if main_rank():
             self.console.print(f"warning: {record.getMessage()}", style="yellow", soft_wrap=True, highlight=False)

@@ -9,17 +9,19 @@ from datetime import timedelta
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.commands.terminal import Console
 from vitrail.errors import counted
+from vitrail.tasks.base import metric_text
 from vitrail.train.callbacks import Callback, Record, RunInfo
 from vitrail.train.config import Recipe, differences
-from vitrail.train.loop import Result
 from vitrail.train.parameter_groups import Group as ParameterGroup
+from vitrail.train.result import Result
 from vitrail.train.run import RunFolder
 
 _PAUSE = 2.0  # seconds between plain lines
@@ -138,13 +140,8 @@ def validation_text(record: dict[str, Any]) -> str:
 
 
 def _metric_texts(record: dict[str, Any]) -> list[str]:
-    percentages = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")
     order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "patch_accuracy", "loss")
-    return [
-        f"{name.replace('_', ' ')} {f'{record[name]:.2%}' if name in percentages else f'{record[name]:.4g}'}"
-        for name in order
-        if name in record
-    ]
+    return [f"{name.replace('_', ' ')} {metric_text(name, record[name])}" for name in order if name in record]
 
 
 def remaining(record: Record, info: RunInfo) -> str:
@@ -198,10 +195,11 @@ def print_result(result: Result, console: Console) -> None:
         return
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
     early = ", stopped early" if result.stopped_early else ""
-    console.print(f"\n[bold]{result.out}[/bold] {state}: {counted(result.steps, 'step')}{early}", highlight=False, soft_wrap=True)
+    summary = f" {state}: {counted(result.steps, 'step')}{early}"
+    console.print(Text.assemble("\n", (str(result.out), "bold"), summary), highlight=False, soft_wrap=True)
     if result.metrics:
         metrics, images = validation_text(result.metrics), result.metrics["images"]
-        console.print(f"[bold green]{metrics}[/bold green] on {images:.0f} images", highlight=False, soft_wrap=True)
+        console.print(Text.assemble((metrics, "bold green"), f" on {images:.0f} images"), highlight=False, soft_wrap=True)
     if result.model is not None:
         console.print(f"{result.out / 'model'}: {result.model.describe()}", highlight=False, soft_wrap=True)
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)

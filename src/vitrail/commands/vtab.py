@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +9,17 @@ from typing import Annotated, Literal
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from vitrail.checkpoints import load
 from vitrail.commands.options import Json
+from vitrail.commands.terminal import Console, say
 from vitrail.commands.training_display import display_for
 from vitrail.errors import VitrailError, counted
-from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, find_tasks, run_task, write_results
+from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, TaskScore, find_tasks, run_task, write_results
 from vitrail.evaluate.suite_sources import TaskData
 from vitrail.evaluate.suites import SuiteTask, tasks_of
+from vitrail.text import to_json
 
 Settings = Annotated[SuiteSettings, tyro.conf.arg(name="")]
 
@@ -69,19 +70,20 @@ def vtab(
         raise VitrailError(
             f"None of the tasks ({len(chosen)}) is in {root}. `vitrail vtab --root {root}` says how to get the data."
         )
+    assumptions = load(checkpoint, preprocess=settings.preprocess).report.assumptions
     scores = []
     for task in chosen:
         if (data := available.get(task.name)) is not None:
             console.print(f"{task.title}: {data.origin}", highlight=False, soft_wrap=True)
             scores.append(run_task(task, data, checkpoint, out, settings, callbacks=[display_for(console, plain=False)]))
-            console.print(f"{task.title}: {scores[-1].accuracy:.2%}", highlight=False)
+            console.print(f"{task.title}: {_accuracy(scores[-1])}", highlight=False)
     result = SuiteResult(tuple(scores), missing, len(chosen))
     if not main:
         return 0
-    about = {"checkpoint": checkpoint, "suite": suite}
+    about = {"checkpoint": checkpoint, "suite": suite, "assumptions": assumptions}
     write_results(out, result, about)
     if json_:
-        print(json.dumps({**about, **result.to_dict()}, indent=2))  # noqa: T201
+        say(to_json({**about, **result.to_dict()}, indent=2))
     else:
         _show(console, result, out)
     return 0
@@ -92,7 +94,7 @@ def _list(
 ) -> None:
     if as_json:
         listed = {name: {"origin": data.origin, "official": data.official} for name, data in available.items()}
-        print(json.dumps({"available": listed, "missing": missing}, indent=2))  # noqa: T201
+        say(to_json({"available": listed, "missing": missing}, indent=2))
         return
     console.print(_overview(tasks, {name: data.origin for name, data in available.items()}))
     _show_missing(console, missing)
@@ -122,7 +124,7 @@ def _show(console: Console, result: SuiteResult, out: Path) -> None:
     for one in result.scores:
         low, high = one.interval
         images = f"{one.train_images:,}{'' if one.official else ' *'}" if one.group else f"{one.train_images:,}"
-        table.add_row(one.title, one.group or "", f"{one.accuracy:.2%}", f"{low:.2%} – {high:.2%}", f"{one.test_images:,}", images)
+        table.add_row(one.title, one.group or "", _accuracy(one), f"{low:.2%} – {high:.2%}", f"{one.test_images:,}", images)
     console.print(table)
     for name, (mean, count) in result.means().items():
         console.print(f"{name}: mean accuracy {mean:.2%} over {counted(count, 'task')}", highlight=False)
@@ -133,6 +135,10 @@ def _show(console: Console, result: SuiteResult, out: Path) -> None:
         console.print(f"{absent} without data: these means are not those of the whole suite.", highlight=False)
     _show_missing(console, result.missing)
     console.print(f"results: {out / 'scores.csv'}", highlight=False, soft_wrap=True)
+
+
+def _accuracy(score: TaskScore) -> str:
+    return f"{score.accuracy:.2%}" + ("" if score.std is None else f" ± {score.std:.2%}")
 
 
 def _show_missing(console: Console, missing: dict[str, str]) -> None:

@@ -1,0 +1,61 @@
+"""What a bare file does not show is printed by every command that reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from tests.commands.test_eval import run
+from tests.evaluate.conftest import photos  # noqa: F401 - a fixture
+from tests.evaluate.test_suites import TASKS, eurosat, small_draws  # noqa: F401 - a fixture
+from vitrail.checkpoints import load
+from vitrail.evaluate.suite_run import TaskScore
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A file with timm's names and nothing else, as of DeiT."""
+    model = vitrail.create_model("Ti/16", image_size=32, outputs=4, seed=0)  # a known shape
+    torch.nn.init.normal_(model.head.weight)
+    vitrail.save(tmp_path / "own", model)
+    from vitrail.checkpoints.conversion import convert
+
+    convert(tmp_path / "own", tmp_path / "deit.safetensors", to="timm")
+    return tmp_path / "deit.safetensors"
+
+
+def test_guesses_are_printed_once_and_not_when_given(
+    capsys: pytest.CaptureFixture[str],
+    bare: Path,
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    image = next(photos.rglob("*.png"), None) or next(photos.rglob("*.jpg"))
+    assumed = load(bare).report.assumptions
+    assert any("preprocessing" in text for text in assumed)
+    for words in (("predict", bare, image), ("embed", bare, image, "--out", tmp_path / "e.npz")):
+        _, _, err = run(capsys, *words, "--workers", 0)
+        assert err.count("does not store its preprocessing") == 1
+        _, _, err = run(capsys, *words, "--workers", 0, "--preprocess", "deit")
+        assert "does not store its preprocessing" not in err
+    _, out, _ = run(capsys, "predict", bare, image, image, "--workers", 0, "--json")
+    assert [json.loads(line)["assumptions"] for line in out.splitlines()] == [assumed, assumed]
+    _, out, _ = run(capsys, "predict", bare.parent / "own", image, "--workers", 0, "--json", "--preprocess", "deit")
+    assert "assumptions" not in json.loads(out)
+    status, out, _ = run(capsys, "eval", bare, "--data", photos, "--match", "order", "--workers", 0, "--json")
+    assert status == 0 and any("does not store its preprocessing" in note for note in json.loads(out)["results"][0]["notes"])
+
+
+def test_vtab_tells_what_was_assumed(
+    capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = TaskScore("eurosat", "EuroSAT", "specialized", 0.5, (0.4, 0.6), 8, 8, False, "here")
+    monkeypatch.setattr("vitrail.commands.vtab.run_task", lambda *args, **options: score)
+    eurosat(TASKS["eurosat"], tmp_path)
+    status, out, _ = run(capsys, "vtab", bare, "--root", tmp_path, "--out", tmp_path / "runs", "--tasks", "specialized", "--json")
+    assert status == 0 and json.loads(out)["assumptions"] == load(bare).report.assumptions != []
+    assert json.loads((tmp_path / "runs" / "results.json").read_text())["assumptions"] == json.loads(out)["assumptions"]

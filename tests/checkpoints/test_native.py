@@ -324,5 +324,5 @@ def test_a_folder_of_version_1_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(VERSION_1)
     bundle = vitrail.load(tmp_path)
     assert (bundle.classes, bundle.task_info) == (("a", "b"), {"kind": "classify", "activation": "softmax"})
-    assert bundle.preprocess == preset("google-vit", size=(4, 4))
+    assert bundle.preprocess == preset("google-vit+exif", size=(4, 4))  # as it was trained
     golden_check(bundle.model, json.loads(VERSION_1)["golden"], "version 1", full=True)

@@ -27,7 +27,22 @@ def test_lists_available_and_missing_tasks(capsys: pytest.CaptureFixture[str], t
 @pytest.mark.slow
 def test_runs_the_available_tasks(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     eurosat(TASKS["eurosat"], tmp_path)
-    protocol = ("--steps", "2", "--warmup", "0", "--size", "32", "--batch", "4", "--device", "cpu", "--workers", "0")
+    protocol = (
+        "--steps",
+        "2",
+        "--warmup",
+        "0",
+        "--size",
+        "32",
+        "--batch",
+        "4",
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
+        "--seeds",
+        "1",
+    )
     status, out, _ = run(
         capsys, "vtab", checkpoint, "--root", tmp_path, "--out", tmp_path / "runs", "--tasks", "specialized", *protocol
     )

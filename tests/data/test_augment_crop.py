@@ -21,7 +21,7 @@ TENSORFLOW = Augment(crop="inception-tensorflow")
 @given(
     height=st.integers(1, 700),
     width=st.integers(1, 700),
-    crop=st.sampled_from(["inception", "inception-tensorflow"]),
+    crop=st.sampled_from(["inception", "inception-tensorflow", "same-aspect"]),
     low=st.floats(0.01, 1.0),
     seed=st.integers(0, 1000),
 )
@@ -47,6 +47,16 @@ def test_same_distribution_as_torchvision() -> None:
         lambda box: box[:, 1],
     ):
         assert stats.ks_2samp(feature(ours), feature(theirs)).pvalue > 1e-3
+
+
+def test_a_same_aspect_crop_is_a_square_resize_and_a_random_crop() -> None:
+    area = (384 / 448) ** 2
+    augment = Augment(crop="same-aspect", crop_area=(area, area))
+    boxes = draw_boxes(augment, 0, 0, 0, np.full(4000, 700), np.full(4000, 448))
+    assert (boxes[:, 2] == 600).all() and (boxes[:, 3] == 384).all()  # 384 / 448 of each side
+    assert stats.kstest(boxes[:, 0], stats.randint(0, 101).cdf).statistic < 0.03
+    assert stats.kstest(boxes[:, 1], stats.randint(0, 65).cdf).statistic < 0.03
+    assert set(boxes[:, 0]) == set(range(101)) and set(boxes[:, 1]) == set(range(65))
 
 
 def test_tensorflow_crop_has_uniform_heights_within_the_limits() -> None:

@@ -25,7 +25,7 @@ from vitrail.data.types import Payload, Split
 
 
 def read(split: Split, augment: Augment | None = None, size: int = 32) -> HostBatch:
-    preprocess = preset("imagenet", size=size)
+    preprocess = preset("imagenet+exif", size=size)
     reader = TrainReader(split, preprocess, augment or Augment(), 1, skip_bad=False, num_buffers=4)
     n = len(split)
     return reader[BatchSlice(0, 0, 0, 1, np.arange(n), ((0, n),), 0, n, n)]

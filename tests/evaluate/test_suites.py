@@ -291,11 +291,14 @@ def test_recipes_follow_the_rules_of_the_task() -> None:
     plain = recipe_for(TASKS["eurosat"], "b.npz", SuiteSettings(), "folder:x")
     bare = recipe_for(TASKS["dsprites_location"], "b.npz", SuiteSettings(), "folder:x")
     assert (plain.steps, plain.optim.lr, plain.schedule.warmup, plain.batch, plain.optim.name) == (2500, 0.01, 200, 512, "sgd")
-    assert plain.augment.crop != "none" and plain.augment.flip == 0.5 and bare.augment.crop == "none" and bare.augment.flip == 0.0
+    assert plain.augment.crop == "same-aspect" and plain.augment.flip == 0.5 and not plain.data.exif
+    assert plain.augment.crop_area[0] == plain.augment.crop_area[1] == pytest.approx((384 / 448) ** 2)
+    assert bare.augment.crop == "none" and bare.augment.flip == 0.0
     changed = recipe_for(TASKS["eurosat"], "b.npz", SuiteSettings(steps=7, lr=0.1, size=32, batch=4), "folder:x")
     assert (changed.steps, changed.optim.lr, changed.batch, changed.model.image_size) == (7, 0.1, 4, 32)
     for task in SUITES["transfer"]:
-        assert recipe_for(task, "b.npz", SuiteSettings(), "x").optim.name == "sgd"
+        recipe = recipe_for(task, "b.npz", SuiteSettings(), "x")
+        assert recipe.optim.name == "sgd" and recipe.augment.crop == "inception-tensorflow"
 
 
 def test_means_per_group_and_over_all_tasks(tmp_path: Path) -> None:
@@ -314,7 +317,7 @@ def test_means_per_group_and_over_all_tasks(tmp_path: Path) -> None:
 def test_a_finished_task_is_not_run_again(checkpoint: Path, tmp_path: Path) -> None:
     eurosat(TASKS["eurosat"], tmp_path)
     data = open_task(TASKS["eurosat"], tmp_path)
-    settings = SuiteSettings(steps=3, warmup=1, size=32, batch=4, device="cpu", workers=0)
+    settings = SuiteSettings(steps=3, warmup=1, size=32, batch=4, device="cpu", workers=0, seeds=1)
     first = run_task(TASKS["eurosat"], data, str(checkpoint), tmp_path / "runs", settings)
     assert first.test_images == len(data.test) == 8 and 0 <= first.accuracy <= 1 and first.train_images == 12
     written = (tmp_path / "runs" / "eurosat" / "metrics.jsonl").read_text()
@@ -331,10 +334,10 @@ def test_several_seeds_give_a_mean_and_a_deviation(tmp_path: Path, monkeypatch: 
         return 3 + settings.seed  # of 8
 
     monkeypatch.setattr(suite_run, "_run_once", pretend)
-    score = run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings(seeds=3))
+    score = run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings())
     assert made == [("eurosat", 0), ("eurosat-run2", 1), ("eurosat-run3", 2)]
     assert score.accuracy == pytest.approx(4 / 8) and score.std == pytest.approx(1 / 8) and score.runs == 3
     assert score.interval[0] < score.accuracy < score.interval[1]
-    assert run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings()).std is None
+    assert run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings(seeds=1)).std is None
     with pytest.raises(VitrailError, match="seeds is 0"):
         run_task(TASKS["eurosat"], data, "none", tmp_path / "runs", SuiteSettings(seeds=0))

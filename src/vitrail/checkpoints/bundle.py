@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.report import Report
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.preprocess import Preprocess, read_file
 from vitrail.errors import VitrailError, counted
 from vitrail.models import Model, ViTConfig
 from vitrail.models.features import evaluating
@@ -19,6 +20,7 @@ from vitrail.models.features import evaluating
 if TYPE_CHECKING:
     from vitrail.data.trained_on import TrainedOn
 
+log = logging.getLogger("vitrail.data")
 _BATCH = 32
 
 
@@ -129,11 +131,15 @@ class Bundle:
             return
         is_single = isinstance(images, (str, bytes, os.PathLike)) or not isinstance(images, Sequence)
         items = [images] if is_single else list(images)
-        preprocess = self.stored_preprocess()
+        preprocess, warned = self.stored_preprocess(), False
         for start in range(0, len(items), _BATCH):
-            yield torch.stack(
-                [preprocess(image, name=_name(image, start + i)) for i, image in enumerate(items[start : start + _BATCH])]
-            )
+            names = [_name(image, start + i) for i, image in enumerate(items[start : start + _BATCH])]
+            contents = [read_file(one) if isinstance(one, (str, os.PathLike)) else one for one in items[start : start + _BATCH]]
+            rotated = next((name for name, one in zip(names, contents, strict=True) if preprocess.leaves_rotated(one)), None)
+            if rotated is not None and not warned:
+                warned = True
+                log.warning("%s", preprocess.rotated_note(rotated))
+            yield torch.stack([preprocess(image, name=name) for image, name in zip(contents, names, strict=True)])
 
     @torch.no_grad()
     def _predict_batch(self, batch: Tensor, top: int) -> list[list[Prediction]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ from vitrail.checkpoints.prefixes import drop_tensors, find_model, strip_wrapper
 from vitrail.checkpoints.preprocess_configs import from_hugging_face, from_timm
 from vitrail.checkpoints.pretrained import pretrained_models
 from vitrail.checkpoints.report import Report
-from vitrail.data.preprocess import Preprocess, preset
+from vitrail.data.preprocess import APPLY_EXIF, Preprocess, preset
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.models import ModelConfig
 from vitrail.regular_files import special_kind
 
 Verify = Literal["none", "quick", "full"]
+_STORED_EXIF = f"stored{APPLY_EXIF}"
 
 
 def load(
@@ -57,7 +59,8 @@ def load(
         image_size: Change the image size; position embeddings are resampled by the source library's rule.
         channels: Change the number of input channels; `stem` says how the first layer is adapted.
         stem: "sum", "repeat" or "random".
-        preprocess: Replace the stored preprocessing, by a `Preprocess` or the name of a preset.
+        preprocess: Replace the stored preprocessing, by a `Preprocess` or the name of a preset. "timm+exif" is a preset with
+            the EXIF orientation applied, "stored+exif" the stored preprocessing with it.
         classes: Names of the outputs in order, if the file does not store them.
         device: The device to move the model to. Default: the CPU, with weights mapped from the file without a copy.
         dtype: Convert to this dtype. Default: the file's.
@@ -74,7 +77,7 @@ def load(
         bundle = (
             _native(found, fields, drop, verify)
             if found.kind == "vitrail"
-            else read_foreign(found, fields, drop, preprocessed=preprocess is None, image_size=image_size)
+            else read_foreign(found, fields, drop, preprocessed=preprocess in (None, _STORED_EXIF), image_size=image_size)
         )
     if channels is not None:
         adapt.change_channels(bundle, channels, stem)
@@ -82,7 +85,9 @@ def load(
         adapt.change_size(bundle, image_size)
     if outputs is not None:
         adapt.change_outputs(bundle, outputs)
-    if preprocess is not None:
+    if preprocess == _STORED_EXIF:
+        bundle.preprocess = dataclasses.replace(bundle.stored_preprocess(), exif=True)
+    elif preprocess is not None:
         bundle.preprocess = _checked(preprocess, bundle.model.config)
     if classes is not None:
         native.check_task(bundle.task, classes, bundle.model.config.outputs)

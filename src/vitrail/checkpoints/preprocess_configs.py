@@ -37,6 +37,7 @@ def from_hugging_face(stored: Mapping[str, Any], size: tuple[int, int], channels
         mean=tuple(mean),
         std=tuple(std),
         channels=channels,
+        exif=True,  # as load_image of transformers does
         name="hf",
     )
 
@@ -83,6 +84,7 @@ def from_timm(stored: Mapping[str, Any], size: tuple[int, int], channels: int) -
         mean=tuple(stored["mean"]),
         std=tuple(stored["std"]),
         channels=channels,
+        exif=False,  # as timm's loaders
         name="timm config.json",
         **values,
     )

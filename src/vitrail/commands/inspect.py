@@ -87,7 +87,8 @@ def inspect(
         layers: Only these layers for distance and heads, counted from 0; negative numbers count from the end.
         patch: Row and column of the query patch for the heads figure, counted from 0; default: the centre.
         image_size: Input size: one number, or height and width. Position embeddings are resampled.
-        preprocess: A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing.
+        preprocess: A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own
+            preprocessing. With +exif (timm+exif, or stored+exif for the checkpoint's own) photos are turned upright.
         batch: Images per batch; default: as many as need about 1 GiB for attention. Does not change results.
         device: Device: auto, cpu, cuda or mps.
         overwrite: Replace an existing inspection.

@@ -39,7 +39,8 @@ class RunOptions:
     bad_images: BadImages = "error"
     """What to do with an image that cannot be read: stop with an error, or skip and list it."""
     preprocess: str | None = None
-    """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing."""
+    """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing. With +exif
+    (timm+exif, or stored+exif for the checkpoint's own) photos are turned upright, which most libraries do not."""
 
     def bundle(self, ref: str, world: World) -> Bundle:
         """Load the checkpoint on its device, and say on stderr what its file does not show and was assumed."""

@@ -22,6 +22,8 @@ class HostBatch:
     slice: BatchSlice
     uncropped: bool = False
     bad: tuple[BadImage, ...] = ()
+    rotated: str | None = None
+    """For evaluation: the first image whose EXIF orientation the preprocessing ignores."""
 
     def pin_memory(self) -> HostBatch:
         """Return a copy in page-locked memory, which a GPU can copy from asynchronously."""

@@ -20,12 +20,15 @@ class EvalReader:
         self.buffers = BatchBuffers(num_buffers)
 
     def __getitem__(self, batch_slice: BatchSlice) -> HostBatch:
-        arrays, read, bad = [], [], list[BadImage]()
+        arrays, read, bad, rotated = [], [], list[BadImage](), None
         for index in batch_slice.indices.tolist():
             try:
                 name = self.split.image_name(index)
-                arrays.append(self.preprocess.pixels(self.split.payload(index), name=name))
+                payload = self.split.payload(index)
+                arrays.append(self.preprocess.pixels(payload, name=name))
                 read.append(index)
+                if rotated is None and self.preprocess.leaves_rotated(payload):
+                    rotated = name
             except BadImage as error:
                 if not self.skip_bad:
                     raise
@@ -37,7 +40,8 @@ class EvalReader:
         for row, array in enumerate(arrays):
             images.numpy()[row] = array
         targets = torch.from_numpy(self.split.targets[indices])
-        return HostBatch(images.permute(0, 3, 1, 2), targets, torch.from_numpy(indices), batch_slice, bad=tuple(bad))
+        images = images.permute(0, 3, 1, 2)
+        return HostBatch(images, targets, torch.from_numpy(indices), batch_slice, bad=tuple(bad), rotated=rotated)
 
 
 def eval_slices(length: int, batch: int, rank: int, ranks: int) -> list[BatchSlice]:

@@ -7,6 +7,7 @@ every image exactly once over all ranks, without padding.
 from __future__ import annotations
 
 import itertools
+import logging
 import multiprocessing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from vitrail.data.worker_signals import blocked, caught_signals, end_by_parent, 
 from vitrail.errors import VitrailError, counted
 from vitrail.files import write_text
 
+log = logging.getLogger("vitrail.data")
 BadImages = Literal["error", "skip"]
 
 
@@ -251,6 +253,7 @@ class EvalLoader(_Loader):
             start_method=start_method,
         )
         self.preprocess, self.batch = preprocess, batch
+        self._warned = False
 
     def __len__(self) -> int:
         """Return the number of batches of this rank."""
@@ -264,11 +267,18 @@ class EvalLoader(_Loader):
     def __iter__(self) -> Iterator[Batch]:
         self.data_wait.reset()
         for host in self._host_batches(self._slices()):
+            self.warn_of_rotated(host)
             if len(host.indices) == 0:
                 continue  # all its images were bad
             images = self.preprocess.normalise(host.images.to(self.device, non_blocking=True))
             targets = host.targets.to(self.device, non_blocking=True)
             yield Batch(images, targets, host.indices, 0, host.slice.step, 0, 1, host.slice.total)
+
+    def warn_of_rotated(self, host: HostBatch) -> None:
+        """Warn once of an image that the model sees rotated."""
+        if host.rotated is not None and not self._warned:
+            self._warned = True
+            log.warning("%s", self.preprocess.rotated_note(host.rotated))
 
     def _slices(self) -> list[BatchSlice]:
         return eval_slices(len(self.split), self.batch, self.rank, self.ranks)

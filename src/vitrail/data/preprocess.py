@@ -53,7 +53,7 @@ class Preprocess:
     channels: int = 3
     bits: int = 8
     exif: bool = True
-    """Apply the EXIF orientation."""
+    """Apply the EXIF orientation. Training does; the presets do what their libraries do, and most ignore it."""
     name: str = "custom"
     """The preset it came from."""
 
@@ -124,6 +124,25 @@ class Preprocess:
             )
         return self._pad(self._crop(scaled))
 
+    def leaves_rotated(self, image: object) -> bool:
+        """Whether this is an encoded image with an EXIF orientation that is ignored here, so that the model sees it rotated."""
+        if self.exif or not isinstance(image, bytes) or not any(mark in image for mark in _EXIF_MARKS):
+            return False
+        from vitrail.data.decode import image_header
+
+        try:
+            return image_header(image).orientation != 1
+        except BadImage:
+            return False
+
+    def rotated_note(self, name: str) -> str:
+        """Return a warning that names the first image for which `leaves_rotated` is true."""
+        again = f"{self.name}+exif" if self.name in PRESETS else "stored+exif"
+        return (
+            f"{name} is stored rotated (EXIF orientation), and the preprocessing {self.name!r} ignores that, as its library does: "
+            f"the model sees it rotated. For upright photos use --preprocess {again}."
+        )
+
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
         """Normalise pixel values [..., C, H, W] from 0 to `max_value`, on any device."""
         if images.shape[-3] != self.channels:
@@ -166,8 +185,9 @@ class Preprocess:
         if self.resize_to:
             crop = f"short side {self.resize_to}, centre crop {_times(self.size)}"
         filters = f"{self.interpolation}{'' if self.antialias else ' without antialias'}"
+        orientation = "" if self.exif else ", EXIF orientation ignored"
         scale = f"mean {_numbers(self.mean)}, std {_numbers(self.std)}"
-        return f"{self.name}: {crop}, {filters}, {scale}, {counted(self.channels, 'channel')} of {self.bits} bits"
+        return f"{self.name}: {crop}, {filters}, {scale}, {counted(self.channels, 'channel')} of {self.bits} bits{orientation}"
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if self.resize == "none":
@@ -212,20 +232,22 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "bits": (8, 16),
 }
 
-_TENSORFLOW: dict[str, Any] = {"antialias": False, "geometry": "tensorflow"}
+_EXIF_MARKS = (b"Exif", b"eXIf", b"EXIF", b"exif")  # in JPEG, PNG, WebP, and PNG as ImageMagick writes it
+_TENSORFLOW: dict[str, Any] = {"antialias": False, "geometry": "tensorflow", "exif": False}
 _PRESETS: dict[str, dict[str, Any]] = {
     # Google's release of the paper's weights: stretch to a square, TensorFlow's bilinear, no rounding.
     "google-vit": {"resize": "square", "interpolation": "bilinear", "rounding": "none", **_TENSORFLOW},
     # big_vision: resize_small(256) | central_crop(224) | value_range(-1, 1), truncated to integers in between.
     "big-vision": {"resize": "short-side", "interpolation": "area", "rounding": "truncate", **_TENSORFLOW},
     # timm's ViTs: crop_pct 0.9, bicubic.
-    "timm": {"resize": "short-side", "interpolation": "bicubic"},
+    "timm": {"resize": "short-side", "interpolation": "bicubic", "exif": False},
     # torchvision's classification weights: 256 to 224.
     "imagenet": {
         "resize": "short-side",
         "interpolation": "bilinear",
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
+        "exif": False,
     },
     # DeiT: the same with bicubic interpolation, and crop_pct 0.875.
     "deit": {
@@ -233,6 +255,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "interpolation": "bicubic",
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
+        "exif": False,
     },
     # Mean and std of the training set; at 32 pixels its images are not resized.
     "cifar": {
@@ -243,10 +266,15 @@ _PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 PRESETS = tuple(_PRESETS)
+APPLY_EXIF = "+exif"
 
 
 def preset(name: str, *, size: int | tuple[int, int] | None = None, channels: int = 3, bits: int = 8) -> Preprocess:
-    """Return a published preprocessing by name. Default size: 224, or 32 for `cifar`."""
+    """Return a published preprocessing by name. Default size: 224, or 32 for `cifar`.
+
+    As in the library it comes from, the EXIF orientation is ignored (except for `cifar`); `timm+exif` applies it.
+    """
+    name, plus, _ = name.partition(APPLY_EXIF)
     if name not in _PRESETS:
         raise VitrailError(f"There is no preprocessing {name!r}.{did_you_mean(name, PRESETS)} There are {', '.join(PRESETS)}.")
     if size is None:
@@ -257,6 +285,8 @@ def preset(name: str, *, size: int | tuple[int, int] | None = None, channels: in
         values["mean"], values["std"] = ((round(sum(values[key]) / 3, 6),) * channels for key in ("mean", "std"))
     if values["resize"] == "short-side":
         values["resize_to"] = _short_side(name, min(rows, columns))
+    if plus:
+        values["exif"] = True
     return Preprocess(size=(rows, columns), channels=channels, bits=bits, name=name, **values)
 
 

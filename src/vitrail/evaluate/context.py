@@ -152,6 +152,7 @@ class Pass(Iterator[tuple[T, Batch]]):
                 while pending:
                     host, result = pending.popleft().result()
                     pending.extend(pool.submit(self._read_and_apply, part) for part in islice(remaining, 1))
+                    loader.warn_of_rotated(host)
                     loader.bad.update({bad.name: bad for bad in host.bad if bad.name not in loader.bad})
                     if result is not None:
                         yield result

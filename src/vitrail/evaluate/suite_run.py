@@ -25,6 +25,9 @@ from vitrail.train.lengths import Length
 from vitrail.train.loop import train
 from vitrail.train.prepare import Prepared, make_model, make_task
 
+_VTAB_CROP = (384 / 448) ** 2
+"""Area of VTAB's random crops: 384×384 pixels of an image resized to 448×448 (BiT, which the paper follows)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteSettings:
@@ -41,8 +44,8 @@ class SuiteSettings:
     preprocess: str | None = None
     """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing."""
     seed: int = 0
-    seeds: int = 1
-    """Runs per task, with the seeds `seed`, `seed` + 1, …; the paper averages three."""
+    seeds: int = 3
+    """Runs per task, with the seeds `seed`, `seed` + 1, …; the paper averages three, too."""
     device: str = "auto"
     workers: int | None = None
 
@@ -108,7 +111,11 @@ def find_tasks(tasks: Sequence[SuiteTask], root: Path, sources: Mapping[str, str
 def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin: str) -> Recipe:
     """Build the paper's fine-tuning recipe with the task's crop and flip rules."""
     recipe = recipe_named(task.recipe)
-    augment = dataclasses.replace(recipe.augment, crop=recipe.augment.crop if task.crop else "none", flip=0.5 if task.flip else 0.0)
+    augment = dataclasses.replace(recipe.augment, flip=0.5 if task.flip else 0.0)
+    if not task.crop:
+        augment = dataclasses.replace(augment, crop="none")
+    elif task.group is not None:
+        augment = dataclasses.replace(augment, crop="same-aspect", crop_area=(_VTAB_CROP, _VTAB_CROP))
     schedule = recipe.schedule if settings.warmup is None else dataclasses.replace(recipe.schedule, warmup=settings.warmup)
     optim = recipe.optim if settings.lr is None else dataclasses.replace(recipe.optim, lr=settings.lr)
     size = recipe.model.image_size if settings.size is None else settings.size
@@ -116,7 +123,11 @@ def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin
         name=f"{recipe.name}-{task.name}",
         model=dataclasses.replace(recipe.model, start=checkpoint, image_size=size),
         data=dataclasses.replace(
-            recipe.data, source=origin, workers=settings.workers, preprocess=settings.preprocess or recipe.data.preprocess
+            recipe.data,
+            source=origin,
+            workers=settings.workers,
+            preprocess=settings.preprocess or recipe.data.preprocess,
+            exif=False,  # TensorFlow Datasets, from which the paper read these images, ignores it
         ),
         augment=augment,
         optim=optim,

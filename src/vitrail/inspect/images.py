@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from vitrail.data.types import BadImage, Payload, Source, Split
 from vitrail.errors import VitrailError
 from vitrail.inspect.inputs import Array
 from vitrail.text import printable
+
+log = logging.getLogger("vitrail.data")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ def from_source(bundle: Bundle, reference: str, split: str | None, count: int, s
 def preprocess_images(bundle: Bundle, raw: RawImages, shown: int) -> PreprocessedImages:
     """Apply the checkpoint's preprocessing; the first `shown` images are also kept as pictures."""
     preprocess = bundle.stored_preprocess()
+    rotated = next((name for name, one in zip(raw.names, raw.payloads, strict=True) if preprocess.leaves_rotated(one)), None)
+    if rotated is not None:
+        log.warning("%s", preprocess.rotated_note(rotated))
     pairs = zip(raw.payloads, raw.names, strict=True)
     try:
         images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])

@@ -97,6 +97,9 @@ class DataSpec:
     do not depend on the seed."""
     preprocess: str = "auto"
     """A preset (google-vit, big-vision, timm, imagenet, deit, cifar). `auto`: the checkpoint's own, else google-vit."""
+    exif: bool = True
+    """Apply the EXIF orientation of photos, whatever the preset does; the trained model's preprocessing records it. Most libraries
+    ignore it; switch it off to train exactly as they do."""
     sampling: Literal["shuffle", "balanced", "in-order"] = "shuffle"
     """Order of training images; `balanced` draws every class equally often."""
     workers: int | None = None

@@ -166,7 +166,7 @@ def make_model(
     if spec.recompute:
         covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute, spec.recompute_keep)
         notes.append(f"activations recomputed in {covered} blocks, which keep {spec.recompute_keep}")
-    return model, preprocess
+    return model, dataclasses.replace(preprocess, exif=recipe.data.exif)
 
 
 def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: list[str]) -> tuple[Model, Preprocess]:

@@ -1,4 +1,4 @@
-"""Draw random crop boxes (inception crop) and flips, for a whole batch at once.
+"""Draw random crop boxes and flips, for a whole batch at once.
 
 Boxes are int64 [n, 4]: top, left, height, width.
 """
@@ -19,7 +19,7 @@ def draw_boxes(augment: Augment, seed: int, epoch: int, first: int, heights: Arr
     """Draw the boxes of the images at positions first, first + 1, … of an epoch, given their sizes."""
     numbers = uniforms(seed, epoch, Purpose.CROP, first, len(heights), _DRAWS)
     rows, columns = heights.astype(np.float64)[:, None], widths.astype(np.float64)[:, None]
-    sizes = _uniform_area if augment.crop == "inception" else _uniform_height
+    sizes = {"inception": _uniform_area, "inception-tensorflow": _uniform_height, "same-aspect": _same_aspect}[augment.crop]
     box_h, box_w, fits = sizes(augment, numbers[:, :_TRIES], numbers[:, _TRIES : 2 * _TRIES], rows, columns)
     chosen = fits.argmax(axis=1)[:, None]  # the first try that fits, as in a loop
     box_h, box_w = (np.take_along_axis(side, chosen, 1)[:, 0] for side in (box_h, box_w))
@@ -28,7 +28,7 @@ def draw_boxes(augment: Augment, seed: int, epoch: int, first: int, heights: Arr
         fallback = _fallback_boxes(augment, heights[missed], widths[missed])
         box_h[missed], box_w[missed] = fallback[:, 2], fallback[:, 3]
     # torchvision draws the top from all H − h + 1 rows; TensorFlow excludes the last one.
-    extra = 1 if augment.crop == "inception" else 0
+    extra = 0 if augment.crop == "inception-tensorflow" else 1
     top = np.floor(numbers[:, -2] * np.maximum(heights - box_h + extra, 1))
     left = np.floor(numbers[:, -1] * np.maximum(widths - box_w + extra, 1))
     boxes = np.stack([top, left, box_h, box_w], axis=1).astype(np.int64)
@@ -70,6 +70,13 @@ def _uniform_height(augment: Augment, u: Floats, v: Floats, rows: Floats, column
     box_w = np.rint(box_h * aspect)
     inside = (box_h * box_w >= min_area) & (box_h * box_w <= max_area)
     return box_h, box_w, inside & (box_h >= 1) & (box_w >= 1) & (box_h <= rows) & (box_w <= columns)
+
+
+def _same_aspect(augment: Augment, u: Floats, v: Floats, rows: Floats, columns: Floats) -> tuple[Floats, Floats, Array]:
+    """Draw boxes of the image's own aspect ratio: a square resize and a random square crop of it, in one step."""
+    side = np.sqrt(augment.crop_area[0] + u * (augment.crop_area[1] - augment.crop_area[0]))
+    box_h, box_w = (np.maximum(1, np.rint(side * length)) for length in (rows, columns))
+    return box_h, box_w, np.ones_like(box_h, dtype=bool)
 
 
 def _fallback_boxes(augment: Augment, heights: Array, widths: Array) -> Array:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from vitrail.errors import VitrailError, did_you_mean
 
-Crop = Literal["inception", "inception-tensorflow", "none"]
+Crop = Literal["inception", "inception-tensorflow", "same-aspect", "none"]
 RandAugmentVariant = Literal["none", "torchvision", "big-vision", "timm"]
 MixVariant = Literal["batch", "per-sample"]
 EraseFill = Literal["mean", "noise"]
@@ -23,7 +23,8 @@ class Augment:
 
     crop: Crop = "inception"
     """`inception`: uniform area, as in torchvision and timm. `inception-tensorflow`: uniform height, as TensorFlow draws
-    it for the paper's code. `none`: preprocessed as in evaluation."""
+    it for the paper's code. `same-aspect`: uniform area and the image's own aspect ratio; (384 / 448)² is a resize to 448×448
+    and a random crop of 384×384, as for VTAB. `none`: preprocessed as in evaluation."""
     crop_area: tuple[float, float] = (0.05, 1.0)
     """Smallest and largest fraction of the image's area; torchvision and timm start at 0.08."""
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from vitrail.data.augment.spec import Augment
 from vitrail.data.split import check_rule
 from vitrail.errors import VitrailError, did_you_mean
+from vitrail.models.lora import LORA_MATRICES, LoraMatrix
 from vitrail.train.lengths import Length, describe_length, parsed_length
 from vitrail.train.parameter_groups import check_patterns
 
@@ -72,6 +73,19 @@ class ModelSpec:
     """What such blocks keep: nothing, or matmul outputs, so that only norms, attention and GELU are recomputed."""
     freeze: bool = False
     """Train the head only. `optim.freeze` adds parts to that, or excepts some."""
+    lora: int = 0
+    """Rank of LoRA: the checkpoint is frozen, and thin matrices next to its linear layers are trained, with the head. They are
+    merged in the saved model. 0: off."""
+    lora_alpha: float | None = None
+    """The adapters are scaled by this over the rank. None: equal to the rank."""
+    lora_on: tuple[LoraMatrix, ...] = LORA_MATRICES
+    """Which matrices of each block get an adapter."""
+
+    def changes(self) -> dict[str, Any]:
+        """Return the fields of the model's config that are set here."""
+        other = ("name", "start", "image_size", "recompute", "recompute_keep", "freeze", "lora", "lora_alpha", "lora_on")
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in other}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 
 from vitrail.data.trained_on import TrainedOn, record, records_in
 from vitrail.models import Model, build_model
+from vitrail.models.lora import merged_state
 from vitrail.tasks import Masked, Meter, Regress
 from vitrail.tasks.multilabel import LabelMeter
 from vitrail.train.config import Recipe, ScheduleSpec
@@ -53,6 +54,7 @@ def export_model(
     provenance = {
         "recipe": recipe.name,
         "start": recipe.model.start,
+        **({"lora": {"rank": recipe.model.lora, "on": list(recipe.model.lora_on), "merged": True}} if recipe.model.lora else {}),
         "data": prepared.source,
         "trained_on": prepared.trained_on,
         "steps": checkpoint["step"],
@@ -106,7 +108,8 @@ def _records_of_start(start: str | None) -> tuple[TrainedOn, ...]:
 def plain_copy(model: Model) -> Model:
     """Return the whole model on the CPU, without what training wrapped it in."""
     copy = build_model(model.config, device="cpu", seed=0)
-    copy.load_state_dict({name: whole(value).detach().cpu() for name, value in model.state_dict().items()})
+    state = {name: whole(value).detach().cpu() for name, value in model.state_dict().items()}
+    copy.load_state_dict(merged_state(model, state))
     return copy.eval()
 
 

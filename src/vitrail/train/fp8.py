@@ -29,6 +29,8 @@ def _why_not(encoder: ViT | None, recipe: Recipe, world: World) -> str:
         return "it is not available under FSDP."
     if recipe.compile:
         return "fp8 is part of Vitrail's own kernels, which --compile replaces."
+    if recipe.model.lora:
+        return "fp8 is part of the fused kernels, which layers with LoRA adapters do not take."
     sizes = (encoder.config.width, encoder.config.mlp)
     if any(size % 16 for size in sizes):
         return f"widths must be multiples of 16; {encoder.config.name} has {sizes[0]} and {sizes[1]}."

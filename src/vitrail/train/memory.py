@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from vitrail.data.preprocess import preset
 from vitrail.models import BiT, BiTConfig, Model, ModelConfig, ViT, ViTConfig
+from vitrail.models.lora import add_lora
 from vitrail.models.masked import Pretraining
 from vitrail.models.recompute import Keep
 from vitrail.tasks import Classify, Task
-from vitrail.train.config import SELF_SUPERVISED, OptimSpec, TaskSpec
+from vitrail.train.config import SELF_SUPERVISED, ModelSpec, OptimSpec, TaskSpec
 from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
 from vitrail.train.parameter_groups import freeze
 from vitrail.train.pretext import pretext, with_defaults
@@ -82,12 +83,15 @@ class SimulatedModel:
     config: ModelConfig
     task: TaskSpec = field(default_factory=TaskSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
-    head_only: bool = False
+    spec: ModelSpec = field(default_factory=ModelSpec)
+    """What is frozen, and adapters."""
 
     def build(self) -> tuple[Model, Model | Pretraining, Task]:
         """Return the model, the module that is trained, and the task, on torch's default device."""
         model, trained, task = self._build()
-        freeze(trained, self.optim, head_only=self.head_only)
+        if self.spec.lora and isinstance(model, ViT):
+            add_lora(model, self.spec.lora, matrices=self.spec.lora_on)
+        freeze(trained, self.optim, head_only=self.spec.freeze)
         return model, trained, task
 
     def _build(self) -> tuple[Model, Model | Pretraining, Task]:

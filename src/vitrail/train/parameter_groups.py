@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.|stages\.(\d+)\.")
 _HEADS = ("head", "distill_head")
+_ADAPTER = r".*\.lora_[ab]"
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,13 @@ def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
 def freeze(model: nn.Module, spec: OptimSpec, *, head_only: bool = False) -> None:
     """Freeze parameters: they get no gradient and no optimiser state. What was frozen before stays so.
 
-    With `head_only` everything but the head is frozen first. A batch norm whose own parameters are all frozen uses its running
-    statistics and does not change them.
+    With `head_only` everything but the head is frozen first; in a model with LoRA everything but the head and the adapters. A
+    batch norm whose own parameters are all frozen uses its running statistics and does not change them.
     """
     parameters = dict(model.named_parameters())
     heads = [f"!{head}" for head in _HEADS if any(name.startswith(f"{head}.") for name in parameters)]
-    patterns = (*(("*", *heads) if head_only else ()), *spec.freeze)
+    adapters = [f"!re:{_ADAPTER}"] if any(re.fullmatch(_ADAPTER, name) for name in parameters) else []
+    patterns = (*(("*", *heads, *adapters) if head_only or adapters else ()), *spec.freeze)
     for name in frozen_names(list(parameters), patterns):
         parameters[name].requires_grad_(False)
     if not any(one.requires_grad for one in parameters.values()):

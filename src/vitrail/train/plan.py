@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
     config = config_of(recipe.model, 0 if alone else outputs)
     if alone and not isinstance(config, ViTConfig):
         raise VitrailError(f"{config.name} is a ResNet without patches; {recipe.task.kind} needs a Vision Transformer.")
-    simulated = SimulatedModel(config, recipe.task, recipe.optim, recipe.model.freeze)
+    simulated = SimulatedModel(config, recipe.task, recipe.optim, recipe.model)
     trained = simulated.without_memory()
     precision = "bf16" if recipe.precision == "auto" else recipe.precision
     engines = ("single",) if gpus == 1 else ("ddp", "fsdp")
@@ -120,9 +119,7 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
 
         config = load(spec.start, verify="none").model.config.replace(outputs=outputs)
         return config if spec.image_size is None else config.replace(image_size=spec.image_size)
-    own = ("name", "start", "image_size", "recompute", "recompute_keep", "freeze")
-    values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in own}
-    changes = {name: value or None if name == "pre_logits" else value for name, value in values.items() if value is not None}
+    changes = {name: value or None if name == "pre_logits" else value for name, value in spec.changes().items()}
     return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **changes)
 
 

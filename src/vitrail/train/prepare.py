@@ -15,16 +15,15 @@ from vitrail.data.sampler import class_weights
 from vitrail.data.split import divide
 from vitrail.errors import VitrailError, counted
 from vitrail.models import Model, ViT, ViTConfig, create_model, initialise
+from vitrail.models.lora import add_lora
 from vitrail.models.masked import Pretraining
 from vitrail.tasks import Classify, Distil, MultiLabel, Regress, Task
-from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
+from vitrail.train.config import SELF_SUPERVISED, Recipe
 from vitrail.train.pretext import make_pretext
 from vitrail.train.sharded_init import Initialise
 from vitrail.train.speed import training_flops
 
 log = logging.getLogger("vitrail.train")
-
-_OWN = ("name", "start", "image_size", "recompute", "recompute_keep", "freeze")
 
 
 @dataclass
@@ -149,7 +148,7 @@ def make_model(
 ) -> tuple[Model, Preprocess]:
     spec = recipe.model
     if spec.start is None:
-        changes = {name: _meant(name, value) for name, value in _changes(spec).items()}
+        changes = {name: _meant(name, value) for name, value in spec.changes().items()}
         model = create_model(
             spec.name,
             outputs=outputs,
@@ -163,6 +162,8 @@ def make_model(
         preprocess = preset(named, size=size, channels=channels)
     else:
         model, preprocess = _continued(recipe, outputs, classes, notes)
+    if spec.lora:
+        _add_lora(model, recipe, notes)
     if spec.recompute:
         covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute, spec.recompute_keep)
         notes.append(f"activations recomputed in {covered} blocks, which keep {spec.recompute_keep}")
@@ -175,7 +176,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
 
     spec = recipe.model
     assert spec.start is not None
-    changes = _changes(spec)
+    changes = spec.changes()
     fixed = sorted(set(changes) - {*_INERT, "channels", "pre_logits"})
     if fixed:
         raise VitrailError(f"model.{fixed[0]} cannot be changed in a trained checkpoint; leave it out, or train from scratch.")
@@ -207,6 +208,20 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     if recipe.data.preprocess != "auto":
         return model, preset(recipe.data.preprocess, size=model.config.image_size, channels=model.config.channels)
     return model, bundle.stored_preprocess("--data.preprocess")
+
+
+def _add_lora(model: Model, recipe: Recipe, notes: list[str]) -> None:
+    spec = recipe.model
+    if spec.start is None:
+        raise VitrailError(
+            "LoRA adapts a trained model, and this one starts from random values: add --model.start, or leave out --model.lora."
+        )
+    if spec.freeze:
+        raise VitrailError("--model.freeze trains the head only, and --model.lora the adapters too; choose one of them.")
+    if recipe.task.kind in SELF_SUPERVISED:
+        raise VitrailError(f"LoRA is for fine-tuning with labels, not for {recipe.task.kind}; leave out --model.lora.")
+    added = add_lora(model, spec.lora, alpha=spec.lora_alpha, matrices=spec.lora_on, seed=recipe.seed)  # type: ignore[arg-type]
+    notes.append(f"LoRA: rank {spec.lora} on {', '.join(spec.lora_on)}, {added:,} values; merged in the saved model")
 
 
 _INERT = ("init", "dropout", "attention_dropout", "stochastic_depth")
@@ -264,11 +279,6 @@ def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
             "`vitrail finetune` starts from a trained one."
         )
     return warnings
-
-
-def _changes(spec: ModelSpec) -> dict[str, Any]:
-    values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-    return {name: value for name, value in values.items() if name not in _OWN and value is not None}
 
 
 def _meant(name: str, value: Any) -> Any:

@@ -52,13 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _prepare_streams()
     try:
-        try:
-            status = _run(arguments)
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # here, where an error can still be reported
+        status = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error can still be reported
         sys.exit(status)
     except VitrailError as error:
+        _flush_what_can_be_written()
         print(printable(f"vitrail: {error}"), file=sys.stderr)  # noqa: T201
         sys.exit(128 + error.number if isinstance(error, StoppedBySignal) else 2)
     except KeyboardInterrupt:
@@ -75,6 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = f"vitrail: Cannot {where}: {reason}. Free some space, or write to another disk."
         print(printable(text), file=sys.stderr)  # noqa: T201
         sys.exit(2)
+
+
+def _flush_what_can_be_written() -> None:
+    """Flush stdout before an error is reported; a full disk or a closed pipe behind it must not hide that error."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        sys.stdout = None
 
 
 def _prepare_streams() -> None:

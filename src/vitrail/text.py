@@ -15,6 +15,7 @@ from typing import Any
 
 # Control characters except tab and newline, marks that reorder text, and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_OTHER_SURROGATES = re.compile("([\ud800-\udc7f\udd00-\udfff]+)")  # not an undecodable byte of a file name
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -41,7 +42,8 @@ def to_bytes(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogatepass")
+        parts = _OTHER_SURROGATES.split(text)
+        return b"".join(part.encode("utf-8", "surrogatepass" if k % 2 else "surrogateescape") for k, part in enumerate(parts))
 
 
 def csv_line(cells: Iterable[Any]) -> str:

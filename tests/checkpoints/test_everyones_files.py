@@ -111,6 +111,20 @@ def test_training_checkpoints(layout: Callable[[State], Any], plain: State, tmp_
     expect(tmp_path / "a.ckpt")
 
 
+def test_a_hugging_face_model_inside_a_lightning_module(tmp_path: Path) -> None:
+    """Its names are read with and without `vit.`, so it matches under `model.` and under `model.vit.`."""
+    from transformers import ViTConfig as HFConfig
+    from transformers import ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = ViTForImageClassification(HFConfig(image_size=32, patch_size=16, num_labels=5, **sizes)).eval()
+    torch.save({"state_dict": under("model.", model.state_dict()), "pytorch-lightning_version": "2.4"}, tmp_path / "a.ckpt")
+    bundle = load(tmp_path / "a.ckpt", heads=4, gelu="erf", norm_eps=1e-12)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert (bundle.model.eval()(images) - model(images).logits).abs().max() < 2e-5
+
+
 def test_a_decoder_is_left_out_and_said(plain: State, tmp_path: Path) -> None:
     torch.save(mae(plain), tmp_path / "a.pth")
     assert ("decoder_pos_embed", "the decoder of a masked autoencoder") in expect(tmp_path / "a.pth").report.dropped

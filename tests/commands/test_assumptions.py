@@ -46,8 +46,12 @@ def test_guesses_are_printed_once_and_not_when_given(
     assert [json.loads(line)["assumptions"] for line in out.splitlines()] == [assumed, assumed]
     _, out, _ = run(capsys, "predict", bare.parent / "own", image, "--workers", 0, "--json", "--preprocess", "deit")
     assert "assumptions" not in json.loads(out)
-    status, out, _ = run(capsys, "eval", bare, "--data", photos, "--match", "order", "--workers", 0, "--json")
-    assert status == 0 and any("does not store its preprocessing" in note for note in json.loads(out)["results"][0]["notes"])
+    words = ("eval", bare, "--data", photos, "--match", "order", "--workers", 0)
+    status, out, _ = run(capsys, *words, "--json")
+    assert status == 0 and json.loads(out)["assumptions"] == assumed and json.loads(out)["results"][0]["trained_on"] is None
+    status, out, err = run(capsys, *words, "--sizes", 32, 48, "--report", tmp_path / "report")
+    assert status == 0 and (out + err).count("does not store its preprocessing") == 1
+    assert "assumed: the file does not store its preprocessing" in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_vtab_tells_what_was_assumed(

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from vitrail.checkpoints import load, write
 from vitrail.cli import main
 from vitrail.commands.terminal import Console
 from vitrail.data.sources import open_source
+from vitrail.data.sources.files import FileSplit
+from vitrail.data.split import lowest_hashes
 from vitrail.evaluate import plots
 from vitrail.evaluate.embeddings import Embeddings, load_embeddings
 from vitrail.models import ViTConfig
@@ -171,3 +174,35 @@ def test_only_one_module_writes_to_the_terminal() -> None:
         and not re.search(r"from vitrail\.commands\.terminal import .*Console", file.read_text())
     ]
     assert found == []
+
+
+def test_bytes_of_file_names_are_restored_next_to_other_surrogates() -> None:
+    assert to_bytes("\udcff\ud800é") == b"\xff" + "\ud800é".encode("utf-8", "surrogatepass")
+    assert to_bytes("a\udcffb") == b"a\xffb"
+
+
+def test_class_names_with_lone_surrogates_can_be_held_out() -> None:
+    split = FileSplit("train", "classify", Path(), [f"{k}.png" for k in range(20)], np.zeros(20, np.int64), ("\ud800x",))
+    assert len(lowest_hashes(split, 0.1)) == 2
+
+
+def test_an_error_is_reported_when_nobody_reads_stdout(tmp_path: Path) -> None:
+    code = """
+from vitrail import cli
+from vitrail.errors import VitrailError
+
+def fail(arguments):
+    print("half of the answer")
+    raise VitrailError("The other half is missing.")
+
+cli._run = fail
+cli.main([])
+"""
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # unbuffered, print itself would fail
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
+    )
+    assert command.stdout is not None and command.stderr is not None
+    command.stdout.close()
+    said = command.stderr.read().decode()
+    assert command.wait(60) == 2 and "vitrail: The other half is missing." in said and "Traceback" not in said

@@ -167,6 +167,8 @@ def test_braces() -> None:
     assert _braces("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
     assert _braces("{x,y}-{0..1}") == ["x-0", "x-1", "y-0", "y-1"]
     assert _braces("plain.tar") == ["plain.tar"]
+    with pytest.raises(VitrailError, match="1,200 pairs of braces"):
+        open_source(f"wds:{'{a}' * 1200}.tar")
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):

@@ -13,7 +13,18 @@ import pytest
 from tests.data.image_files import encoded, folder_of, picture
 from vitrail.data import open_source
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.trained_on import Overlap, TrainedOn, evaluation_split, names_digest, open_for, overlap, record, records_in
+from vitrail.data.trained_on import (
+    Overlap,
+    TrainedOn,
+    evaluation_split,
+    location_of,
+    names_digest,
+    open_for,
+    overlap,
+    record,
+    record_split,
+    records_in,
+)
 from vitrail.errors import VitrailError
 
 
@@ -31,7 +42,9 @@ def trained(reference: str, rule: str = "names", **chosen: Any) -> TrainedOn:
 
 def compare(known: TrainedOn, reference: str, split: str | None = None) -> Overlap:
     source = open_for([known], reference)
-    return overlap([known], source, evaluation_split(source, split))
+    found = overlap([known], source, evaluation_split([known], source, split))
+    assert found is not None
+    return found
 
 
 def test_the_own_hold_out_was_not_trained_on(photos: Path) -> None:
@@ -97,7 +110,7 @@ def test_what_the_run_held_out_itself_is_a_split(photos: Path) -> None:
     reference = f"folder:{photos.parent / 'whole'}"
     known = trained(reference, holdout=0.25, holdout_rule="seed-3", fraction=0.5)
     source = open_for([known], reference)
-    assert evaluation_split(source, None).name == "holdout" and len(source.splits["holdout"]) == 10
+    assert evaluation_split([known], source, None).name == "holdout" and len(source.splits["holdout"]) == 10
     assert compare(known, reference) == Overlap(0, True)
     assert compare(known, reference, "train").images == known.images == 16
     older = known.to_dict()
@@ -113,7 +126,7 @@ def test_older_runs_are_divided_by_their_seed(photos: Path) -> None:
     (known,) = records_in({}, str(run / "model"))
     assert (known.rule, known.images) == ("seed-5", 36) and records_in({}, str(run)) == (known,)
     older = open_source(f"folder:{photos}", rule="seed-5").splits["val"]
-    found = evaluation_split(open_for([known], f"folder:{photos}"), None)
+    found = evaluation_split([known], open_for([known], f"folder:{photos}"), None)
     assert [found.image_name(k) for k in range(4)] == [older.image_name(k) for k in range(4)]
     assert [found.image_name(k) for k in range(4)] != [open_source(str(photos)).splits["val"].image_name(k) for k in range(4)]
     assert compare(known, f"folder:{photos}") == Overlap(0, True)
@@ -124,9 +137,69 @@ def test_a_record_is_small_and_survives_json(photos: Path) -> None:
     known = trained(f"folder:{photos}")
     text = json.dumps(known.to_dict())
     assert TrainedOn.from_dict(json.loads(text)) == known
-    assert str(photos) not in json.dumps({**known.to_dict(), "source": ""})  # a published model does not tell where its data was
     many = FileSplit("train", "classify", photos, [f"{k}.png" for k in range(3000)], np.zeros(3000, np.int64), ("a",))
     assert names_digest(many) == names_digest(many.subset(np.arange(3000))) != names_digest(many.subset(np.arange(1, 3000)))
+
+
+def test_what_the_start_was_trained_on_counts_too(tmp_path: Path) -> None:
+    """A base trained on all images, fine-tuned with a hold-out: the held-out images were seen by the base."""
+    folder_of(tmp_path / "photos" / "train", {"cat": 50, "dog": 50})
+    reference = f"folder:{tmp_path / 'photos'}"
+    base, own = trained(reference), trained(reference, holdout=0.1)
+    source = open_for([own, base], reference)
+    split = evaluation_split([own, base], source, None)
+    assert split.name == "holdout" and len(split) == 10
+    found = overlap([own, base], source, split)
+    assert found is not None and (found.images, found.exact) == (10, True) and "all of these 10 images" in found.notes[0]
+    assert overlap([own], source, split) == Overlap(0, True)
+
+
+def test_nothing_is_known_without_a_record(photos: Path) -> None:
+    source = open_source(str(photos))
+    assert overlap([], source, source.splits["val"]) is None
+
+
+def test_a_source_divided_by_another_rule_has_not_changed(photos: Path) -> None:
+    known = trained(f"folder:{photos}", rule="seed-1")
+    source = open_source(f"folder:{photos}")
+    split = source.splits["val"]
+    older = {split.image_name(k) for split in [open_source(str(photos), rule="seed-1").splits["train"]] for k in range(len(split))}
+    expected = sum(split.image_name(k) in older for k in range(len(split)))
+    found = overlap([known], source, split)
+    assert found is not None and expected > 0 and (found.images, found.exact) == (expected, True)
+    assert not any("changed" in note for note in found.notes)
+
+
+def test_the_same_file_name_in_two_splits_is_not_the_same_image(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        folder_of(tmp_path / "photos" / part, {"cat": 3, "dog": 3})
+    reference = f"folder:{tmp_path / 'photos'}"
+    assert compare(trained(reference), reference) == Overlap(0, True)
+
+
+def test_the_split_of_the_runs_validation_is_the_default(tmp_path: Path) -> None:
+    for part in ("train", "val", "test"):
+        folder_of(tmp_path / "photos" / part, {"cat": 10, "dog": 10})
+    reference = f"folder:{tmp_path / 'photos'}"
+    for chosen, expected in (({}, "val"), ({"validation": "test"}, "test"), ({"validation": "holdout", "holdout": 0.2}, "holdout")):
+        known = trained(reference, **chosen)
+        assert evaluation_split([known], open_for([known], reference), None).name == expected
+    assert evaluation_split([], open_source(reference), None).name == "val"
+
+
+def test_a_hub_dataset_is_no_folder_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = location_of("hf:beans")
+    (tmp_path / "beans").mkdir()
+    assert before is not None and location_of("hf:beans") == before
+
+
+def test_images_opened_in_python_are_recorded_by_their_content(photos: Path) -> None:
+    split = open_source(str(photos)).splits["train"]
+    known = record_split("my images", split)
+    source = open_source(str(photos))
+    found = overlap([known], source, source.splits["train"])
+    assert found is not None and found.images == 36 and not found.exact
 
 
 @pytest.mark.parametrize("change", [{"images": "36"}, {"sample": "xyz"}, {"fraction": None}, {"source": 3}])

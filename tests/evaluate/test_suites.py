@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from vitrail.errors import VitrailError
-from vitrail.evaluate import suite_run, suite_sources
+from vitrail.evaluate import suite_layouts, suite_run, suite_sources
 from vitrail.evaluate.suite_layouts import CLEVR_BINS, KITTI_BINS, MissingData, bin_of
 from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, TaskScore, find_tasks, recipe_for, run_task, write_results
 from vitrail.evaluate.suite_sources import TaskData, open_task
@@ -211,6 +211,15 @@ def test_no_drive_of_kitti_is_in_two_splits(tmp_path: Path) -> None:
         name: {int(order[int(Path(split.image_name(k)).stem)]) // 3 for k in range(len(split))} for name, split in splits.items()
     }
     assert sorted(len(one) for one in drives.values()) == [2, 2, 16] and len(set.union(*drives.values())) == 20
+    every = {split.image_name(k): name for name, split in splits.items() for k in range(len(split))}
+    for number in range(30):  # a partial download: the others stay in their splits
+        (tmp_path / task.name / "training" / "label_2" / f"{number:06d}.txt").unlink()
+    mapping = tmp_path / task.name / "devkit_object" / "mapping"
+    drives_of = suite_layouts._kitti_drives(tmp_path / task.name, tmp_path, sorted((tmp_path / task.name).rglob("label_2/*.txt")))
+    assert drives_of == [f"2011_09_26 2011_09_26_drive_{order[k] // 3:04d}_sync" for k in range(30, 60)] and len(every) == 60
+    (mapping / "train_rand.txt").write_text(",".join("0" for _ in range(60)))
+    with pytest.raises(VitrailError, match=r"does not name the drive of 000030\.txt"):
+        suite_sources.open_layout(task, tmp_path / task.name)
     shutil.rmtree(tmp_path / task.name / "devkit_object")
     with pytest.raises(MissingData, match="is split by video"):
         open_task(task, tmp_path)

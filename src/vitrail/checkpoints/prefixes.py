@@ -54,6 +54,8 @@ def find_model(archive: Archive, report: Report) -> None:
     ):
         if _matches({name.removeprefix(prefix) for name in archive.tensors if name.startswith(prefix)}):
             found.append(prefix)
+    # A reader may know the names with and without an inner prefix: `model.vit.` is then part of the model under `model.`.
+    found = [prefix for prefix in found if not any(prefix.startswith(other) for other in found if other != prefix)]
     if len(found) > 1:
         raise VitrailError(
             f"{archive.path} contains several models: {', '.join(prefix.rstrip('.') for prefix in found)}. "

@@ -77,9 +77,8 @@ def evaluate(
             ]
         if not world.main:
             return
-    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data}
-    for result in results:
-        result.notes.extend(f"assumed: {one}" for one in bundle.report.assumptions)
+    assumptions = bundle.report.assumptions
+    about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "assumptions": assumptions}
     if report is not None:
         write_report(report, results, opened, about)
     if json_:

@@ -20,13 +20,18 @@ import numpy as np
 from vitrail.data.types import Array, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
-from vitrail.text import to_bytes
+from vitrail.text import to_bytes, to_csv
 
 log = logging.getLogger("vitrail.data")
 _ENCODING_ERRORS = "surrogateescape"  # file names that are not valid UTF-8 survive the round trip
 
 BY_NAME = "names"
 """The rule by which new runs hold out images. `seed-N` is that of older versions, in which the seed N of a run decided."""
+
+
+def rule_words(rule: str) -> str:
+    """Return how a rule chooses, in words."""
+    return "by a hash of file names" if rule == BY_NAME else f"at random with seed {rule.removeprefix('seed-')}"
 
 
 def check_rule(rule: str, setting: str = "data.split_rule") -> None:
@@ -59,7 +64,7 @@ def name_hash(split: Split, index: int) -> int:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", _ENCODING_ERRORS), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(to_bytes(text), digest_size=8).digest(), "little")
 
 
 def _by_hash(split: Split, members: Array) -> Array:
@@ -165,10 +170,8 @@ def write_table(splits: Iterable[Split], file: Path) -> None:
         for row, index in enumerate(indices):
             rows.append([_relative_path(file.parent, path(int(index))), *_labels(split, row), split.name])
     header = split.classes if split.task == "regress" else () if split.task == "unlabelled" else ("label",)
-    with atomic_file(file) as temporary, temporary.open("w", newline="", encoding="utf-8", errors=_ENCODING_ERRORS) as table:
-        writer = csv.writer(table)
-        writer.writerow(["path", *header, "split"])
-        writer.writerows(rows)
+    with atomic_file(file) as temporary:
+        temporary.write_bytes(to_csv([["path", *header, "split"], *rows]))
 
 
 def _relative_path(folder: Path, path: str) -> str:

@@ -2,7 +2,8 @@
 
 A record has the rule by which the training images were chosen, a digest of their names, and the content of a few of them; its size
 does not depend on the number of images. Where the same source is opened again, the training images are chosen again by that rule
-and compared one by one. Any other source, such as a copy of the folder, is searched for the images whose content was recorded.
+and compared one by one. Any other source, such as a copy of the folder, is searched for images of the same class, file name and
+content as those whose content was recorded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vitrail.data.sources.reference import BadImages
 from vitrail.data.split import BY_NAME, divide, name_hash
 from vitrail.data.types import BadImage, PackedStrings, Payload, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
+from vitrail.text import to_bytes
 
 HOLDOUT = "holdout"
 """The split that a run held out of its training images itself (`data.holdout`)."""
@@ -39,12 +41,14 @@ class TrainedOn:
 
     source: str
     location: str | None = None
-    """Digest of where the source is. (The path itself would be published with the model.)"""
+    """Digest of where the source is, equal for all ways to write it."""
     train: str = "train"
     rule: str = BY_NAME
     holdout: float = 0.0
     holdout_rule: str = BY_NAME
     fraction: float = 1.0
+    validation: str | None = None
+    """The split on which the run validated, where it is one of the source's or `HOLDOUT`."""
     images: int
     names: str | None = None
     """Digest of the names of the images."""
@@ -76,7 +80,7 @@ class TrainedOn:
 _REQUIRED = {"source", "images"}
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("source", "train", "rule", "holdout_rule", "sample"), str),
-    **dict.fromkeys(("location", "names"), str | None),
+    **dict.fromkeys(("location", "names", "validation"), str | None),
     **dict.fromkeys(("holdout", "fraction"), float | int),
     "images": int,
 }
@@ -93,6 +97,11 @@ def record(source: Source, split: Split, /, **chosen: Any) -> TrainedOn:
         sample=_sample(split),
         **chosen,
     )
+
+
+def record_split(source: str, split: Split) -> TrainedOn:
+    """Record images that were not opened by a reference; they are found again by their content."""
+    return TrainedOn(source=source, train=split.name, images=len(split), names=names_digest(split), sample=_sample(split))
 
 
 def records_in(provenance: Mapping[str, Any], reference: str) -> tuple[TrainedOn, ...]:
@@ -126,18 +135,17 @@ def location_of(reference: str) -> str | None:
         kind, location, options = resolve(reference)
     except VitrailError:
         return None
-    path = Path(location).expanduser()
     if kind == "wds":
         location = json.dumps([location, options], sort_keys=True)
-    elif kind != "torchvision" and path.exists():
-        location = os.path.realpath(path)
+    elif kind in ("folder", "csv", "packed") or (kind == "hf" and location.endswith(".parquet")):
+        location = os.path.realpath(Path(location).expanduser())
     elif kind == "torchvision":
         location = location.casefold()
     return _location(kind, location)
 
 
 def _location(kind: str, location: str) -> str:
-    return hashlib.sha256(f"{kind}:{location}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return hashlib.sha256(to_bytes(f"{kind}:{location}")).hexdigest()[:16]
 
 
 def names_digest(split: Split) -> str:
@@ -178,10 +186,13 @@ def open_for(
     return source
 
 
-def evaluation_split(source: Source, name: str | None) -> Split:
-    """Return the split of this name; default: val, else test, else what the run held out, else the first."""
+def evaluation_split(records: Sequence[TrainedOn], source: Source, name: str | None) -> Split:
+    """Return the split of this name; default: the one on which the run validated, else val, else test, else the first."""
     if name is None:
-        name = next((one for one in ("val", "test", HOLDOUT) if one in source.splits), next(iter(source.splits)))
+        own = next((one for one in records if _is_same(one, source.reference)), None)
+        names = (own.validation if own is not None else None, "val", "test", HOLDOUT)
+        name = next((one for one in names if one in source.splits), next(iter(source.splits)))
+    assert name is not None
     return source.split(name)
 
 
@@ -199,11 +210,16 @@ class Overlap:
         return {"images": self.images, "exact": self.exact}
 
 
-def overlap(records: Sequence[TrainedOn], source: Source, split: Split) -> Overlap:
-    """Compare the images of a split with those that a model was trained on. `notes` are sentences for the user."""
+def overlap(records: Sequence[TrainedOn], source: Source, split: Split) -> Overlap | None:
+    """Compare the images of a split with those that a model was trained on. `notes` are sentences for the user.
+
+    None: it is not known what the model was trained on.
+    """
+    if not records:
+        return None
     found = [_overlap(one, source, split) for one in records]
     notes = tuple(note for one in found for note in one.notes)
-    return Overlap(max((one.images for one in found), default=0), all(one.exact for one in found), notes)
+    return Overlap(max(one.images for one in found), all(one.exact for one in found), notes)
 
 
 def _overlap(known: TrainedOn, source: Source, split: Split) -> Overlap:
@@ -221,7 +237,8 @@ def _overlap(known: TrainedOn, source: Source, split: Split) -> Overlap:
 def _in_same_source(known: TrainedOn, source: Source, split: Split) -> Overlap:
     kind, location, options = resolve(source.reference)
     same_options = source.reference == known.source or options == _options(known)
-    if same_options:
+    same_rule = source.rule is None or source.rule == known.rule
+    if same_options and same_rule:
         trained: Split | None = known.divide(source)[0] if known.train in source.splits else None
     else:
         trained = _trained_images(known, kind, location, source.classes)
@@ -233,14 +250,24 @@ def _in_same_source(known: TrainedOn, source: Source, split: Split) -> Overlap:
             f"{known.source} has changed since training, which had {counted(known.images, 'image')} of it; "
             f"by the same rule it would now have {len(trained):,}. Images that moved may have been trained on.",
         )
-    held_out = split.name != known.train and (same_options or source.rule is None)
-    if held_out:  # disjoint by construction
-        found = _by_content(known, split) if notes else Overlap(0, True)
-        return dataclasses.replace(found, notes=(*found.notes, *notes))
-    names = {trained.image_name(k) for k in range(len(trained))}
-    count = sum(split.image_name(k) in names for k in range(len(split)))
-    found = _exact(known, count, len(split))
+    found = _exact(known, _num_common(trained, split, own_splits=source.rule is None), len(split))
+    if notes and not found.images:
+        found = _by_content(known, split)
     return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+
+def _num_common(trained: Split, split: Split, *, own_splits: bool) -> int:
+    """Count the images of `split` that are in `trained`, of the same source."""
+    (other, theirs), (base, indices) = _base(trained), _base(split)
+    if other is base:
+        return len(np.intersect1d(theirs, indices))
+    if own_splits and trained.name != split.name:  # stored apart: a file name in both is not the same image
+        return 0
+    if isinstance(other, FileSplit) and isinstance(base, FileSplit):
+        paths = set(_real_paths(trained))
+        return sum(path in paths for path in _real_paths(split))
+    names = {trained.image_name(k) for k in range(len(trained))}
+    return sum(split.image_name(k) in names for k in range(len(split)))
 
 
 def _exact(known: TrainedOn, count: int, total: int) -> Overlap:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.errors import VitrailError, counted
+from vitrail.text import to_bytes
 
 Task = Literal["classify", "multilabel", "regress", "unlabelled"]
 Array = npt.NDArray[Any]
@@ -140,7 +141,7 @@ class PackedStrings:
     """A list of strings in one bytes object: a tenth of the memory of a Python list, and fast to pickle."""
 
     def __init__(self, strings: Iterable[str]) -> None:
-        encoded = [string.encode("utf-8", "surrogateescape") for string in strings]
+        encoded = [to_bytes(string) for string in strings]
         self._block = b"".join(encoded)
         self._ends = np.cumsum([len(string) for string in encoded], dtype=np.int64)
 

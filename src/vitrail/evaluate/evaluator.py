@@ -134,12 +134,12 @@ def open_data(
     match: Match = "name",
     bad_images: BadImages = "error",
     ignore_unknown: bool = False,
-) -> tuple[Split, Overlap]:
+) -> tuple[Split, Overlap | None]:
     """Open the split to evaluate on, with its classes in the order of the outputs, and find which images were trained on."""
     classes = bundle.classes if match == "name" and bundle.classes is not None else None
     records = bundle.trained_on
     source = open_for(records, reference, classes=classes, bad_images=bad_images, ignore_unknown=ignore_unknown)
-    chosen = evaluation_split(source, split)
+    chosen = evaluation_split(records, source, split)
     return chosen, overlap(records, source, chosen)
 
 

@@ -122,7 +122,7 @@ def few_shot(
 
 def open_train_and_test(
     bundle: Bundle, data: str, train: str, test: str | None, context: EvalContext
-) -> tuple[Split, Split, Overlap]:
+) -> tuple[Split, Split, Overlap | None]:
     """Open two different classification splits of a source, and find which test images the checkpoint was trained on.
 
     A source that a run was trained on is divided as it was there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
         raise VitrailError(f"{folder} already contains {content}. {advice}.")
 
 
-def write_report(folder: Path, results: Sequence[EvalResult], split: Split, about: dict[str, str]) -> None:
+def write_report(folder: Path, results: Sequence[EvalResult], split: Split, about: Mapping[str, Any]) -> None:
     """Write the folder atomically. The first result is shown in full; others (at other input sizes) are compared with it."""
     main = results[0]
     build = {"classify": _classification, "multilabel": _multilabel, "regress": _regression}[main.task]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -39,12 +39,12 @@ def format_metric(name: str, value: float) -> str:
     return f"{value:.2%}" if name in IN_PERCENT else f"{value:.4g}"
 
 
-def page(result: EvalResult, split: Split, about: dict[str, str], sections: Sequence[str]) -> str:
+def page(result: EvalResult, split: Split, about: Mapping[str, Any], sections: Sequence[str]) -> str:
     """Build the whole page. The first metric of the result is the headline."""
     headline = next(iter(result.metrics))
     title = f"{about['checkpoint']} on {about['data']}"
     info = {
-        **about,
+        **{name: value for name, value in about.items() if isinstance(value, str)},
         "split": f"{split.name}: evaluated {result.images}/{result.total} unique images",
         "preprocessing": result.preprocess.describe(),
         "preprocessing fingerprint": result.preprocess.fingerprint(),
@@ -58,7 +58,7 @@ def page(result: EvalResult, split: Split, about: dict[str, str], sections: Sequ
         headline_name=escape(METRIC_NAMES[headline]),
         headline_range=escape(f"95 % confidence interval: {interval_text(result, headline)}"),
         info="".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in info.items()),
-        notes=_notes(result),
+        notes=_notes(result, about.get("assumptions", ())),
         metrics=table(["metric", "value", "95 % interval"], rows),
         sections="".join(sections),
     )
@@ -70,9 +70,9 @@ def interval_text(result: EvalResult, name: str) -> str:
     return "–" if math.isnan(interval[0]) else " – ".join(format_metric(name, end) for end in interval)
 
 
-def _notes(result: EvalResult) -> str:
+def _notes(result: EvalResult, assumptions: Sequence[str]) -> str:
     loud = "".join(f"<p class='warning'>{escape(note)}</p>" for note in (result.trained_on.notes if result.trained_on else ()))
-    notes = [escape(note) for note in result.notes]
+    notes = [escape(note) for note in (*result.notes, *(f"assumed: {one}" for one in assumptions))]
     if result.bad:
         listed = "".join(f"<li>{escape(one.name)}: {escape(one.reason)}</li>" for one in result.bad[:100])
         more = f"<li>and {len(result.bad) - 100} more</li>" if len(result.bad) > 100 else ""

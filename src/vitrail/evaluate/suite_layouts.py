@@ -65,7 +65,7 @@ def _kitti(task: SuiteTask, folder: Path) -> dict[str, Split] | None:
         return None
     annotations = sorted((root / "label_2").glob("*.txt"))
     labels = [bin_of(_nearest_vehicle(file), KITTI_BINS) for file in annotations]
-    part_of = _parts_of_drives(drives := _kitti_drives(folder, root, len(annotations)))
+    part_of = _parts_of_drives(drives := _kitti_drives(folder, root, annotations))
     splits: dict[str, Split] = {}
     for name in ("train", "val", "test"):
         rows = [k for k, drive in enumerate(drives) if part_of[drive] == name]
@@ -73,10 +73,10 @@ def _kitti(task: SuiteTask, folder: Path) -> dict[str, Split] | None:
     return splits
 
 
-def _kitti_drives(folder: Path, root: Path, images: int) -> list[str]:
+def _kitti_drives(folder: Path, root: Path, annotations: list[Path]) -> list[str]:
     """Return the drive (video) of every image, from the mapping of KITTI's object development kit.
 
-    Line i of train_rand.txt's permutation is the number, from 1, of the line of train_mapping.txt for image i.
+    Number i of train_rand.txt's permutation, from 0, is the line of train_mapping.txt, from 1, for the image that is named i.
     """
     places = [place / kit / "mapping" for place in (folder, root) for kit in ("", "devkit", "devkit_object")]
     mapping = next((place for place in places if (place / "train_mapping.txt").is_file()), None)
@@ -88,11 +88,15 @@ def _kitti_drives(folder: Path, root: Path, images: int) -> list[str]:
     try:
         lines = (mapping / "train_mapping.txt").read_text(encoding="utf-8").split("\n")
         numbers = [int(word) for word in (mapping / "train_rand.txt").read_text(encoding="utf-8").replace(",", " ").split()]
-        drives = [" ".join(lines[number - 1].split()[:2]) for number in numbers[:images]]
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError) as error:
         raise VitrailError(f"{mapping} is not the mapping of KITTI's object development kit ({error}).") from error
-    if len(drives) != images or not all(drives):
-        raise VitrailError(f"{mapping} does not name the drives of all {images} images. Unpack devkit_object.zip again.")
+    drives = []
+    for file in annotations:
+        image = int(file.stem) if file.stem.isdecimal() else len(numbers)
+        line = numbers[image] if image < len(numbers) else 0
+        drives.append(" ".join(lines[line - 1].split()[:2]) if 1 <= line <= len(lines) else "")
+        if not drives[-1]:
+            raise VitrailError(f"{mapping} does not name the drive of {file.name}. Unpack devkit_object.zip again.")
     return drives
 
 

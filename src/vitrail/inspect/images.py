@@ -36,7 +36,8 @@ class RawImages:
         """Return warnings of images that a checkpoint was trained on."""
         if self.source is None or self.split is None:
             return []
-        return list(overlap(bundle.trained_on, self.source, self.split).notes)
+        found = overlap(bundle.trained_on, self.source, self.split)
+        return list(found.notes) if found is not None else []
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def from_files(paths: Sequence[Path]) -> RawImages:
 def from_source(bundle: Bundle, reference: str, split: str | None, count: int, seed: int) -> RawImages:
     """Draw `count` random images of a data source, which is divided as in training if the checkpoint was trained on it."""
     source = open_for(bundle.trained_on, reference)
-    chosen = evaluation_split(source, split)
+    chosen = evaluation_split(bundle.trained_on, source, split)
     if not len(chosen):
         raise VitrailError(f"The split {chosen.name!r} of {reference} has no images.")
     indices = np.random.default_rng(seed).permutation(len(chosen))[:count].tolist()

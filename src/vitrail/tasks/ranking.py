@@ -10,8 +10,9 @@ def ranked(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return (ranks, predicted classes) from scores [n, classes] and class indices [n].
 
     The rank is the number of other classes that score at least as much as the true class: 0 is best. So a class that ties with
-    others counts as predicted last of them, and a model with constant outputs is never right, whatever the order of classes. NaN
-    counts as the highest score. The predicted class is the true class at rank 0, else the best other class, the first of equals.
+    others counts as predicted last of them, and a model with constant outputs is never right, whatever the order of classes. A NaN,
+    of the true class or another, is a miss. The predicted class is the true class at rank 0, else the best other class, the first
+    of equals.
     """
     true = scores.gather(1, targets[:, None])
     ranks = (~(scores < true)).sum(1) - 1

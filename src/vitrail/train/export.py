@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vitrail.data.trained_on import TrainedOn, record, records_in
+from vitrail.data.trained_on import TrainedOn, record, record_split, records_in
 from vitrail.models import Model, build_model
 from vitrail.models.lora import merged_state
 from vitrail.tasks import Masked, Meter, Regress
@@ -77,11 +77,17 @@ def export_model(
 
 
 def record_images(recipe: Recipe, prepared: Prepared) -> list[dict[str, Any]]:
-    """Return records of the images that this run trains on, then of those that its starting checkpoint was trained on."""
+    """Return records of the images that this run trains on, then of those of its starting checkpoint and of its teacher."""
     spec = recipe.data
     chosen = {name: getattr(spec, name) for name in ("train", "holdout", "holdout_rule", "fraction")}
-    own = [record(prepared.opened, prepared.train, **chosen)] if prepared.opened is not None else []
-    return [one.to_dict() for one in (*own, *_records_of_start(recipe.model.start))]
+    if prepared.opened is not None:
+        if prepared.validation is not None:
+            chosen["validation"] = prepared.validation.name
+        own = record(prepared.opened, prepared.train, **chosen)
+    else:  # images that were opened in Python
+        own = record_split(prepared.source, prepared.train)
+    others = (*_records_of(recipe.model.start), *_records_of(recipe.task.teacher))
+    return [one.to_dict() for one in (own, *others)]
 
 
 def changed_images(run: RunFolder, prepared: Prepared) -> str | None:
@@ -96,7 +102,7 @@ def changed_images(run: RunFolder, prepared: Prepared) -> str | None:
     )
 
 
-def _records_of_start(start: str | None) -> tuple[TrainedOn, ...]:
+def _records_of(start: str | None) -> tuple[TrainedOn, ...]:
     from vitrail.checkpoints.loading import locate
 
     found = locate(start) if start is not None else None

@@ -16,7 +16,7 @@ from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
 from vitrail.data.sources.reference import OpenResult, Request
-from vitrail.data.split import hold_out, older_name, rename
+from vitrail.data.split import hold_out, older_name, rename, rule_words
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.regular_files import read_bytes
@@ -73,7 +73,7 @@ def open_csv(request: Request) -> OpenResult:
         splits = hold_out(images, fraction, rule=request.rule, older_file=older_file)
         detail, rule = task, None
         if fraction:
-            detail, rule = f"{task}, {fraction:.0%} held out by {request.rule}", request.rule
+            detail, rule = f"{task}, {fraction:.0%} held out {rule_words(request.rule)}", request.rule
     return OpenResult(splits=splits, detail=detail, skipped=skipped, rule=rule)
 
 

@@ -14,7 +14,7 @@ from vitrail.data.classes import split_name
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.layout import ACCEPTED, images_in, images_under, subfolders, tree
 from vitrail.data.sources.reference import OpenResult, Request
-from vitrail.data.split import hold_out, older_name
+from vitrail.data.split import hold_out, older_name, rule_words
 from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError, counted
 
@@ -107,7 +107,7 @@ def _check_nesting(root: Path, inner: list[str]) -> None:
 def _with_hold_out(split: FileSplit, root: Path, request: Request, what: str) -> OpenResult:
     fraction = request.fraction("val", 0.1)
     splits = hold_out(split, fraction, rule=request.rule, older_file=root / older_name(request.rule, fraction))
-    detail = f"{what}, {fraction:.0%} held out by {request.rule}" if fraction else what
+    detail = f"{what}, {fraction:.0%} held out {rule_words(request.rule)}" if fraction else what
     return OpenResult(splits=splits, detail=detail, rule=request.rule if fraction else None)
 
 

@@ -31,8 +31,9 @@ from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
 from vitrail.regular_files import read_bytes
 
-_INDEX_VERSION = 1
+_INDEX_VERSION = 2  # 1: tars without an end block were accepted
 _MAX_TARS = 1_000_000
+_MAX_BRACES = 100
 _MAX_LABEL = 1 << 24
 log = logging.getLogger("vitrail.data")
 
@@ -99,8 +100,10 @@ def _expand(pattern: str) -> list[str]:
 
 def _check_count(pattern: str) -> None:
     """Refuse a pattern of too many names before any is made."""
-    count = 1
-    for inner in re.findall(r"\{([^{}]*)\}", pattern):
+    count, groups = 1, re.findall(r"\{([^{}]*)\}", pattern)
+    if len(groups) > _MAX_BRACES:
+        raise VitrailError(f"wds:{pattern[:80]}…: there are {len(groups):,} pairs of braces; at most {_MAX_BRACES} are accepted.")
+    for inner in groups:
         span = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
         if span and max(len(span[1]), len(span[2])) > 18:
             count = _MAX_TARS + 1

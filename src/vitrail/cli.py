@@ -112,7 +112,9 @@ def _run(arguments: list[str]) -> int:
     if name is None:
         group = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
         if group:
-            raise VitrailError(f"`vitrail {arguments[0]}` is incomplete. Use one of: {', '.join(group)}.")
+            words = " ".join(arguments[:2])
+            hint = did_you_mean(words, group) if len(arguments) > 1 else ""
+            raise VitrailError(f"There is no command {words!r}.{hint} Use one of: {', '.join(group)}.")
         raise VitrailError(f"There is no command {arguments[0]!r}.{did_you_mean(arguments[0], COMMANDS)} See `vitrail --help`.")
     module, function = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(module), function)

@@ -72,3 +72,12 @@ def test_errors_are_clear_and_leave_no_files(tmp_path: Path, capsys: pytest.Capt
     code, _, err = run(capsys, "convert", str(tmp_path / "in.safetensors"), str(tmp_path / "out"))
     assert code == 2 and "--heads" in err
     assert sorted(item.name for item in tmp_path.iterdir()) == ["bad.npz", "in.safetensors"]
+
+
+def test_what_a_folder_stores_is_not_called_lost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = vitrail.create_model("Ti/16", image_size=32, outputs=3, seed=0)  # with the paper's tanh GELU
+    vitrail.save(tmp_path / "own", model)
+    status, out, _ = run(capsys, "convert", str(tmp_path / "own"), str(tmp_path / "folder"), "--to", "timm")
+    assert status == 0 and "cannot store gelu" not in out
+    status, out, _ = run(capsys, "convert", str(tmp_path / "own"), str(tmp_path / "file.safetensors"), "--to", "timm")
+    assert status == 0 and "cannot store gelu" in out

@@ -37,3 +37,24 @@ def test_bad_images_and_extensions(capsys: pytest.CaptureFixture[str], backbone:
     assert status == 1 and "bad.png: an empty file" in err and json.loads(out)["images"] == 9
     status, _, err = run(capsys, "embed", backbone, photos, "--out", tmp_path / "e.txt")
     assert status == 2 and ".npz or .parquet" in err
+
+
+def test_a_file_that_was_not_embedded_is_a_query_too(
+    capsys: pytest.CaptureFixture[str],
+    backbone: Path,  # noqa: F811
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    file, other = tmp_path / "photos.npz", tmp_path / "holiday.jpg"
+    assert run(capsys, "embed", backbone, photos / "val", "--out", file)[0] == 0
+    original = photos / "val" / "red" / "red003.jpg"
+    other.write_bytes(original.read_bytes())
+    status, out, _ = run(capsys, "neighbours", file, other, original, "--count", "40", "--sheet", "None", "--json")
+    queries = json.loads(out)["queries"]
+    assert status == 0 and [one["image"] for one in queries] == [str(other), str(original)]
+    nearest = queries[0]["neighbours"]
+    assert nearest[0]["image"] == str(original) and nearest[0]["cosine"] == pytest.approx(1, abs=1e-5)
+    assert not any(one["image"] == str(other) for query in queries for one in query["neighbours"])  # only images of the file
+    (tmp_path / "bad.jpg").write_text("no image")
+    status, _, err = run(capsys, "neighbours", file, tmp_path / "bad.jpg")
+    assert status == 2 and "bad.jpg: a text file" in err

@@ -423,7 +423,7 @@ def test_workers_are_limited_by_cpus_and_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 def test_data_wait_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 3.0, 4.0, 7.0])
-    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: next(clock, 7.0))
     timer = data_wait.DataWaitTimer()
     for _ in range(2):  # wait 3, compute 1, wait 3
         timer.stop(timer.start())
@@ -432,3 +432,23 @@ def test_data_wait_is_measured_and_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert "86% of the time" in timer.advice(2) and "--workers 4" in timer.advice(2)
     assert "--workers" not in timer.advice(8)
     assert data_wait.DataWaitTimer().advice(2) == ""
+
+
+def test_computing_counts_in_short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals of one batch: a second of waiting, nine of computing."""
+    clock = 0.0
+    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: clock)
+    timer = data_wait.DataWaitTimer()
+    for _ in range(3):
+        started = timer.start()
+        clock += 1
+        timer.stop(started)
+        clock += 9
+        assert timer.fraction() == pytest.approx(0.1) and timer.advice(0) == ""
+        timer.reset()
+    clock += 100
+    timer.reset(idle=True)
+    started = timer.start()
+    clock += 1
+    timer.stop(started)
+    assert timer.fraction() == 1

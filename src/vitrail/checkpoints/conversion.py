@@ -58,6 +58,9 @@ def write(bundle: Bundle, target: str | os.PathLike[str], to: str = "vitrail") -
     with _temporary(path, fmt) as temporary, wrap_errors(path):
         _write(temporary, tensors, bundle, fmt, report, target=path)
         _read_back(temporary, bundle, path)
+        stores_config = fmt.name == "timm" and temporary.is_dir()
+        stored = load(temporary, verify="none").model.config if stores_config else None
+        report.notes += fmt.unstored_numerics(bundle.model.config, stored)
     return report
 
 
@@ -80,7 +83,6 @@ def _tensors(bundle: Bundle, fmt: Format, report: Report) -> dict[str, Tensor]:
             "Hugging Face's ViTForImageClassification has no pre-logits layer, so its logits would differ. "
             "Convert with outputs=0 to a ViTModel, where it becomes the pooler, or fine-tune without it."
         )
-    report.notes += fmt.unstored_numerics(model.config)
     return write_state(model.state_dict(), rows, report)
 
 

@@ -46,14 +46,19 @@ class Format:
                     f"so the file would be another model. The vitrail format can store every model."
                 )
 
-    def unstored_numerics(self, config: ModelConfig) -> list[str]:
-        """List the numerics of this model that a file of this format cannot store."""
+    def unstored_numerics(self, config: ModelConfig, stored: ModelConfig | None = None) -> list[str]:
+        """List the numerics of this model that a file of this format cannot store; `stored` is what a folder's config.json says."""
         notes = []
         for name, theirs in self.numerics(config).items():
-            ours = getattr(config, name, None) if hasattr(config, name) else getattr(getattr(config, "resnet", None), name, theirs)
+            ours = _numeric(config, name, theirs)
+            theirs = theirs if stored is None else _numeric(stored, name, theirs)
             if ours != theirs and name != "position_resize":
                 notes.append(f"the file cannot store {name}={ours!r}: {self.title} uses {theirs!r} by default")
         return notes
+
+
+def _numeric(config: ModelConfig, name: str, default: Any) -> Any:
+    return getattr(config, name) if hasattr(config, name) else getattr(getattr(config, "resnet", None), name, default)
 
 
 _FAMILIES = {"vit": "a ViT", "hybrid": "a hybrid", "bit": "a BiT"}

@@ -97,7 +97,9 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
     known = {key: value for key, value in bundle.provenance.items() if value is not None}
     if "checkpoint" in known and "weights" in known:  # the second is the first in words
         known = {key: value for key, value in known.items() if key not in ("checkpoint", "steps")}
+    known.pop("trained_on", None)
     lines += [("provenance", f"{key}: {_plain(value)}") for key, value in known.items()]
+    lines += [("trained on", f"{one.source}, {counted(one.images, 'image')}") for one in bundle.trained_on]
     if found["verified"]:
         full = found["verified"] == "full"
         lines.append(("verified", "SHA-256, checksum and golden outputs" if full else "checksum and golden output of a few tokens"))

@@ -13,7 +13,7 @@ from rich.table import Table
 from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
-from vitrail.evaluate.embeddings import Metric, contact_sheet, load_embeddings, short_name
+from vitrail.evaluate.embeddings import Embeddings, Metric, contact_sheet, load_embeddings, short_name
 from vitrail.text import to_json
 
 Neighbours = list[tuple[str, list[tuple[str, float]]]]
@@ -40,7 +40,8 @@ def neighbours(
 
     Args:
         embeddings: A file written by `vitrail embed`.
-        images: Names of query images in the file; default: random ones.
+        images: Query images: names in the file, or other image files, which are embedded with the same checkpoint and settings.
+            Default: random images of the file.
         count: How many neighbours per query.
         metric: Cosine similarity, or Euclidean distance.
         sheet: Write the contact sheet to this PNG file; None: write nothing.
@@ -54,11 +55,13 @@ def neighbours(
         raise VitrailError(f"--count is {count}; use 1 or more.")
     if len(names) < 2:
         raise VitrailError(f"{embeddings} has {counted(len(names), 'image')}; neighbours need at least 2.")
+    among = len(names)
     if images:
-        queries = [loaded.find(name) for name in images]
+        loaded, queries = _with_queries(loaded, images)
+        names = loaded.names
     else:
         queries = sorted(np.random.default_rng(seed).permutation(len(names))[:examples].tolist())
-    order, values = loaded.nearest(queries, count, metric)
+    order, values = loaded.nearest(queries, count, metric, among=among)
     missing = contact_sheet(sheet, loaded, queries, order, values) if sheet is not None else []
     found = [
         (names[query], [(names[int(k)], float(value)) for k, value in zip(*nearest, strict=True)])
@@ -68,6 +71,14 @@ def neighbours(
         _print_json(found, metric, sheet)
     else:
         _show(found, metric, sheet, missing)
+
+
+def _with_queries(loaded: Embeddings, images: tuple[str, ...]) -> tuple[Embeddings, list[int]]:
+    """Return the rows of the queries; files that are not in the embeddings are embedded and added behind them."""
+    outside = [name for name in images if name not in loaded.names and not loaded.matches(name) and Path(name).is_file()]
+    if outside:
+        loaded = loaded.with_images(outside)
+    return loaded, [loaded.find(name) for name in images]
 
 
 def _print_json(found: Neighbours, metric: str, sheet: Path | None) -> None:

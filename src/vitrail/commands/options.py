@@ -73,6 +73,8 @@ def show_assumptions(bundle: Bundle) -> None:
 
 def show_trained_on(console: Console, seen: Overlap | None) -> None:
     """Warn of images to evaluate on that the checkpoint was trained on."""
+    if seen is not None and seen.exact and not seen.images:
+        console.print("none of these images was among the training images of this model", highlight=False)
     for note in seen.notes if seen is not None else ():
         console.print(f"warning: {note}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 

@@ -28,13 +28,15 @@ class DataWaitTimer:
         self.wait_seconds += self._received - started
 
     def fraction(self) -> float:
-        """Return the fraction of the time spent waiting, from 0 to 1."""
-        total = self.wait_seconds + self.compute_seconds
+        """Return the fraction of the time spent waiting, from 0 to 1; what is computed since the last batch counts, too."""
+        unfinished = 0.0 if self._received is None else time.perf_counter() - self._received
+        total = self.wait_seconds + self.compute_seconds + unfinished
         return self.wait_seconds / total if total > 0 else 0.0
 
-    def reset(self) -> None:
+    def reset(self, *, idle: bool = False) -> None:
+        """Begin an interval. With `idle` nothing was computed before it, such as before the first batch."""
         self.wait_seconds = self.compute_seconds = 0.0
-        self._received = None
+        self._received = None if idle or self._received is None else time.perf_counter()
 
     def advice(self, workers: int, ranks: int = 1) -> str:
         """Return a sentence if data loading slows training down, else an empty string."""

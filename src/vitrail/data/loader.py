@@ -265,7 +265,7 @@ class EvalLoader(_Loader):
         return len(range(self.rank, len(self.split), self.ranks))
 
     def __iter__(self) -> Iterator[Batch]:
-        self.data_wait.reset()
+        self.data_wait.reset(idle=True)
         for host in self._host_batches(self._slices()):
             self.warn_of_rotated(host)
             if len(host.indices) == 0:

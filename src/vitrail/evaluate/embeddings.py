@@ -14,6 +14,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints import Bundle
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
@@ -51,8 +52,13 @@ class Embeddings:
             else:
                 _write_parquet(self, temporary)
 
-    def nearest(self, queries: Sequence[int], count: int, metric: Metric = "cosine") -> tuple[Array, Array]:
-        """Find the `count` nearest other rows of each query row. Returns the rows and their similarity or distance."""
+    def nearest(
+        self, queries: Sequence[int], count: int, metric: Metric = "cosine", *, among: int | None = None
+    ) -> tuple[Array, Array]:
+        """Find the `count` nearest other rows of each query row, among the first `among` rows.
+
+        Returns the rows and their similarity or distance.
+        """
         if self.features.ndim != 2:
             raise VitrailError(
                 f"Neighbours need one vector per image; these features have the shape {list(self.features.shape[1:])}. "
@@ -67,15 +73,21 @@ class Embeddings:
             squares = (rows**2).sum(1)
             scores = -np.sqrt(np.maximum(squares[np.asarray(queries)][:, None] + squares - 2 * scores, 0))
         scores[np.arange(len(query_rows)), np.asarray(queries)] = -np.inf  # an image is not its own neighbour
-        order = np.argsort(-scores, axis=1, kind="stable")[:, : min(count, len(rows) - 1)]
+        scores[:, len(rows) if among is None else among :] = -np.inf
+        others = len(rows) - 1 if among is None else min(among, len(rows) - 1)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, : min(count, others)]
         nearest_scores = np.take_along_axis(scores, order, 1)
         return order, nearest_scores if metric == "cosine" else -nearest_scores
+
+    def matches(self, name: str) -> list[int]:
+        """Return the rows of images whose path ends so."""
+        return [row for row, one in enumerate(self.names) if one.endswith(f"/{name}") or Path(one).name == name]
 
     def find(self, name: str) -> int:
         """Return the row of an image, by its name or the end of its path."""
         if name in self.names:
             return self.names.index(name)
-        matches = [row for row, one in enumerate(self.names) if one.endswith(f"/{name}") or Path(one).name == name]
+        matches = self.matches(name)
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -84,8 +96,24 @@ class Embeddings:
                 "Give more of the path."
             )
         raise VitrailError(
-            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}).{did_you_mean(name, self.names)}"
+            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}), and no file of this name."
+            f"{did_you_mean(name, self.names)}"
         )
+
+    def with_images(self, files: Sequence[str]) -> Embeddings:
+        """Return these embeddings with those of more files behind, computed with the same checkpoint and settings."""
+        from vitrail.checkpoints import load
+
+        try:
+            spec = FeatureSpec(**self.about["features"])
+            bundle = load(self.about["checkpoint"], preprocess=Preprocess.from_dict(self.about["preprocess"]))
+        except (KeyError, TypeError, VitrailError) as error:
+            raise VitrailError(
+                f"{files[0]} is not in this file, and cannot be embedded now: {error} "
+                "Embed it together with the others, or give a name that is in the file."
+            ) from error
+        more = embed(bundle, files, spec, default_context(bundle.model, bad_images="error"))
+        return Embeddings(np.concatenate([self.features, more.features]), (*self.names, *more.names), self.about)
 
 
 def embed(

@@ -15,23 +15,25 @@ from vitrail.evaluate.classification import Calibration
 from vitrail.text import printable
 
 Array = npt.NDArray[Any]
-_INK, _FAINT, _BLUE, _RED = "#24292f", "#d0d4d9", "#2f5d8a", "#c4493d"
+_INK, _FAINT, _BLUE, _RED, _GREEN = "#24292f", "#d0d4d9", "#2f5d8a", "#c4493d", "#7fb285"
 
 
 def reliability(calibration: Calibration) -> bytes:
     """Plot accuracy against confidence, and the fraction of images in each bin below."""
-    figure = _figure(5.2, 5.6)
+    figure = _figure(5.6, 6.0)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     edges, count = calibration.edges, calibration.count
     centres, width = (edges[:-1] + edges[1:]) / 2, 1 / len(count)
     filled = count > 0
     upper.plot([0, 1], [0, 1], color=_INK, linewidth=1, linestyle=(0, (4, 3)), label="perfect calibration")
-    upper.bar(centres[filled], calibration.accuracy[filled], width=width * 0.92, color=_BLUE, label="accuracy")
-    low = np.minimum(calibration.accuracy, calibration.confidence)[filled]
-    gap = np.abs(calibration.accuracy - calibration.confidence)[filled]
-    upper.bar(centres[filled], gap, bottom=low, width=width * 0.92, color=_RED, alpha=0.35, label="gap to confidence")
+    accuracy, confidence = calibration.accuracy[filled], calibration.confidence[filled]
+    bars: dict[str, Any] = {"x": centres[filled], "width": width * 0.92}
+    upper.bar(height=accuracy, color=_BLUE, label="accuracy", **bars)
+    above, below = np.maximum(confidence - accuracy, 0), np.maximum(accuracy - confidence, 0)
+    upper.bar(height=above, bottom=accuracy, color=_RED, alpha=0.35, label="missing to the confidence (overconfident)", **bars)
+    upper.bar(height=below, bottom=confidence, color=_GREEN, label="accuracy above the confidence (underconfident)", **bars)
     upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"expected calibration error: {calibration.ece:.1%}")
-    upper.legend(frameon=False, fontsize=8, loc="upper left")
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     lower.bar(centres, count / max(count.sum(), 1), width=width * 0.92, color=_FAINT)
     lower.set(xlabel="confidence", ylabel="fraction of images")
     return _png(figure, (upper, lower))

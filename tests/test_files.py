@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
+import logging
 import os
+import shutil
 import stat
 import threading
+import time
+import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +22,20 @@ from safetensors.torch import save_file
 from vitrail.data.pack import choose_settings, pack
 from vitrail.data.sources import open_source
 from vitrail.errors import VitrailError
-from vitrail.files import DiskError, atomic_file, atomic_folder, disk_errors, write_text
+from vitrail.files import (
+    DiskError,
+    atomic_file,
+    atomic_folder,
+    disk_errors,
+    read_csv,
+    restore_folder,
+    sha256,
+    take_lock,
+    write_csv,
+    write_text,
+)
+from vitrail.npy import read_npz
+from vitrail.regular_files import NotRegular, parse_json, read_json_object
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o000])
@@ -150,3 +169,129 @@ def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
         one.join()
     assert (tmp_path / "file").read_text() in map(str, range(8))
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_folder_survives_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model[1]"
+    real = Path.replace
+    with atomic_folder(target) as temporary:
+        (temporary / "weights").write_text("old")
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(Path, "replace", lambda self, to: os._exit(0) if to == target else real(self, to))
+        with atomic_folder(target) as temporary:
+            (temporary / "weights").write_text("new")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not target.exists()
+    restore_folder(target)
+    assert not target.exists()  # renamed just now, perhaps by a process that is replacing it
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 10)
+    with pytest.raises(VitrailError, match="stop"), atomic_folder(target):
+        assert (target / "weights").read_text() == "old"
+        raise VitrailError("stop")
+    assert (target / "weights").read_text() == "old"
+    with atomic_folder(target) as temporary:
+        (temporary / "weights").write_text("newest")
+    assert (target / "weights").read_text() == "newest"
+    assert not list(tmp_path.glob(".*.old"))
+
+
+def test_an_old_folder_that_cannot_be_deleted_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    for content in ("old", "new"):
+        with atomic_folder(tmp_path / "model") as temporary:
+            (temporary / "weights").write_text(content)
+            monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert (tmp_path / "model" / "weights").read_text() == "new"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_checksums_are_those_of_regular_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises(NotRegular):
+            sha256(path)
+
+
+def test_a_lock_has_one_owner(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path / "lock")
+    assert lock is not None and take_lock(tmp_path / "lock") is None
+    lock.close()
+    again = take_lock(tmp_path / "lock")
+    assert again is not None
+    again.close()
+
+
+def test_a_file_system_without_locks_is_not_a_busy_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level(logging.WARNING):
+        lock = take_lock(tmp_path / "lock")
+    assert lock is not None and "cannot be locked (No locks available)" in caplog.text
+    lock.close()
+    source = open_source("digits")
+    pack(source, tmp_path / "packed", choose_settings(source))
+
+
+def test_a_lock_file_that_its_owner_deletes_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one process would hold the lock of the deleted file, and another that of the new one."""
+    fcntl = pytest.importorskip("fcntl")
+    real = fcntl.flock
+
+    def flock(handle: object, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        (tmp_path / "lock").unlink()
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = take_lock(tmp_path / "lock")
+    assert lock is not None and take_lock(tmp_path / "lock") is None
+    lock.close()
+
+
+@dataclass
+class Line:
+    name: str
+    value: float
+
+
+def test_tables_keep_names_that_are_not_utf8(tmp_path: Path) -> None:
+    rows = [Line("caf\udce9, a\rb", 0.5), Line("ü", 2.0)]
+    write_csv(tmp_path / "table.csv", Line, rows)
+    assert b"caf\xe9" in (tmp_path / "table.csv").read_bytes()
+    assert read_csv(tmp_path / "table.csv", Line) == rows
+
+
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+@pytest.mark.parametrize(("start", "end"), [("[", "]"), ('{"a":', "}")])
+def test_deeply_nested_json_is_a_value_error(depth: int, start: str, end: str, tmp_path: Path) -> None:
+    text = start * depth + "1" + end * depth
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json(text)
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_json_object(tmp_path / "a.json")
+    assert parse_json(start * 50 + "1" + end * 50)
+
+
+def test_the_arrays_of_a_file_are_not_larger_than_it(tmp_path: Path) -> None:
+    """A directory of a zip file may list the same bytes many times."""
+    content = io.BytesIO()
+    np.save(content, np.zeros(1000))
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("a.npy", content.getvalue())
+        archive.filelist += archive.filelist * 40
+    with pytest.raises(ValueError, match="larger than the file"):
+        read_npz(tmp_path / "a.npz")

@@ -1,23 +1,30 @@
-"""Write files and folders atomically, compute their checksums, and keep dataclasses as rows of a CSV file."""
+"""Write files and folders atomically, lock them, compute their checksums, and keep dataclasses as rows of a CSV file."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import errno
+import glob
 import hashlib
+import io
+import logging
 import os
 import re
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import IO, Any, TypeVar, get_type_hints
 
 from vitrail.errors import VitrailError
-from vitrail.text import to_bytes
+from vitrail.regular_files import open_regular, read_bytes
+from vitrail.text import to_bytes, to_csv
+
+log = logging.getLogger("vitrail.files")
 
 T = TypeVar("T")
 
@@ -33,9 +40,9 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             with _permissions(target.parent):
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666))
             yield temporary
-            _fsync(temporary)
+            fsync(temporary)
             temporary.replace(target)
-            _fsync(target.parent)
+            fsync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -45,6 +52,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Do the same for a folder. An existing folder of that name is replaced at the end."""
     target = Path(path)
     _make_folder(target.parent)
+    restore_folder(target)
     temporary = _new_name(target)
     try:
         with disk_errors(target):
@@ -54,27 +62,54 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             for file in sorted(temporary.rglob("*")):
                 if file.is_file():
                     file.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
-                    _fsync(file)
-            _fsync(temporary)
+                    fsync(file)
+            fsync(temporary)
             _replace_folder(temporary, target)
-            _fsync(target.parent)
+            fsync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _replace_folder(new: Path, target: Path) -> None:
     """Rename a folder to a name that may be in use. If that fails, the old folder is still there."""
-    if not target.exists():
+    if target.exists():
+        old = _new_name(target, ".old")
+        target.replace(old)
+        try:
+            new.replace(target)
+        except BaseException:
+            old.replace(target)
+            raise
+    else:
         new.replace(target)
+    for left in _old_folders(target):  # the one replaced now, and those of processes that were killed
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def restore_folder(target: Path, *, seconds: float = 2.0) -> None:
+    """If a process was killed while it replaced this folder, rename the old one back, unless it was renamed less than `seconds`
+    ago: then another process may be replacing it now."""
+    if os.path.lexists(target):
         return
-    old = _new_name(target, ".old")
-    target.replace(old)
     try:
-        new.replace(target)
-    except BaseException:
-        old.replace(target)
-        raise
-    shutil.rmtree(old)
+        renamed = {old: old.stat().st_ctime for old in _old_folders(target)}
+        if renamed and time.time() - max(renamed.values()) >= seconds:
+            max(renamed, key=lambda old: renamed[old]).replace(target)
+    except OSError:
+        return  # another process was faster, or the disk is read-only
+
+
+def restore_folders(parent: Path) -> None:
+    """Do the same for all folders in `parent`, into which only this process writes."""
+    for name in {match[1] for path in parent.glob(".*.old") if (match := _OLD.fullmatch(path.name))}:
+        restore_folder(parent / name, seconds=0)
+
+
+_OLD = re.compile(r"\.(.+)\.[0-9a-f]{8}\.old", re.DOTALL)
+
+
+def _old_folders(target: Path) -> list[Path]:
+    return list(target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.old"))
 
 
 def _new_name(target: Path, suffix: str = "") -> Path:
@@ -163,7 +198,7 @@ def _permissions(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flush a file or folder to disk, so that the rename after it cannot be written before its content."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder to fsync it
@@ -176,27 +211,52 @@ def _fsync(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:  # noqa: PTH123 - a descriptor
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def take_lock(file: Path) -> IO[str] | None:
+    """Open a file and lock it until it is closed or this process ends; return None if another process holds the lock.
+
+    Where there are no locks (Windows, some network file systems) the file is only opened.
+    """
+    while True:
+        handle = file.open("a+")
+        try:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            return handle
+        except BlockingIOError:
+            handle.close()
+            return None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): make sure that no other process writes there.", file, error.strerror)
+            return handle
+        try:
+            if os.path.samestat(os.fstat(handle.fileno()), file.stat()):
+                return handle
+        except FileNotFoundError:
+            pass
+        handle.close()  # its last owner deleted it between opening and locking
 
 
 def write_csv(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:
     """Write dataclasses of one kind as the rows of a CSV file, atomically. None becomes empty, a float has six digits."""
-    with atomic_file(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, [field.name for field in dataclasses.fields(kind)])
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _format(value) for name, value in dataclasses.asdict(row).items()})
+    header = [field.name for field in dataclasses.fields(kind)]
+    table = to_csv([header, *([_format(value) for value in dataclasses.asdict(row).values()] for row in rows)])
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(table)
 
 
 def read_csv(path: Path, kind: type[T], *, optional: Iterable[str] = ()) -> list[T] | None:
     """Read what `write_csv` wrote; None if the columns are not those of `kind`. Columns that were added later are `optional`."""
     hints = get_type_hints(kind)
-    with path.open(newline="", encoding="utf-8") as handle:
-        reader = csv.DictReader(handle)
-        if not hints.keys() - set(optional) <= set(reader.fieldnames or ()) <= hints.keys():
-            return None
-        return [kind(**{name: _parse(hints[name], text) for name, text in line.items()}) for line in reader]
+    reader = csv.DictReader(io.StringIO(read_bytes(path).decode("utf-8", "surrogateescape"), newline=""))
+    if not hints.keys() - set(optional) <= set(reader.fieldnames or ()) <= hints.keys():
+        return None
+    return [kind(**{name: _parse(hints[name], text) for name, text in line.items()}) for line in reader]
 
 
 def _format(value: Any) -> Any:

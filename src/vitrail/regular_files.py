@@ -7,11 +7,15 @@ can lead to either.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from typing import Any
 
 MAX_BYTES = 1 << 30
-"""Larger files are refused by default: no encoded image, table or description has this size."""
+"""Larger files are refused by default: no encoded image or description has this size."""
+MAX_JSON_DEPTH = 100
+"""JSON that is nested more deeply is refused: whatever walks through it, such as `copy.deepcopy`, would exceed Python's stack."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -66,3 +70,29 @@ def read_bytes(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
     if len(content) > limit:
         raise NotRegular(path, f"more than the limit of {limit:,} bytes")
     return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text; a `ValueError` says what is wrong with it."""
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    level, depth = [value], 0
+    while level := [part for one in level if isinstance(one, dict | list) for part in _parts(one)]:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError("it is nested too deeply")
+    return value
+
+
+def _parts(one: dict[str, Any] | list[Any]) -> list[Any]:
+    return [part for part in (one.values() if isinstance(one, dict) else one) if isinstance(part, dict | list)]
+
+
+def read_json_object(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> dict[str, Any]:
+    """Return the JSON object in a regular file; a `ValueError` says why it is not one, an `OSError` why it cannot be read."""
+    value = parse_json(read_bytes(path, limit))
+    if not isinstance(value, dict):
+        raise ValueError(f"it contains a {type(value).__name__}, but a JSON object was expected")
+    return value

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
 import vitrail
 from vitrail.cli import main
+from vitrail.commands.finetune import ImageCheck
 from vitrail.commands.training_display import LiveDisplay
+from vitrail.data import Split, open_source
+from vitrail.data.types import BadImage
+from vitrail.errors import VitrailError
 from vitrail.models import create_model
 from vitrail.train.callbacks import RunInfo
+from vitrail.train.parallel import World
 from vitrail.train.run import RunFolder
 
 SHORT = [
@@ -161,7 +167,7 @@ def test_help_gives_examples_and_settings(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_finetune_names_all_bad_images_and_empty_classes_before_the_first_step(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "photos" / name).mkdir(parents=True)
@@ -173,6 +179,11 @@ def test_finetune_names_all_bad_images_and_empty_classes_before_the_first_step(
     status, _, err = run(capsys, *words)
     assert status == 2 and "2 of 12 images cannot be read" in err and "3.png: a text file" in err and "4.png: an empty file" in err
     assert "--bad-images skip" in err and not (tmp_path / "run").exists()
+    with monkeypatch.context() as patch:
+        opened = list[str]()
+        patch.setattr("vitrail.train.prepare.open_source", lambda ref, **more: opened.append(ref) or open_source(ref, **more))
+        run(capsys, *words)
+        assert len(opened) == 1, "the images are listed once for the check and for training"
     for more in (["--check-images", "none"], ["--bad-images", "skip"]):  # the checkpoint, which does not exist, comes next
         assert "none.npz" in run(capsys, *words, *more)[2]
     assert "it can be auto, all or none" in run(capsys, *words, "--check-images", "some")[2]
@@ -279,3 +290,28 @@ def test_the_flags_that_messages_advise_are_accepted(tmp_path, capsys):
     assert not ended.value.code
     saved = RunFolder(tmp_path / "run").saved_recipe()
     assert saved is not None and saved.data.bad_images == "skip" and saved.data.workers == 0
+
+
+def test_the_time_to_check_images_is_divided_between_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a large dataset the training images took all of it, and no validation image was looked at."""
+    calls: list[tuple[str, float, tuple[int, int]]] = []
+
+    def look(split: Split, *, seconds: float, share: tuple[int, int], **_: object) -> tuple[list[BadImage], int]:
+        calls.append((split.name, seconds, share))
+        return [BadImage(f"{split.name} {share}", "bad")] if share[0] else [], 1
+
+    monkeypatch.setattr("vitrail.commands.finetune.find_bad", look)
+    source = open_source("digits")
+    splits = [source.split("train"), source.split("val")]
+    assert len(splits[0]) > len(splits[1])
+    check = ImageCheck(60.0)
+    check(source, splits, world=World(torch.device("cpu")))
+    assert [name for name, _, _ in calls] == ["val", "train"]
+    assert 29 < calls[0][1] <= 30 and 58 < calls[1][1] <= 60
+    check(source, splits, world=World(torch.device("cpu")))
+    assert len(calls) == 2, "the runs of a sweep are checked once"
+    world = World(torch.device("cpu"), rank=1, ranks=2, local_ranks=2)
+    monkeypatch.setattr(World, "gather", lambda self, value: [value])
+    with pytest.raises(VitrailError, match=r"2 of 2 images looked at, of 1,797 cannot be read"):
+        ImageCheck(60.0)(source, splits, world=world)
+    assert calls[2][2] == (1, 2)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from vitrail.data.duplicates import MAX_BITS, exact_pairs, fingerprints, near_pa
 from vitrail.data.find_bad import find_bad
 from vitrail.data.pack import choose_settings
 from vitrail.data.sources.arrays import ArraySplit
-from vitrail.data.types import Source
+from vitrail.data.types import BadImage, Source
 
 
 def kinds(report: Report) -> list[str]:
@@ -263,3 +265,12 @@ def test_bad_images_are_found_within_a_time(good: Path) -> None:
     assert looked_at == len(split) == sum(done) == 12
     assert [one.name for one in bad] == ["train/a/cut.jpg", "train/b/text.png"] and "truncated" in bad[0].reason
     assert find_bad(split, workers=1, seconds=0) == ([], 0)
+
+
+def test_kinds_are_told_apart_by_a_field_and_not_by_words(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"a": 2, "b": 2})
+    source = open_source(f"folder:{tmp_path}?val=0")
+    skipped = (BadImage("x", "a folder, not a regular file", kind="missing"), BadImage("y", "whatever", kind="special-file"))
+    report = check(dataclasses.replace(source, skipped=tuple(pickle.loads(pickle.dumps(skipped)))))
+    assert items(report, "missing") == ("x: a folder, not a regular file",)
+    assert items(report, "special-file") == ("y: whatever",)

@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from tests.data.image_files import folder_of
 from vitrail.data import open_source
+from vitrail.data import pack as pack_module
 from vitrail.data.check import check
 from vitrail.data.decode import decode
 from vitrail.data.pack import choose_settings, locked, pack
@@ -132,11 +135,29 @@ def test_an_index_with_other_targets_or_ends(packed: Path) -> None:
 
 def test_two_processes_do_not_pack_into_one_folder(tmp_path: Path) -> None:
     source = open_source(str(folder_of(tmp_path / "photos", {"train/a": 2, "train/b": 2})))
-    with locked(tmp_path / "p.partial"), pytest.raises(VitrailError, match="Another process is packing"):
+    with locked(tmp_path / "p"), pytest.raises(VitrailError, match="Another process is packing"):
         pack(source, tmp_path / "p", choose_settings(source))
     pack(source, tmp_path / "p", choose_settings(source))
     assert read_description(tmp_path / "p")
-    assert not (tmp_path / "p/.lock").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "photos"]
+
+
+def test_a_second_process_finds_what_the_first_has_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looked for the folder before it held the lock, and then could not rename its own."""
+    source = open_source(str(folder_of(tmp_path / "photos", {"train/a": 2, "train/b": 2})))
+    settings = choose_settings(source)
+
+    @contextmanager
+    def late(place: Path) -> Iterator[None]:
+        monkeypatch.setattr(pack_module, "locked", locked)
+        first = pack(source, tmp_path / "p", settings)
+        assert first["splits"]["train"]["count"] == 4
+        with locked(place):
+            yield
+
+    monkeypatch.setattr(pack_module, "locked", late)
+    assert pack(source, tmp_path / "p", settings) == read_description(tmp_path / "p")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "photos"]
 
 
 def tar_of(path: Path, special: bool = False) -> bytes:

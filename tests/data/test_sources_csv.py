@@ -9,6 +9,7 @@ from tests.data.image_files import folder_of
 from vitrail.data import open_source
 from vitrail.data.types import Source
 from vitrail.errors import VitrailError
+from vitrail.regular_files import MAX_BYTES, read_bytes
 
 
 def table(tmp_path: Path, text: str | bytes, images: int = 6) -> Path:
@@ -156,3 +157,17 @@ def test_paths_may_have_another_root(tmp_path: Path) -> None:
     source = opened(tmp_path, text, f"?root={tmp_path}/images&val=0")
     assert [len(source.splits["train"].payload(k)) > 0 for k in range(2)] == [True, True]
     assert np.array_equal(source.splits["train"].targets, [0, 1])
+
+
+def test_a_table_may_be_larger_than_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def read(path: Path, limit: int = MAX_BYTES) -> bytes:
+        limits.append(limit)
+        return read_bytes(path, limit)
+
+    monkeypatch.setattr("vitrail.data.sources.csv.read_bytes", read)
+    folder_of(tmp_path, {"x": 2})
+    (tmp_path / "t.csv").write_text("path,label\nx/0.png,a\nx/1.png,b\n")
+    open_source(f"csv:{tmp_path}/t.csv?val=0")
+    assert limits == [16 * MAX_BYTES]

@@ -255,6 +255,25 @@ def test_the_published_file_refuses_words_in_another_order(classes: tuple[str, .
             read_real(tmp_path / "real.json", split, classes)
 
 
+@pytest.mark.parametrize("entry", [5, "01", [[1]], {"0": 1}, None, [None], [1.0]])
+@pytest.mark.parametrize("published", [False, True])
+def test_labels_that_are_not_lists_are_refused(entry: Any, published: bool, tmp_path: Path) -> None:
+    """ "01" was read as the classes "0" and "1"."""
+    name = "ILSVRC2012_val_00000001.JPEG"
+    split = FileSplit("val", "classify", tmp_path, [name], np.zeros(1, np.int64), ("0", "1"))
+    (tmp_path / "real.json").write_text(json.dumps([entry] if published else {name: entry}))
+    with pytest.raises(VitrailError, match=r"expected a (list of class names|class name)|no entry"):
+        read_real(tmp_path / "real.json", split, ("0", "1"))
+
+
+@pytest.mark.parametrize("text", ["[" * 10_000 + "]" * 10_000, "[[", "5"])
+def test_labels_that_are_not_json_lists_are_refused(text: str, tmp_path: Path) -> None:
+    split = FileSplit("val", "classify", tmp_path, ["a.png"], np.zeros(1, np.int64), ("0", "1"))
+    (tmp_path / "real.json").write_text(text)
+    with pytest.raises(VitrailError, match=r"real\.json"):
+        read_real(tmp_path / "real.json", split, ("0", "1"))
+
+
 def test_the_report_page_is_self_contained(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     split = open_source(f"folder:{photos}").split("val")
     results = [evaluate(bundle, split), evaluate(bundle, split, size=48)]

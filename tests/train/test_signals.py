@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from tests.train.small import Recorder, small
 from vitrail import cli
 from vitrail.commands import train as command
 from vitrail.commands.output import TolerantOutput
-from vitrail.data.worker_signals import STOP_SIGNALS, caught_signals, raise_worker_error
+from vitrail.data.worker_signals import STOP_SIGNALS, blocked, caught_signals, raise_worker_error
 from vitrail.errors import StoppedBySignal, VitrailError
+from vitrail.train import loop
 from vitrail.train.loop import train
 from vitrail.train.parallel import World
 from vitrail.train.result import Result
-from vitrail.train.snapshots import damage
+from vitrail.train.snapshots import Snapshots, damage
 from vitrail.train.stopping import Stop
 
 
@@ -74,6 +76,61 @@ def test_too_little_shared_memory_is_named() -> None:
     with pytest.raises(VitrailError, match="--shm-size"):
         raise_worker_error(error)
     raise_worker_error(RuntimeError("something else"))
+
+
+def test_workers_block_signals_only_where_their_parent_can_still_end_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no `sigwaitinfo`: nothing would end a worker that hangs."""
+    monkeypatch.delattr(signal, "sigwaitinfo", raising=False)
+    with blocked([signal.SIGTERM]):
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.fixture
+def uncaught() -> Iterator[list[int]]:
+    """The signals that a run did not catch, which would have ended this process."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_while_the_last_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncaught: list[int]
+) -> None:
+    real = Snapshots._write
+
+    def slow(self: Snapshots, step: int, *rest: Any) -> None:
+        if step == 6:
+            time.sleep(0.5)  # the run waits for it
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        real(self, step, *rest)
+
+    monkeypatch.setattr(Snapshots, "_write", slow)
+    recorder = Recorder()
+    result = train(small(), tmp_path / "run", callbacks=[recorder])
+    assert not uncaught and result.ended_by == signal.SIGTERM and result.steps == 6
+    assert damage(tmp_path / "run" / "checkpoints" / "step-00000006") == ""
+    assert not (tmp_path / "run" / "model").exists()
+    assert "before model/ was written; run the same command again to write it" in recorder.notes[-1]
+    monkeypatch.undo()
+    assert train(small(), tmp_path / "run").ended_by is None
+    assert (tmp_path / "run" / "model").exists()
+
+
+def test_a_signal_while_the_model_is_written_lets_the_run_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncaught: list[int]
+) -> None:
+    real = loop.write_models
+
+    def signalled(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "write_models", signalled)
+    result = train(small(), tmp_path / "run")
+    assert not uncaught and result.ended_by is None
+    assert train(small(), tmp_path / "run").before
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
 import pickle
 import shutil
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +246,70 @@ def test_warnings_are_the_packages(caplog: pytest.LogCaptureFixture, tmp_path: P
     with pytest.raises(VitrailError):
         saved(tmp_path).load(tensors(0.0))
     assert {record.name for record in caplog.records} == {"vitrail.train"}
+
+
+@contextlib.contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Fail instead of waiting for ever."""
+
+    def stop(number: int, frame: object) -> None:
+        pytest.fail("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+unix = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs Unix")
+
+
+@unix
+@pytest.mark.parametrize("name", ["/dev/zero", "../outside", "", "..", "a/b"])
+def test_a_checkpoint_names_only_files_in_its_folder(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, _2=1.0)
+    folder = tmp_path / "step-00000002"
+    (tmp_path / "outside").write_text("text")
+    state = json.loads((folder / "state.json").read_text())
+    reseal(folder, files={**state["files"], name: sha256(tmp_path / "outside")})
+    with within(10):
+        assert damage(folder)
+
+
+@unix
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
+def test_a_checkpoint_with_a_fifo_is_corrupted(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = saved(tmp_path, _2=1.0)
+    file = tmp_path / "step-00000002" / name
+    file.unlink()
+    os.mkfifo(file)
+    with within(10):
+        assert made.load(tensors(0.0)) is None and made.found_corrupted
+    assert "a FIFO, not a regular file" in caplog.text
+
+
+def test_a_replaced_checkpoint_survives_a_kill(tmp_path: Path) -> None:
+    saved(tmp_path, _2=1.0, _4=2.0)
+    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.0123abcd.old")
+    (tmp_path / ".step-00000004.4567abcd").mkdir()
+    made = Snapshots(tmp_path, World(torch.device("cpu")))
+    found = tensors(0.0)
+    state = made.load(found)
+    assert state is not None and state["step"] == 4 and bool((found["model.a"] == 2).all())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_importing_the_module_changes_no_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hooks: list[Any] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **some: hooks.append(some), raising=False)
+    spec = importlib.util.spec_from_file_location("second_copy", module.__file__)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert not hooks
+    for _ in range(2):
+        copy.Snapshots(tmp_path, World(torch.device("cpu")))
+    assert len(hooks) == 1

@@ -27,6 +27,7 @@ from vitrail.checkpoints.pretrained import pretrained_models
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import APPLY_EXIF, Preprocess, preset
 from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.files import restore_folder
 from vitrail.models import ModelConfig
 from vitrail.regular_files import special_kind
 
@@ -118,6 +119,7 @@ def locate(ref: str | os.PathLike[str]) -> Found:
         return _folder(name, hub.download(name.removeprefix("hf:")))
     path = Path(name).expanduser()
     with wrap_errors(name):
+        restore_folder(path)
         if path.is_dir():
             return _folder(name, path)
         if path.is_file():
@@ -143,6 +145,8 @@ def _folder(name: str, path: Path) -> Found:
             return Found(name, path, "vitrail", config)
         if "model_type" in config or "architecture" in config:
             return Found(name, path, "folder", config)
+    if (path / "checkpoints").is_dir():
+        restore_folder(path / "model")
     if (path / "model" / "config.json").is_file():  # a run folder
         return _folder(name, path / "model")
     inside = ", ".join(sorted(item.name for item in path.iterdir())[:8]) or "nothing"

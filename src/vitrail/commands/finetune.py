@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.commands.options import progress_bar
 from vitrail.commands.terminal import Console
-from vitrail.commands.train import Options, main_rank, parsed, run
+from vitrail.commands.train import parsed, run
 from vitrail.data.data_wait import max_workers
 from vitrail.data.find_bad import find_bad
-from vitrail.data.types import BadImage
+from vitrail.data.types import BadImage, Source, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.recipes import recipe_named
 from vitrail.recipes.any_folder import any_folder
 from vitrail.train.config import Recipe
+from vitrail.train.parallel import World
 
 _FLAGS = ("--from", "--data", "--recipe", "--check-images")
 _SECONDS = 60.0
@@ -46,47 +48,54 @@ def finetune(words: list[str]) -> int:
         raise VitrailError(f"--check-images is {how!r}; it can be auto, all or none.{did_you_mean(how, ('auto', 'all', 'none'))}")
     recipe = _recipe(given)
     chosen, options = parsed(recipe, rest, command="finetune", description=finetune.__doc__)
-    if how != "none" and not options.explain and main_rank():
-        _check_images(chosen, options, None if how == "all" else _SECONDS)
-    return run(recipe, chosen, options)
+    checks = how != "none" and chosen.data.bad_images != "skip"
+    check = ImageCheck(None if how == "all" else _SECONDS, quiet=options.json) if checks else None
+    return run(recipe, chosen, options, check_images=check)
 
 
 finetune.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
 
 
-def _check_images(recipe: Recipe, options: Options, seconds: float | None) -> None:
-    """Name all bad images before the first step. Not when a run is resumed, or when bad images are skipped anyway."""
-    out = options.out or Path("runs") / recipe.name
-    if recipe.data.bad_images == "skip" or (out / "config.json").exists():
-        return
-    from vitrail.train.prepare import check_no_empty_class, chosen_splits, opened_source
+class ImageCheck:
+    """Names all bad images before the first step, once for all runs of a sweep. Each rank looks at its share."""
 
-    source = opened_source(recipe)
-    if source.kind == "packed":  # decoded and checked when it was packed
-        return
-    check_no_empty_class(source, recipe.data.train)
-    console, bad, looked_at = Console(stderr=True), list[BadImage](), 0
-    splits = [split for split in chosen_splits(recipe, source) if split is not None]
-    total = sum(map(len, splits))
-    start = time.monotonic()
-    with progress_bar(console, "checking images", total) as advance:
-        for split in splits:
-            left = None if seconds is None else seconds - (time.monotonic() - start)
-            found, done = find_bad(split, workers=max_workers(), seconds=left, progress=advance)
-            bad, looked_at = bad + found, looked_at + done
-    if bad:
-        listed = "\n".join(f"  {one.name}: {one.reason}" for one in bad)
-        of = f"{counted(looked_at, 'image')}{'' if looked_at == total else f' looked at, of {total:,}'}"
-        raise VitrailError(
-            f"{len(bad):,} of {of} cannot be read:\n{listed}\nRepair or remove them, or skip them with --bad-images skip."
-        )
-    if looked_at < total and not options.json:
-        console.print(
-            f"checked {looked_at:,} of {total:,} images in {seconds:.0f} s, all good; --check-images all checks the rest, none "
-            "checks none",
-            highlight=False,
-            soft_wrap=True,
-        )
+    def __init__(self, seconds: float | None, *, quiet: bool = False) -> None:
+        self.seconds, self.quiet, self.done = seconds, quiet, False
+
+    def __call__(self, source: Source, splits: Sequence[Split], *, world: World) -> None:
+        if self.done or source.kind == "packed":  # decoded and checked when it was packed
+            return
+        self.done = True
+        found = world.gather(self._find(splits, world))
+        bad = sorted((one for some, _ in found for one in some), key=lambda one: one.name)
+        looked_at, total = sum(done for _, done in found), sum(map(len, splits))
+        if bad:
+            listed = "\n".join(f"  {one.name}: {one.reason}" for one in bad)
+            of = f"{counted(looked_at, 'image')}{'' if looked_at == total else f' looked at, of {total:,}'}"
+            raise VitrailError(
+                f"{len(bad):,} of {of} cannot be read:\n{listed}\nRepair or remove them, or skip them with --bad-images skip."
+            )
+        if looked_at < total and world.main and not self.quiet:
+            Console(stderr=True).print(
+                f"checked {looked_at:,} of {total:,} images in {self.seconds:.0f} s, all good; --check-images all checks the rest, "
+                "none checks none",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def _find(self, splits: Sequence[Split], world: World) -> tuple[list[BadImage], int]:
+        """Return (bad images, images looked at) of this rank. The smallest split is first; the time is divided equally, and what
+        one does not need is left to the next."""
+        bad, looked_at, start = list[BadImage](), 0, time.monotonic()
+        workers = max(1, max_workers() // world.local_ranks)
+        total = sum(len(range(world.rank, len(split), world.ranks)) for split in splits)
+        with progress_bar(Console(stderr=True, quiet=not world.main), "checking images", total) as advance:
+            for k, split in enumerate(sorted(splits, key=len)):
+                left = None if self.seconds is None else (self.seconds - (time.monotonic() - start)) / (len(splits) - k)
+                share = (world.rank, world.ranks)
+                found, done = find_bad(split, workers=workers, seconds=left, share=share, progress=advance)
+                bad, looked_at = bad + found, looked_at + done
+        return bad, looked_at
 
 
 def _recipe(given: dict[str, str]) -> Recipe:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from vitrail.recipes import RECIPES, recipe_named, summary
 from vitrail.text import to_json
 from vitrail.train.callbacks import Callback, TensorBoard, WeightsAndBiases
 from vitrail.train.config import Recipe, flatten
-from vitrail.train.loop import MakeEvaluator
+from vitrail.train.loop import CheckImages, MakeEvaluator
 from vitrail.train.loop import train as run_training
 from vitrail.train.optimizers import explain as explain_update
 from vitrail.train.parallel import World
@@ -107,14 +108,14 @@ def parsed(recipe: Recipe, words: list[str], *, command: str, description: str |
     return parse(collect, command, words, description)
 
 
-def run(recipe: Recipe, chosen: Recipe, options: Options) -> int:
+def run(recipe: Recipe, chosen: Recipe, options: Options, *, check_images: CheckImages | None = None) -> int:
     """Train `chosen`, which may differ from its `recipe`, and show it."""
     console = Console(file=TolerantOutput(sys.stderr if options.json else sys.stdout), quiet=options.json)
     with warnings_on(console):
-        return _run(recipe, chosen, options, console)
+        return _run(recipe, chosen, options, console, check_images)
 
 
-def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console) -> int:
+def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console, check_images: CheckImages | None) -> int:
     out = options.out or Path("runs") / chosen.name
     if options.explain:
         explain(chosen, console)
@@ -127,9 +128,17 @@ def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console) -> 
     if options.sweep:
         from vitrail.train.sweep import sweep
 
-        chosen = sweep(chosen, out, say=lambda text: console.print(text, soft_wrap=True, highlight=False))
+        show = partial(console.print, soft_wrap=True, highlight=False)
+        chosen = sweep(chosen, out, say=show, check_images=check_images)
     evaluators = [_few_shot(options.few_shot)] if options.few_shot else []
-    result = run_training(chosen, out, callbacks=callbacks, evaluators=evaluators, allow_change=options.allow_change)
+    result = run_training(
+        chosen,
+        out,
+        callbacks=callbacks,
+        evaluators=evaluators,
+        allow_change=options.allow_change,
+        check_images=check_images,
+    )
     if options.json and main_rank():
         say(to_json(as_json(result)))
     elif main_rank():

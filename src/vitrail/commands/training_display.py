@@ -198,8 +198,9 @@ def print_result(result: Result, console: Console) -> None:
     summary = f" {state}: {counted(result.steps, 'step')}{early}"
     console.print(Text.assemble("\n", (str(result.out), "bold"), summary), highlight=False, soft_wrap=True)
     if result.metrics:
-        metrics, images = validation_text(result.metrics), result.metrics["images"]
-        console.print(Text.assemble((metrics, "bold green"), f" on {images:.0f} images"), highlight=False, soft_wrap=True)
+        metrics, images = validation_text(result.metrics), result.metrics.get("images")
+        on = f" on {images:.0f} images" if images is not None else ""  # absent after a bit of the file changed
+        console.print(Text.assemble((metrics, "bold green"), on), highlight=False, soft_wrap=True)
     if result.model is not None:
         console.print(f"{result.out / 'model'}: {result.model.describe()}", highlight=False, soft_wrap=True)
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)

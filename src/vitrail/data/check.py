@@ -180,14 +180,14 @@ def _scan_image(split: Split, index: int) -> tuple[ImageHeader, bytes, Array] | 
 
 
 def _bad_files(source: Source, scans: Iterable[_SplitScan]) -> Iterable[Problem]:
-    special = tuple(bad for bad in source.skipped if bad.reason.endswith("not a regular file"))
-    missing = tuple(bad for bad in source.skipped if bad not in special)
-    for kind, bad_images, message in (
-        ("missing", missing, f"{counted(len(missing), 'listed image')} not found."),
-        ("special-file", special, f"{counted(len(special), 'image')} skipped: not a regular file."),
+    for kind, noun, state in (
+        ("missing", "listed image", "not found."),
+        ("special-file", "image", "skipped: not a regular file."),
+        ("unreadable", "image", "skipped: cannot be used."),
     ):
-        if bad_images:
-            yield Problem(kind=kind, message=message, items=tuple(f"{bad.name}: {bad.reason}" for bad in bad_images))
+        items = tuple(f"{bad.name}: {bad.reason}" for bad in source.skipped if bad.kind == kind)
+        if items:
+            yield Problem(kind=kind, message=f"{counted(len(items), noun)} {state}", items=items)
     for scan in scans:
         if scan.bad:
             yield Problem(

@@ -15,11 +15,19 @@ _BLOCK = 256
 
 
 def find_bad(
-    split: Split, *, workers: int, seconds: float | None = None, progress: Callable[[int], None] = lambda count: None
+    split: Split,
+    *,
+    workers: int,
+    seconds: float | None = None,
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[int], None] = lambda count: None,
 ) -> tuple[list[BadImage], int]:
-    """Return (images that cannot be read, number of images looked at), in a random order until the time is over."""
+    """Return (images that cannot be read, number of images looked at), in a random order until the time is over.
+
+    `share` is (k, n): look at the k-th of n parts only.
+    """
     end = None if seconds is None else time.monotonic() + seconds
-    order, bad, done = np.random.default_rng(0).permutation(len(split)), list[BadImage](), 0
+    order, bad, done = np.random.default_rng(0).permutation(len(split))[share[0] :: share[1]], list[BadImage](), 0
     with ThreadPoolExecutor(workers) as pool:
         while done < len(order) and (end is None or time.monotonic() < end):
             block = order[done : done + _BLOCK].tolist()

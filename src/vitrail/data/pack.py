@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -25,8 +25,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.packed_files import FORMAT, VERSION, checksum_errors, read_description
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Source, Split
 from vitrail.errors import VitrailError
-from vitrail.files import atomic_file, disk_errors, write_text
-from vitrail.regular_files import read_bytes
+from vitrail.files import atomic_file, disk_errors, disk_reason, fsync, take_lock, write_text
+from vitrail.regular_files import parse_json, read_bytes, read_json_object
 
 Store = Literal["arrays", "encoded"]
 Fit = Literal["crop", "stretch"]
@@ -116,27 +116,31 @@ def pack(
     if destination.exists():
         return _verify_existing(destination, resume_key, progress)
     partial = destination.with_name(f"{destination.name}.partial")
-    with disk_errors(partial), locked(partial):
+    with disk_errors(partial), locked(destination):
+        if destination.exists():  # another process has finished it meanwhile
+            return _verify_existing(destination, resume_key, progress)
         return _pack(source, partial, destination, settings, resume_key, bad_images, workers, progress)
 
 
 @contextmanager
-def locked(partial: Path) -> Iterator[None]:
-    """Let only one process write into the folder. The system unlocks it when that process ends."""
+def locked(destination: Path) -> Iterator[None]:
+    """Let only one process pack into a folder. The system unlocks it when that process ends."""
+    file = destination.with_name(f".{destination.name}.lock")  # not in the folder, which is renamed
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(file)
     except OSError as error:
-        raise VitrailError(f"Cannot write into {partial}: {error.strerror}. Choose another folder.") from error
-    with (partial / ".lock").open("a+") as lock:
+        if disk_reason(error):
+            raise
+        raise VitrailError(f"Cannot write into {file.parent}: {error.strerror}. Choose another folder.") from error
+    if lock is None:
+        raise VitrailError(f"Another process is packing into {destination}. Wait for it, or choose another name.")
+    with lock:
         try:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows has no such lock; there the folder is trusted
-            pass
-        except OSError as error:
-            raise VitrailError(f"Another process is packing into {partial}. Wait for it, or choose another name.") from error
-        yield
+            yield
+        finally:
+            with suppress(OSError):  # Windows deletes no open file
+                file.unlink(missing_ok=True)
 
 
 def _pack(
@@ -149,6 +153,7 @@ def _pack(
     workers: int,
     progress: Progress,
 ) -> dict[str, Any]:
+    partial.mkdir(exist_ok=True)
     _check_partial(partial, resume_key)
     parts = {}
     with ThreadPoolExecutor(workers) as pool:
@@ -160,9 +165,10 @@ def _pack(
     for error in checksum_errors(partial, description):
         raise VitrailError(f"{error} The disk did not return what was written. Delete {partial} and use another disk.")
     write_text(partial / "packed.json", json.dumps(description, indent=1))
-    for leftover in (".lock", "plan.json", *(f"{name}.journal" for name in parts)):
+    for leftover in (".lock", "plan.json", *(f"{name}.journal" for name in parts)):  # an older version kept its lock there
         (partial / leftover).unlink(missing_ok=True)
     partial.rename(destination)
+    fsync(destination.parent)
     return description
 
 
@@ -196,7 +202,7 @@ def _verify_existing(destination: Path, resume_key: dict[str, Any], progress: Pr
 def _check_partial(partial: Path, resume_key: dict[str, Any]) -> None:
     file = partial / "plan.json"
     try:
-        started = json.loads(read_bytes(file)) if file.exists() else resume_key
+        started = read_json_object(file) if file.exists() else resume_key
     except (OSError, ValueError):
         started = None
     if started != resume_key:
@@ -241,9 +247,9 @@ def _valid_entries(images: Path, journal: Path) -> list[dict[str, Any]]:
         return entries
     size = images.stat().st_size
     with images.open("rb") as data:
-        for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in read_bytes(journal, 1 << 34).splitlines():
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
                 complete = data.tell() <= entry["end"] <= size and len(entry["sha256"]) == 64
             except (ValueError, TypeError, KeyError):
                 break  # the run ended while writing this line

@@ -7,7 +7,6 @@ micro-batches.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 from vitrail.data.augment.rng import Purpose, generator
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.regular_files import read_json_object
 
 Sampling = Literal["shuffle", "balanced", "in-order"]
 
@@ -170,7 +170,7 @@ def class_weights(split: Split, weights: str | Path | dict[str, float] | None, *
 
 def _weights_file(path: Path) -> dict[str, float]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json_object(path)
         return {str(name): float(value) for name, value in values.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise VitrailError(

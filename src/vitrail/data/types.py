@@ -26,12 +26,18 @@ Payload = bytes | Array
 class BadImage(VitrailError):
     """An image that cannot be used, with its name and the reason, so that a loader can skip and list it."""
 
-    def __init__(self, name: str, reason: str, advice: str = "Replace or remove it, or pass --bad-images skip.") -> None:
+    def __init__(
+        self,
+        name: str,
+        reason: str,
+        advice: str = "Replace or remove it, or pass --bad-images skip.",
+        kind: Literal["unreadable", "missing", "special-file"] = "unreadable",
+    ) -> None:
         super().__init__(f"{name}: {reason}. {advice}")
-        self.name, self.reason, self.advice = name, reason, advice
+        self.name, self.reason, self.advice, self.kind = name, reason, advice, kind
 
-    def __reduce__(self) -> tuple[type[BadImage], tuple[str, str, str]]:
-        return type(self), (self.name, self.reason, self.advice)  # pickled when a worker returns it
+    def __reduce__(self) -> tuple[type[BadImage], tuple[str, ...]]:
+        return type(self), (self.name, self.reason, self.advice, self.kind)  # pickled when a worker returns it
 
 
 class Split(ABC):

@@ -22,8 +22,11 @@ def caught_signals() -> tuple[int, ...]:
 
 @contextmanager
 def blocked(numbers: Sequence[int]) -> Iterator[None]:
-    """Block signals in this thread while the block runs. Processes and threads that it starts have them blocked for ever."""
-    if not numbers or not hasattr(signal, "pthread_sigmask"):
+    """Block signals in this thread while the block runs. Processes and threads that it starts have them blocked for ever.
+
+    Only where `end_by_parent` can tell who sent a signal: on macOS it could not, and then nothing would end a worker that hangs.
+    """
+    if not numbers or not hasattr(signal, "sigwaitinfo"):
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

@@ -23,7 +23,7 @@ from vitrail.evaluate.predictor import find_images
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.npy import read_npz
-from vitrail.regular_files import read_bytes
+from vitrail.regular_files import parse_json, read_bytes
 from vitrail.text import printable, to_bytes
 
 Array = npt.NDArray[Any]
@@ -148,7 +148,7 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
         if file.suffix == ".parquet":
             return _read_parquet(file)
         content = read_npz(file, _MAX_FILE)
-        about = json.loads(str(content["about"]))
+        about = parse_json(str(content["about"]))
         features, names = content["features"], content["names"]
         if names.ndim != 1 or names.dtype.kind != "U" or features.ndim < 1 or len(features) != len(names):
             raise ValueError("its features and names do not agree")
@@ -199,7 +199,7 @@ def _read_parquet(file: Path) -> Embeddings:
     if not file.is_file():
         raise FileNotFoundError(2, "no such file", str(file))
     table = arrow.parquet.read_table(file)
-    about = json.loads((table.schema.metadata or {})[b"vitrail"])
+    about = parse_json((table.schema.metadata or {})[b"vitrail"])
     shape = about.pop("shape")
     flat = table["features"].combine_chunks()
     values = flat.flatten().to_numpy(zero_copy_only=False).astype(np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
+from vitrail.regular_files import parse_json, read_bytes
 
 _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 _WORDNET = re.compile(r"n\d{8}")
@@ -28,7 +28,7 @@ def read_real(path: str | Path, split: Split, classes: Sequence[str]) -> list[fr
     """
     file = Path(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(file))
     except OSError as error:
         raise VitrailError(f"Cannot read the labels {file}: {error.strerror}. Check the path.") from error
     except ValueError as error:
@@ -57,7 +57,8 @@ def _published(file: Path, content: list[Any], split: Split, classes: Sequence[s
                 f"{file} lists {counted(len(content), 'image')} of ImageNet's validation set by number, but the name {name!r} has "
                 "no ILSVRC2012_val_ with such a number. Use that set, or a JSON object that maps image names to labels."
             )
-        labels.append(frozenset(int(outputs[_check_index(file, name, one, len(outputs))]) for one in content[int(match[1]) - 1]))
+        numbers = _labels(file, name, content[int(match[1]) - 1])
+        labels.append(frozenset(int(outputs[_check_index(file, name, one, len(outputs))]) for one in numbers))
     return labels
 
 
@@ -85,8 +86,20 @@ def _by_name(file: Path, content: dict[str, Any], split: Split, classes: Sequenc
         entry = content.get(name, content.get(Path(name).name))
         if entry is None:
             raise VitrailError(f"{file} has no entry for {name!r} or its file name; use [] for an image without labels.")
-        labels.append(frozenset(output[one] if one in output else _check_index(file, name, one, len(classes)) for one in entry))
+        found = (
+            output[one] if one in output else _check_index(file, name, one, len(classes)) for one in _labels(file, name, entry)
+        )
+        labels.append(frozenset(found))
     return labels
+
+
+def _labels(file: Path, name: str, entry: Any) -> list[int | str]:
+    if isinstance(entry, list) and all(isinstance(one, int | str) for one in entry):
+        return entry
+    raise VitrailError(
+        f"{file} has {str(entry)[:40]!r} for {name!r}; expected a list of class names or integers, such as [3, 7], or [] for an "
+        "image without labels."
+    )
 
 
 def _check_index(file: Path, name: str, label: Any, classes: int) -> int:

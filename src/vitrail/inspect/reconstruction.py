@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from vitrail.inspect.style import WIDTH, bare, fitted, styled, tight
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.features import evaluating
 from vitrail.models.masked import MaskedPatches, Pretraining, at
+from vitrail.regular_files import read_json_object
 from vitrail.tasks.masked import Masked, MaskedMeter, MaskedPrediction
 from vitrail.tasks.patch_targets import Colours, PatchTarget
 from vitrail.train.pretext import load_parts
@@ -100,7 +100,7 @@ def run_folder(reference: str) -> Path:
 def own_source(reference: str) -> str | None:
     """Return the data source that a run was trained on."""
     try:
-        recipe: dict[str, Any] = json.loads((run_folder(reference) / "config.json").read_text(encoding="utf-8"))["recipe"]
+        recipe: dict[str, Any] = read_json_object(run_folder(reference) / "config.json")["recipe"]
         return str(recipe["data"]["source"]) or None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -29,9 +29,8 @@ class LoraLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.lora_a = nn.Parameter(torch.empty(rank, linear.in_features, **like))  # type: ignore[arg-type]
-        self.lora_b = nn.Parameter(torch.empty(linear.out_features, rank, **like))  # type: ignore[arg-type]
+        self.lora_a = nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
+        self.lora_b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
         self.scale = alpha / rank
 
     def reset(self, generator: torch.Generator | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from vitrail.data import open_source
 from vitrail.errors import VitrailError, counted
 from vitrail.files import write_text
+from vitrail.regular_files import read_json_object
 from vitrail.study.definition import Point, Study, changed
 from vitrail.study.ladders import Ladder, ladder_for
 from vitrail.study.rows import LEFT_OUT, Row
@@ -167,7 +168,7 @@ def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | Non
     if not file.exists():
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json_object(file)
         before, now = content["settings"], json.loads(json.dumps(settings.identity()))
         fields = {name: content[name] for name in ("images", "target_images", "scale", "estimate")}
         plan = Plan(study=study, settings=settings, ladder=Ladder(**content["ladder"]), kept=tuple(content["kept"]), **fields)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.errors import VitrailError
-from vitrail.files import read_csv, write_csv
+from vitrail.files import read_csv, take_lock, write_csv
 
 DONE, FAILED, LEFT_OUT = "done", "failed", "left out"
 
@@ -139,14 +139,9 @@ def lock(file: Path) -> Iterator[None]:
 def try_lock(file: Path) -> Iterator[bool]:
     """Hold a lock file if no other process does, and tell whether it is held. The system frees the lock of a process that ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as handle:
-        try:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # Windows has no such lock; there only one process should run a study
-        except OSError:
-            yield False
-            return
+    lock = take_lock(file)
+    if lock is None:
+        yield False
+        return
+    with lock:
         yield True

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vitrail.tasks.base import metric_text
 from vitrail.train.best_checkpoint import RAW
 from vitrail.train.export import export_model
+from vitrail.train.saved_model import SavedModel
 
 if TYPE_CHECKING:
     from vitrail.train.loop import Loop
     from vitrail.train.validate import Validation
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """Which weights of a run a checkpoint folder holds."""
-
-    checkpoint: str
-    """best or last"""
-    step: int
-    steps_taken: int
-    """By the run, in all."""
-    weights: str
-    """averaged or raw"""
-    metric: str | None = None
-    """Of the best: the metric by which it was chosen, and its value."""
-    value: float | None = None
-
-    def describe(self) -> str:
-        kind = "averaged weights" if self.weights == "averaged" else "weights"
-        if self.checkpoint == "last":
-            return f"{kind} of the last step, {self.step}"
-        if str(self.metric).startswith(RAW):
-            kind = "raw weights"
-        metric = str(self.metric).removeprefix(RAW).replace("_", " ")
-        value = metric_text(str(self.metric), self.value or 0.0)
-        return f"{kind} with the best {metric}, {value}, of step {self.step} of {self.steps_taken}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def write_models(loop: Loop, validation: Validation | None) -> tuple[SavedModel, dict[str, float]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from vitrail.data import Source, Split
 from vitrail.data.batch import Batch
 from vitrail.data.loader import TrainLoader
 from vitrail.data.worker_signals import raise_worker_error
@@ -46,6 +48,12 @@ MakeEvaluator = Callable[[Prepared, World], Evaluator]
 """Called once, when data and devices are known."""
 
 
+class CheckImages(Protocol):
+    """Called by all ranks with the opened data, before a new run builds its model."""
+
+    def __call__(self, source: Source, splits: Sequence[Split], *, world: World) -> None: ...
+
+
 def train(
     recipe: Recipe,
     out: str | Path,
@@ -55,11 +63,13 @@ def train(
     allow_change: Sequence[str] = (),
     prepared: Prepared | None = None,
     curves: bool = True,
+    check_images: CheckImages | None = None,
 ) -> Result:
     """Train a recipe into a run folder; if the folder holds the same run, resume it.
 
     `evaluators` add metrics to the task's own, at every validation. `prepared` replaces the recipe's data and model with ones
     that you built in Python. Without `curves`, figures/curves.png is not drawn, which takes longer than a tiny run.
+    `check_images` may look at the images before a new run begins.
     """
     with joined(recipe.device, recipe.parallel) as world, deterministic(recipe.deterministic), threads(recipe.threads):
         run = RunFolder(out)
@@ -72,7 +82,9 @@ def train(
             end = run.end()
             if end is not None and not changed:
                 return finished(run, end)
-            loop = Loop(recipe, run, world, prepared or prepare(recipe, on_meta=world.sharded), callbacks, evaluators)
+            check = None if check_images is None or run.has_begun() else partial(check_images, world=world)
+            prepared = prepared or prepare(recipe, on_meta=world.sharded, check_images=check)
+            loop = Loop(recipe, run, world, prepared, callbacks, evaluators)
             loop.draws_curves = curves
             try:
                 return loop.run_to_the_end()
@@ -284,7 +296,7 @@ class Loop:
                 self._log_and_save(means)
                 if self._must_stop(stop):
                     return self._interrupted(stop)
-        return self._finish()
+            return self._finish(stop)
 
     def _next_step(self) -> None:
         number = self.done
@@ -393,11 +405,11 @@ class Loop:
 
     # Ending
 
-    def _must_stop(self, stop: Stop) -> bool:
+    def _must_stop(self, stop: Stop, *, at_end: bool = False) -> bool:
         """Return whether any rank got a signal to stop. On GPUs ranks exchange that only where they are synchronised anyway."""
         if self.world.ranks == 1:
             return stop.requested
-        if self.world.device.type != "cpu" and self.done % self.recipe.log_every:
+        if self.world.device.type != "cpu" and self.done % self.recipe.log_every and not at_end:
             return False
         if not self.world.any(stop.requested):
             return False
@@ -405,19 +417,29 @@ class Loop:
         return True
 
     def _interrupted(self, stop: Stop) -> Result:
-        if self.done < self.total:
+        took_all = self.done == self.total or self.selection.stops  # and then the last step is saved
+        if not took_all:
             self._save()
         self.snapshots.finish()
-        self.say(f"stopped at step {self.done} of {self.total} and saved; run the same command again to resume")
+        then = "before model/ was written; run the same command again to write it"
+        self.say(
+            f"stopped at step {self.done} of {self.total} and saved"
+            f"{f', {then}' if took_all else '; run the same command again to resume'}"
+        )
         return Result(self.run.path, self.done, self.prepared.task.headline, {}, ended_by=stop.signal)
 
-    def _finish(self) -> Result:
+    def _finish(self, stop: Stop) -> Result:
+        """Validate and write `model/`. A signal stops this until `model/` is begun; from there on, the run is finished first."""
         self.snapshots.finish()
+        if self._must_stop(stop, at_end=True):
+            return self._interrupted(stop)
         if self.selection.stops and self.done < self.total:
             self.say(f"stopped early at step {self.done} of {self.total}: {self.selection.reason()}")
         validation = self._validation
         if validation is None or validation.step != self.done:  # resumed after its last step
             validation = self.validator.evaluate(self.done)
+            if self._must_stop(stop, at_end=True):
+                return self._interrupted(stop)
         saved, metrics = write_models(self, validation)
         task = self.prepared.task
         end = {"kind": "end", "step": self.done, "headline": task.headline, "seconds": round(self.run.seconds(), 3)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,10 +59,13 @@ class Prepared:
         return training_flops(self.model.config) if self.wrapper is None else 3 * self.wrapper.flops()
 
 
-def prepare(recipe: Recipe, *, on_meta: bool = False) -> Prepared:
+def prepare(
+    recipe: Recipe, *, on_meta: bool = False, check_images: Callable[[Source, Sequence[Split]], None] | None = None
+) -> Prepared:
     """Open the data and build the model; what was decided on the way is in `notes`.
 
     With `on_meta` a fresh model is built on the meta device, to be filled by `sharded_init`; one from a checkpoint is not.
+    `check_images` is called with the source and the splits to train and validate on, before the model is built.
     """
     on_meta = on_meta and recipe.model.start is None
     notes: list[str] = []
@@ -69,6 +73,8 @@ def prepare(recipe: Recipe, *, on_meta: bool = False) -> Prepared:
     notes.append(f"data: {source.describe()}")
     check_no_empty_class(source, recipe.data.train)
     train, validation = chosen_splits(recipe, source)
+    if check_images is not None:
+        check_images(source, [split for split in (train, validation) if split is not None])
     if recipe.task.kind in SELF_SUPERVISED:
         model, preprocess = make_model(recipe, 0, (), notes, on_meta=on_meta)
         wrapper, pretext = make_pretext(recipe, model, preprocess, train, notes)

@@ -19,6 +19,7 @@ from vitrail.files import atomic_folder
 from vitrail.models import Model, ViT, ViTConfig
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.masked import MaskedPatches, Pretraining
+from vitrail.regular_files import read_json_object
 from vitrail.tasks.masked import Masked, compute_baseline
 from vitrail.tasks.patch_targets import Colours, PatchTarget, PixelValues
 from vitrail.train.config import Recipe, TaskSpec
@@ -176,9 +177,9 @@ def _read(run: Path) -> dict[str, Any]:
             "masked-autoencoder: a model alone has no prediction head."
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json_object(file)
         if config["kind"] in _DEFAULTS and all(name in config for name in _DEFAULTS[config["kind"]]):
             return dict(config)
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     raise VitrailError(f"{file} does not name a prediction target. It is corrupted.")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.train.final_model import SavedModel
-from vitrail.train.run import RunFolder
+from vitrail.train.run import RunFolder, number_in
+from vitrail.train.saved_model import SavedModel
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def finished(run: RunFolder, end: dict[str, Any]) -> Result:
         run.path,
         end["step"],
         end["headline"],
-        {name: value for name, value in end.items() if name not in others},
+        {name: number_in(end, name) for name, value in end.items() if name not in others and isinstance(value, int | float)},
         end["seconds"],
         before=True,
-        model=SavedModel(**end["model"]) if "model" in end else None,
+        model=SavedModel.from_dict(end["model"]) if "model" in end else None,
         stopped_early=end.get("stopped_early", False),
     )

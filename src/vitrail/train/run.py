@@ -17,18 +17,23 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vitrail.data.split import BY_NAME
 from vitrail.errors import VitrailError, did_you_mean
-from vitrail.files import atomic_file, disk_errors, write_text
+from vitrail.files import atomic_file, disk_errors, restore_folders, take_lock, write_text
+from vitrail.regular_files import parse_json, read_bytes, read_json_object
 from vitrail.train.config import FREE, Recipe, differences, flatten
+from vitrail.train.saved_model import SavedModel
 from vitrail.train.upgrade import FORMAT, upgrade
 
 log = logging.getLogger("vitrail.train")
 
 T = TypeVar("T")
+
+_MAX_LOG = 1 << 34
 
 
 def number_in(record: dict[str, Any], name: str) -> float:
@@ -37,12 +42,31 @@ def number_in(record: dict[str, Any], name: str) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else math.nan
 
 
+def _checked(record: Any) -> dict[str, Any]:
+    """Return a record of metrics.jsonl; raise an error if it is not one."""
+    if not (isinstance(record["kind"], str) and isinstance(record["step"], int) and 0 <= record["step"] < 1 << 53):
+        raise ValueError
+    if record["kind"] == "end":
+        if not (isinstance(record["headline"], str) and math.isfinite(number_in(record, "seconds"))):
+            raise ValueError
+        if "model" in record:
+            SavedModel.from_dict(record["model"])
+    return dict(record)
+
+
+def _records_in(value: Any) -> list[dict[str, Any]] | None:
+    if value is not None and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        raise TypeError("'trained_on' is not a list of objects")
+    return value
+
+
 class RunFolder:
     """One run's folder, held by one process group at a time."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock: Any = None
+        self._is_new = False
         self._bad_lines: set[bytes] = set()
 
     @property
@@ -60,25 +84,27 @@ class RunFolder:
     def hold(self) -> None:
         """Lock the folder, so that no second process writes into it. The system unlocks it when this process ends."""
         try:
+            self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("a+")
+            self._lock = take_lock(self.path / ".lock")
         except OSError as error:
             raise VitrailError(
                 f"Cannot write into {self.path}: {error.strerror}. Choose another folder with --out, or change its permissions."
             ) from error
-        try:
-            import fcntl
-        except ImportError:
-            return  # Windows has no such lock; there the folder is simply trusted
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise VitrailError(f"Another process is training in {self.path}. Wait for it, or choose another --out.") from error
+        if self._lock is None:
+            raise VitrailError(f"Another process is training in {self.path}. Wait for it, or choose another --out.")
+        restore_folders(self.path)
 
     def release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Unlock the folder; remove it if it was made for this run and nothing was written there."""
+        if self._lock is None:
+            return
+        if self._is_new and [path.name for path in self.path.iterdir()] == [".lock"]:
+            with suppress(OSError):
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def has_begun(self) -> bool:
         """Tell whether a run was started here before."""
@@ -94,7 +120,7 @@ class RunFolder:
 
     def saved_images(self) -> list[dict[str, Any]] | None:
         """Return the records of the images that this run is trained on; None in a new folder or that of an older version."""
-        return self._read_config(lambda config: config["resolved"].get("trained_on"))
+        return self._read_config(lambda config: _records_in(config["resolved"].get("trained_on")))
 
     def keep_split(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the saved rules of splitting, so that a run of an older version keeps its validation images."""
@@ -110,8 +136,11 @@ class RunFolder:
         if not file.exists():
             return None
         try:
-            return read(upgrade(json.loads(file.read_text(encoding="utf-8"))))
-        except (ValueError, KeyError, TypeError) as error:
+            config = upgrade(read_json_object(file))
+            if not isinstance(config.get("resolved", {}), dict):
+                raise TypeError("'resolved' is not an object")
+            return read(config)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise VitrailError(f"{file} is not a run's configuration ({error}). Choose another --out.") from error
 
     def check_unchanged(self, recipe: Recipe, allowed: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
@@ -143,13 +172,13 @@ class RunFolder:
         and was cut off by a crash."""
         file = self.path / "metrics.jsonl"
         records = []
-        lines = file.read_bytes().split(b"\n") if file.exists() else []
+        try:
+            lines = read_bytes(file, _MAX_LOG).split(b"\n") if file.exists() else []
+        except OSError as error:
+            raise VitrailError(f"{file} cannot be read: {error.strerror}. Choose another --out.") from error
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
-                if not (isinstance(record["kind"], str) and isinstance(record["step"], int) and 0 <= record["step"] < 1 << 53):
-                    raise ValueError
-                records.append(record)
+                records.append(_checked(parse_json(line)))
             except (ValueError, KeyError, TypeError):
                 if number < len(lines) and line not in self._bad_lines:
                     self._bad_lines.add(line)

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from vitrail.regular_files import read_bytes
+
 FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES = {
@@ -76,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
 
 def read_metadata(folder: Path, files: Container[str]) -> Metadata:
     """Return the metadata of a checkpoint whose tensors are in `files`; a `ValueError` says what is wrong with it."""
-    content = (folder / FILE).read_bytes()
+    content = read_bytes(folder / FILE)
     try:
         for instruction, _, _ in pickletools.genops(content):
             if instruction.name not in _INSTRUCTIONS:

@@ -7,6 +7,7 @@ renamed when complete. Torch stores the places of tensors as a pickle, which is 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -27,7 +28,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from vitrail.errors import VitrailError
-from vitrail.files import DiskError, atomic_folder, disk_errors, disk_reason, sha256
+from vitrail.files import DiskError, atomic_folder, disk_errors, disk_reason, restore_folders, sha256
+from vitrail.regular_files import read_json_object
 from vitrail.train.nonfinite import nonfinite_weight
 from vitrail.train.parallel import World
 from vitrail.train.shard_metadata import Reader, read_metadata
@@ -38,8 +40,12 @@ log = logging.getLogger("vitrail.train")
 # Held while a checkpoint is written, and for each fork: a child keeps the locks of its parent's threads locked for ever, so that a
 # data worker that is forked while a thread writes may hang.
 _WRITING = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_WRITING.acquire, after_in_parent=_WRITING.release, after_in_child=_WRITING.release)
+
+
+@functools.cache
+def _register_fork_hooks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_WRITING.acquire, after_in_parent=_WRITING.release, after_in_child=_WRITING.release)
 
 
 class Snapshots:
@@ -52,7 +58,9 @@ class Snapshots:
         self._best: int | None = None
         # Its own group: a checkpoint in the background must not mix its messages with the gradients'.
         self._group: Any = dist.new_group(backend="gloo") if world.ranks > 1 else None
+        _register_fork_hooks()
         if world.main and folder.exists():
+            restore_folders(folder)
             for left in folder.glob(".step-*"):  # incomplete when a run was killed
                 shutil.rmtree(left, ignore_errors=True)
         self.found_corrupted = False
@@ -163,7 +171,7 @@ class Snapshots:
         return None
 
     def _read(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        state = upgrade_state(json.loads((path / "state.json").read_text(encoding="utf-8")))
+        state = upgrade_state(read_json_object(path / "state.json"))
         if state["tensors"] != shapes(tensors):
             raise VitrailError(_mismatch(path, state["tensors"], shapes(tensors)))
         _quiet()
@@ -180,13 +188,15 @@ class Snapshots:
 def damage(path: Path) -> str:
     """Return what is wrong with a checkpoint; empty if it is valid. One of a newer version is an error."""
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = read_json_object(path / "state.json")
         saved = upgrade_state(state)
         if ("checksum" in state or state["format"] == FORMAT) and state.get("checksum") != checksum(state):
             return "state.json does not have its checksum"
         if path.name != f"step-{saved['step']:08d}":
             return f"state.json is that of step {saved['step']}"
         for name, digest in saved["files"].items():
+            if Path(name).name != name:
+                return f"{name!r} is not the name of a file in it"
             if sha256(path / name) != digest:
                 return f"{name} does not have its checksum"
         read_metadata(path, saved["files"])

@@ -9,10 +9,10 @@ from pathlib import Path
 from vitrail.errors import StoppedBySignal, VitrailError
 from vitrail.tasks.base import lower_is_better
 from vitrail.train.config import Recipe
-from vitrail.train.loop import train
+from vitrail.train.loop import CheckImages, train
 
 
-def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> Recipe:
+def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None], check_images: CheckImages | None = None) -> Recipe:
     """Return the recipe with the best of its `lr_grid`. Each try is a run of its own below `out`; finished ones are not repeated.
 
     The validation split is not looked at: a part of the training split takes its place.
@@ -24,7 +24,7 @@ def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> Recipe:
     for lr in recipe.lr_grid:
         data = recipe.data if recipe.data.holdout else dataclasses.replace(recipe.data, holdout=recipe.sweep_holdout)
         attempt = recipe.replace(data=data, optim=dataclasses.replace(recipe.optim, lr=lr), name=f"{recipe.name}-lr-{lr:g}")
-        result = train(attempt, out / "sweep" / f"lr-{lr:g}")
+        result = train(attempt, out / "sweep" / f"lr-{lr:g}", check_images=check_images)
         if result.ended_by is not None:
             text = f"The sweep was interrupted at learning rate {lr:g}; run the same command again to resume."
             raise StoppedBySignal(text, result.ended_by)

@@ -31,22 +31,27 @@ _VALUES: dict[tuple[str, str], dict[str, str]] = {
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a run's config.json says, in the newest format."""
     config = copy.deepcopy(dict(values))
+    recipe = config.get("recipe", {})
+    parts = (
+        [recipe.get(name, {}) for name in ("data", *(part for part, _ in _NAMES | _VALUES))] if isinstance(recipe, dict) else [None]
+    )
+    if not all(isinstance(part, dict) for part in parts):
+        raise TypeError("'recipe' or a part of it is not an object")
     if _format(config) == 1:
-        recipe = config["recipe"]
         for (part, old), new in _NAMES.items():
             if old in recipe.get(part, {}):
                 recipe[part][new] = recipe[part].pop(old)
         for (part, name), words in _VALUES.items():
             value = recipe.get(part, {}).get(name)
-            if value in words:
+            if isinstance(value, str) and value in words:
                 recipe[part][name] = words[value]
-    data = config.get("recipe", {}).get("data", {})
+    data = recipe.get("data", {})
     # Once, held-out images were drawn with a seed: a setting of its own, or still before the seed of the run.
-    seed = data.pop("holdout_seed", config.get("recipe", {}).get("seed", 0))
+    seed = data.pop("holdout_seed", recipe.get("seed", 0))
     if data.get("holdout") and "holdout_rule" not in data:
         data["holdout_rule"] = f"seed-{seed}"
     if data and "split_rule" not in data:  # and so were, in sources without a validation split, the validation images
-        data["split_rule"] = f"seed-{config['recipe'].get('seed', 0)}"
+        data["split_rule"] = f"seed-{recipe.get('seed', 0)}"
     return {**config, "format": FORMAT}
 
 

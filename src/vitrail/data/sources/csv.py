@@ -26,6 +26,7 @@ _COLUMNS = {
     "label": ("label", "labels", "class", "target", "targets", "category", "class_name"),
     "split": ("split", "set", "subset", "partition"),
 }
+_MAX_TABLE = 1 << 34
 
 
 @dataclass
@@ -121,7 +122,7 @@ def _not_utf8(file: Path, line: int) -> VitrailError:
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     try:
         # Spreadsheets write a byte order mark. Names of files need not be UTF-8; `_read` refuses other text.
-        text = read_bytes(file).decode("utf-8-sig", "surrogateescape")
+        text = read_bytes(file, _MAX_TABLE).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise VitrailError(f"Cannot read the table {file}: {error.strerror}. Check the path.") from error
     if "\0" in text:
@@ -192,7 +193,9 @@ def _missing_files(table: Table, root: Path, file: Path, request: Request) -> tu
             f"{file} lists {counted(len(table.paths), 'image')}, of which {len(missing)} cannot be found:\n{listing}{more}\n"
             f"Paths are relative to {root}; use csv:{file}?root=DIR for another folder, or --bad-images skip to skip them."
         )
-    skipped = tuple(BadImage(table.paths[row], f"no such file (line {table.lines[row]} of {file})") for row in missing)
+    skipped = tuple(
+        BadImage(table.paths[row], f"no such file (line {table.lines[row]} of {file})", kind="missing") for row in missing
+    )
     missing_rows = set(missing)
     table.select([row for row in range(len(table.paths)) if row not in missing_rows])
     if not table.paths:

@@ -57,7 +57,7 @@ def images_under(
         elif is_image(entry.name):
             kind = _special_kind(entry) if special is not None else None
             if special is not None and kind is not None:
-                special.append(BadImage(entry.path, f"{kind}, not a regular file"))
+                special.append(BadImage(entry.path, f"{kind}, not a regular file", kind="special-file"))
             else:
                 yield prefix + entry.name
 

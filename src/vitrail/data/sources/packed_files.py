@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from vitrail.data.sources.labels import TASKS
 from vitrail.data.types import Array
 from vitrail.errors import VitrailError, counted
 from vitrail.npy import read_npz
-from vitrail.regular_files import open_regular, read_bytes
+from vitrail.regular_files import open_regular, parse_json, read_bytes
 
 FORMAT, VERSION = "vitrail-packed", 2
 _MAX_INDEX = 1 << 34
@@ -33,8 +32,8 @@ def read_description(folder: Path) -> dict[str, Any]:
         )
         raise VitrailError(f"{folder} is not a packed dataset: it has no packed.json.{hint}")
     try:
-        description = json.loads(read_bytes(folder / "packed.json"))
-    except (OSError, ValueError, RecursionError) as error:
+        description = parse_json(read_bytes(folder / "packed.json"))
+    except (OSError, ValueError) as error:
         raise VitrailError(f"{folder / 'packed.json'} is corrupted ({error}). Pack the dataset again.") from error
     if isinstance(description, dict) and (description.get("format"), description.get("version")) not in (
         (FORMAT, 1),

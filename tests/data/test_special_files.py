@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data.image_files import folder_of
 from vitrail.data.check import check
 from vitrail.data.sources import open_source
 from vitrail.data.types import BadImage
@@ -105,3 +106,19 @@ def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
 def test_a_pattern_of_too_many_tars_is_refused_before_it_expands(pattern: str) -> None:
     with pytest.raises(VitrailError, match=r"more than 1,000,000 names"):
         open_source(f"wds:train-{pattern}.tar")
+
+
+def test_photos_of_formats_that_are_not_read_are_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder_of(tmp_path / "photos", {"cat": 3, "dog": 3})
+    (tmp_path / "photos" / "cat" / "IMG_1.HEIC").write_bytes(b"....ftypheic")
+    open_source(str(tmp_path / "photos"))
+    assert "skipped 1 photo of a format that is not read" in caplog.text and "convert it to JPEG or PNG" in caplog.text
+    caplog.clear()
+    assert len(find_images([tmp_path / "photos"])) == 6 and "IMG_1.HEIC" in caplog.text
+
+
+def test_a_link_to_the_folder_of_all_classes_does_not_mix_them(tmp_path: Path) -> None:
+    folder_of(tmp_path / "photos", {"cat": 3, "dog": 3})
+    (tmp_path / "photos" / "cat" / "all").symlink_to(tmp_path / "photos")
+    splits = open_source(f"{tmp_path / 'photos'}?val=0").splits
+    assert len(splits["train"]) == 6

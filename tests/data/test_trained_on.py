@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.data.image_files import encoded, folder_of, picture
 from vitrail.data import open_source
+from vitrail.data.pack import choose_settings, pack
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.trained_on import (
     Overlap,
@@ -208,3 +210,46 @@ def test_a_damaged_record_is_refused(change: dict[str, Any]) -> None:
         records_in({"trained_on": [{"source": "digits", "images": 36, **change}]}, "run")
     with pytest.raises(VitrailError, match="corrupted"):
         records_in({"trained_on": [5]}, "run")
+
+
+@pytest.mark.parametrize("store", ["arrays", "encoded"])
+def test_a_packed_copy_is_compared_by_names(store: str, photos: Path, tmp_path: Path) -> None:
+    known = trained(f"folder:{photos}")
+    source = open_source(f"folder:{photos}?val=0.5")
+    pack(source, tmp_path / "packed", choose_settings(source, store=store), workers=1)  # type: ignore[arg-type]
+    found = compare(known, f"packed:{tmp_path / 'packed'}")
+    assert (found.images, found.exact) == (16, True)
+    shutil.rmtree(photos)  # then only the recorded names are left
+    found = compare(known, f"packed:{tmp_path / 'packed'}", "train")
+    assert found.images == 20 and not found.exact and "with the same name" in found.notes[0]
+
+
+def test_a_copy_with_other_names_and_classes_is_found_by_content(photos: Path, tmp_path: Path) -> None:
+    known = trained(f"folder:{photos}")
+    for number, file in enumerate(sorted(photos.rglob("*.png")) or sorted(photos.rglob("*.jpg"))):
+        target = tmp_path / "copy" / ("n01" if "cat" in file.parts else "n02") / f"x{number}{file.suffix}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    found = compare(known, f"folder:{tmp_path / 'copy'}?val=0", "train")
+    assert found.images == 36 and not found.exact and "with the same content" in found.notes[0]
+    older = dataclasses.replace(known, sample=" ".join(word[:32] for word in known.sample.split()))
+    assert compare(older, f"folder:{tmp_path / 'copy'}?val=0", "train").images == 0  # it can only be searched by names
+
+
+def test_equal_file_names_in_folders_of_subjects(tmp_path: Path) -> None:
+    """s000/image.png, s001/image.png, …: a copy is found, and a table of absolute paths holds out the same images."""
+    for label in ("c0", "c1"):
+        for number in range(20):
+            file = tmp_path / "photos" / label / f"s{number:03d}" / "image.png"
+            file.parent.mkdir(parents=True)
+            file.write_bytes(encoded(picture(number + 100 * (label == "c1"), 12, 12), "PNG"))
+    known = trained(f"folder:{tmp_path / 'photos'}")
+    shutil.copytree(tmp_path / "photos", tmp_path / "copy")
+    assert compare(known, f"folder:{tmp_path / 'copy'}", "train").images == 36
+    rows = [f"{file},{file.parts[-3]}" for file in sorted((tmp_path / "photos").rglob("*.png"))]
+    (tmp_path / "table.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+    held_out = [
+        {Path(split.image_name(k)).parts[-3:] for k in range(len(split))}
+        for split in (open_source(one).splits["val"] for one in (f"csv:{tmp_path / 'table.csv'}", f"folder:{tmp_path / 'photos'}"))
+    ]
+    assert held_out[0] == held_out[1] and len(held_out[0]) == 4

@@ -144,7 +144,8 @@ def _published_heads(path: Path, width: int, mlp: int, depth: int) -> int:
             return heads
     raise VitrailError(
         f"{path} has width {width}, depth {depth} and MLP {mlp}, which is not a published size, and fused q, k, v do not show the "
-        f"number of heads. Pass heads=… (--heads on the command line); often it is {max(width // 64, 1)}."
+        f"number of heads. Pass heads=…; often it is {max(width // 64, 1)}. "
+        "`vitrail convert FILE FOLDER --heads …` writes a checkpoint that stores it."
     )
 
 

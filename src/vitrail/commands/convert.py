@@ -17,6 +17,7 @@ from vitrail.checkpoints import convert as convert_checkpoint
 from vitrail.checkpoints.report import MappedTensor, shape_text
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
+from vitrail.regular_files import read_bytes
 from vitrail.text import to_json
 
 
@@ -89,7 +90,7 @@ def _show(bundle: Bundle, written: Report, to: str, *, all_rows: bool) -> None:
 
 def _class_names(path: Path) -> tuple[str, ...]:
     try:
-        return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        return tuple(line.strip() for line in read_bytes(path).decode("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise VitrailError(f"Cannot read class names from {path}: {error}.") from error
 

@@ -31,7 +31,7 @@ class EvalReader:
                     rotated = name
             except BadImage as error:
                 if not self.skip_bad:
-                    raise
+                    raise error.skippable() from None
                 bad.append(error)
         indices = np.array(read, dtype=np.int64)
         # uint8 is a quarter of the bytes to copy; 16-bit and unrounded pixels need float32.

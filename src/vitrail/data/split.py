@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import logging
 import re
 import zlib
@@ -72,8 +73,17 @@ def _by_hash(split: Split, members: Array) -> Array:
     keys = np.fromiter((name_hash(split, int(k)) for k in members), np.uint64, len(members))
     if len(np.unique(keys)) == len(keys):
         return members[np.argsort(keys)]
-    whole = np.fromiter((_hash(split.image_name(int(k))) for k in members), np.uint64, len(members))
+    start = _common_folder(split)  # of a table with absolute paths
+    whole = np.fromiter((_hash(split.image_name(int(k))[start:]) for k in members), np.uint64, len(members))
     return members[np.lexsort((whole, keys))]
+
+
+def _common_folder(split: Split) -> int:
+    """Return the length of the path that all names begin with."""
+    names = [split.image_name(k) for k in range(len(split))]
+    first, last = (name.split("/")[:-1] for name in (min(names), max(names)))
+    shared = list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    return sum(len(part) + 1 for part, _ in shared)
 
 
 def stratified(split: Split, fraction: float, *, seed: int = 0) -> Array:

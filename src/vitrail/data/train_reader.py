@@ -147,7 +147,7 @@ class TrainReader:
     def _substitute(self, batch_slice: BatchSlice, row: int, error: BadImage, bad: list[BadImage]) -> tuple[int, Tensor]:
         """Choose an image to replace a bad one, by its position in the epoch alone, so that all workers and ranks agree."""
         if not self.skip_bad:
-            raise error
+            raise error.skippable() from None
         bad.append(error)
         position = _epoch_position(batch_slice, row)
         for number in uniforms(self.seed, batch_slice.epoch, Purpose.SUBSTITUTE, position, 1, _MAX_SUBSTITUTES)[0]:

@@ -2,8 +2,8 @@
 
 A record has the rule by which the training images were chosen, a digest of their names, and the content of a few of them; its size
 does not depend on the number of images. Where the same source is opened again, the training images are chosen again by that rule
-and compared one by one. Any other source, such as a copy of the folder, is searched for images of the same class, file name and
-content as those whose content was recorded.
+and compared one by one. A packed copy is compared by names. Any other source is searched for files with the same content as those
+whose content was recorded.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from vitrail.data.sources.reference import BadImages
 from vitrail.data.split import BY_NAME, divide, name_hash
 from vitrail.data.types import BadImage, PackedStrings, Payload, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
+from vitrail.regular_files import read_json_object
 from vitrail.text import to_bytes
 
 HOLDOUT = "holdout"
 """The split that a run held out of its training images itself (`data.holdout`)."""
 _SAMPLE = 64
 _CHUNK = 100_000
-_CANDIDATES = 8  # images with the name of one that was trained on, whose content is compared
+_MAX_READ = 50_000  # images that are read to compare their contents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class TrainedOn:
     names: str | None = None
     """Digest of the names of the images."""
     sample: str = ""
-    """Hashes of the names and the contents of a few images."""
+    """Of a few images: hash of class and name, hash and length of the content. (Older records have no lengths.)"""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -66,7 +67,7 @@ class TrainedOn:
         sound = isinstance(values, Mapping) and values.keys() >= _REQUIRED
         known = {name: values[name] for name in _KINDS if name in values} if sound else {}
         sound = sound and all(isinstance(value, _KINDS[name]) for name, value in known.items())
-        if not sound or re.fullmatch("([0-9a-f]{32} ?)*", known.get("sample", "")) is None:
+        if not sound or re.fullmatch("([0-9a-f]{32}([0-9a-f]{16})? ?)*", known.get("sample", "")) is None:
             raise VitrailError(
                 "The record of what this checkpoint was trained on is corrupted. Download or copy the checkpoint again."
             )
@@ -117,7 +118,7 @@ def _of_older_run(reference: str) -> tuple[TrainedOn, ...]:
     path = Path(reference).expanduser()
     folder = path.parent if path.name in ("model", "model-best", "model-last") else path
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(folder / "config.json")
         recipe, data, images = config["recipe"], config["recipe"]["data"], config["resolved"]["images"]
         seed = recipe.get("seed", 0)
         names = ("source", "train", "holdout", "fraction")
@@ -225,6 +226,8 @@ def overlap(records: Sequence[TrainedOn], source: Source, split: Split) -> Overl
 def _overlap(known: TrainedOn, source: Source, split: Split) -> Overlap:
     if _is_same(known, source.reference):
         return _in_same_source(known, source, split)
+    if _is_packed_from(known, source):
+        return _in_packed_copy(known, source, split)
     root = _folder_of(known, split)
     if root is not None:
         trained = _trained_images(known, "folder", str(root), source.classes)
@@ -270,6 +273,22 @@ def _num_common(trained: Split, split: Split, *, own_splits: bool) -> int:
     return sum(split.image_name(k) in names for k in range(len(split)))
 
 
+def _is_packed_from(known: TrainedOn, source: Source) -> bool:
+    return source.kind == "packed" and source.made_from is not None and _is_same(known, source.made_from)
+
+
+def _in_packed_copy(known: TrainedOn, source: Source, split: Split) -> Overlap:
+    """Search a packed copy of the source by names, which it keeps: its contents are other ones."""
+    assert source.made_from is not None
+    kind, location, _ = resolve(source.made_from)
+    trained = _trained_images(known, kind, location, source.classes)
+    if trained is not None:
+        names = {trained.image_name(k) for k in range(len(trained))}
+        return _exact(known, sum(split.image_name(k) in names for k in range(len(split))), len(split))
+    hashes = {int(word[:16], 16) for word in known.sample.split()}
+    return _some(known, len(hashes & {name_hash(split, k) for k in range(len(split))}), len(hashes), split, "name")
+
+
 def _exact(known: TrainedOn, count: int, total: int) -> Overlap:
     if not count:
         return Overlap(0, True)
@@ -282,21 +301,42 @@ def _exact(known: TrainedOn, count: int, total: int) -> Overlap:
 
 
 def _by_content(known: TrainedOn, split: Split) -> Overlap:
-    """Search a split for the images whose content was recorded."""
-    contents = {int(word[:16], 16): word[16:] for word in known.sample.split()}
-    candidates: dict[int, list[int]] = {}
-    for k in range(len(split)) if contents else ():
-        key = name_hash(split, k)
-        if key in contents:
-            candidates.setdefault(key, []).append(k)
-    found = 0
-    for key, positions in candidates.items():
-        found += any(_content(split, k) == contents[key] for k in positions[:_CANDIDATES])
+    """Search a split for the images whose content was recorded, under any name and class."""
+    words = known.sample.split()
+    contents = {word[16:32] for word in words}
+    found = {_content(split, k) for k in _candidates(words, split)} & contents
+    return _some(known, len(found), len(contents), split, "content")
+
+
+def _candidates(words: Sequence[str], split: Split) -> Sequence[int]:
+    """Return the positions of images that may have a recorded content: of files, those of the same length."""
+    base, indices = _base(split)
+    if not words or not all(len(word) == 48 for word in words):
+        candidates: Sequence[int] = range(0)
+    elif isinstance(base, FileSplit):
+        lengths = {int(word[32:], 16) for word in words}
+        candidates = [k for k, index in enumerate(indices) if _length(base.path(int(index))) in lengths]
+    else:
+        candidates = range(len(split))
+    if words and (len(candidates) > _MAX_READ or len(words[0]) == 32):  # too many to read: only those of the same name
+        names = {int(word[:16], 16) for word in words}
+        candidates = [k for k in range(len(split)) if name_hash(split, k) in names][:_MAX_READ]
+    return candidates
+
+
+def _length(path: str) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - a million Path objects take seconds
+    except (OSError, ValueError):
+        return -1
+
+
+def _some(known: TrainedOn, found: int, looked_for: int, split: Split, same: str) -> Overlap:
     if not found:
         return Overlap(0, False)
     note = (
-        f"trained on: {found} of {counted(len(contents), 'training image')} that were looked for ({known.source}) are among these "
-        f"{counted(len(split), 'image')}, with the same content, so the result does not show how well the model does on new images."
+        f"trained on: {found} of {counted(looked_for, 'training image')} that were looked for ({known.source}) are among these "
+        f"{counted(len(split), 'image')}, with the same {same}, so the result does not show how well the model does on new images."
     )
     return Overlap(found, False, (note,))
 
@@ -360,8 +400,13 @@ def _sample(split: Split) -> str:
     for k in positions:
         content = _content(split, int(k))
         if content is not None:
-            words.append(f"{name_hash(split, int(k)):016x}{content}")
+            words.append(f"{name_hash(split, int(k)):016x}{content}{_payload_length(split, int(k)):016x}")
     return " ".join(words)
+
+
+def _payload_length(split: Split, index: int) -> int:
+    payload = split.payload(index)
+    return len(payload) if isinstance(payload, bytes) else payload.nbytes
 
 
 def _content(split: Split, index: int) -> str | None:

@@ -30,11 +30,15 @@ class BadImage(VitrailError):
         self,
         name: str,
         reason: str,
-        advice: str = "Replace or remove it, or pass --bad-images skip.",
-        kind: Literal["unreadable", "missing", "special-file"] = "unreadable",
+        advice: str = "Replace or remove it.",
+        kind: Literal["unreadable", "missing", "special-file", "unread-format"] = "unreadable",
     ) -> None:
         super().__init__(f"{name}: {reason}. {advice}")
         self.name, self.reason, self.advice, self.kind = name, reason, advice, kind
+
+    def skippable(self) -> BadImage:
+        """Return the error with the advice of a loader, which can skip the image."""
+        return BadImage(self.name, self.reason, "Replace or remove it, or pass --bad-images skip.", self.kind)
 
     def __reduce__(self) -> tuple[type[BadImage], tuple[str, ...]]:
         return type(self), (self.name, self.reason, self.advice, self.kind)  # pickled when a worker returns it
@@ -116,6 +120,8 @@ class Source:
     """Images skipped while opening with `bad_images="skip"`."""
     rule: str | None = None
     """The rule by which `val` was held out of `train`; None if the source has its own splits."""
+    made_from: str | None = None
+    """Of a packed dataset: the reference it was packed from."""
 
     @property
     def task(self) -> Task:

@@ -11,8 +11,8 @@ import numpy as np
 
 from vitrail.checkpoints import Bundle, Prediction
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.sources.layout import images_under
-from vitrail.data.types import Split
+from vitrail.data.sources.layout import images_under, warn_of_skipped
+from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, Pass, default_context
 from vitrail.regular_files import read_bytes
@@ -81,7 +81,9 @@ def file_split(files: Sequence[str]) -> Split:
 def _images_at(given: str) -> list[str]:
     path = Path(given).expanduser()
     if path.is_dir():
-        files = [str(path / name) for name in images_under(path)]
+        skipped: list[BadImage] = []
+        files = [str(path / name) for name in images_under(path, special=skipped)]
+        warn_of_skipped(given, skipped)
         if not files:
             raise VitrailError(f"There is no image in the folder {given} or its subfolders.")
         return files

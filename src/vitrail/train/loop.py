@@ -255,10 +255,16 @@ class Loop:
         return lines
 
     def return_to(self, state: dict[str, Any]) -> None:
-        self.done = state["step"]
-        self.skipped_steps |= set(state["skipped_steps"])
-        self.step.load_state(state)
-        self.selection.load_state(state.get("selection"))
+        try:
+            self.done = state["step"]
+            self.skipped_steps |= set(state["skipped_steps"])
+            self.step.load_state(state)
+            self.selection.load_state(state.get("selection"))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise VitrailError(
+                f"state.json of the checkpoint of step {state.get('step')} in {self.run.checkpoints} has been changed ({error}). "
+                "Delete that checkpoint, and run the same command again to resume from the one before."
+            ) from error
         self.warned_of_collapse = state.get("warned_of_collapse", False)
         self.go_to(self.done)
         if self.world.main:

@@ -47,7 +47,15 @@ def open_source(
     reader: Callable[[Request], OpenResult] = getattr(importlib.import_module(module), function)
     opened = reader(Request(reference, kind, location, options, rule, bad_images))
     splits = align(opened.splits, classes, ignore_unknown=ignore_unknown)
-    source = Source(reference=reference, kind=kind, splits=splits, detail=opened.detail, skipped=opened.skipped, rule=opened.rule)
+    source = Source(
+        reference=reference,
+        kind=kind,
+        splits=splits,
+        detail=opened.detail,
+        skipped=opened.skipped,
+        rule=opened.rule,
+        made_from=opened.made_from,
+    )
     log.info("%s", source.describe())
     return source
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitrail.data.classes import split_name
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.sources.layout import ACCEPTED, images_in, images_under, subfolders, tree
+from vitrail.data.sources.layout import ACCEPTED, images_in, images_under, subfolders, tree, warn_of_skipped
 from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.split import hold_out, older_name, rule_words
 from vitrail.data.types import BadImage
@@ -37,9 +37,7 @@ def open_folder(request: Request) -> OpenResult:
         opened = _split_layout(root, parts, request, special)
     else:
         opened = _single_layout(root, request, special)
-    if special:
-        files = counted(len(special), "file that is not a regular file", "files that are not regular files")
-        log.warning("%s: skipped %s, for example %s (%s).", root, files, special[0].name, special[0].reason)
+    warn_of_skipped(root, special)
     return replace(opened, skipped=tuple(special))
 
 

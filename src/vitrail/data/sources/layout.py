@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from vitrail.data.decode import SUFFIXES
 from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError, counted
 from vitrail.regular_files import special_kind
+
+log = logging.getLogger("vitrail.data")
+UNREAD_PHOTOS = (".heic", ".heif", ".jxl", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".psd")
+"""Photos that Pillow does not read: skipped in folders, with a warning."""
 
 ACCEPTED = """\
   1. split folders            2. class folders only           3. a table, as csv:FILE
@@ -43,8 +48,8 @@ def images_under(
 ) -> Iterator[str]:
     """Yield the paths of all images below a folder, relative to it. Links are followed, except to a parent folder.
 
-    FIFOs, sockets, devices and links to them are added to `special` instead. Without it they are yielded, and reading them
-    raises `BadImage`.
+    FIFOs, sockets, devices and links to them are added to `special` instead, and photos of formats that are not read. Without
+    it they are yielded, and reading them raises `BadImage`.
     """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
@@ -52,7 +57,7 @@ def images_under(
         return
     for entry in _entries(folder):
         if _is_folder(entry):
-            if entry.name[0] != ".":
+            if entry.name[0] != "." and not _leads_up(entry):
                 yield from images_under(Path(entry.path), f"{prefix}{entry.name}/", parents | {here}, special=special)
         elif is_image(entry.name):
             kind = _special_kind(entry) if special is not None else None
@@ -60,6 +65,21 @@ def images_under(
                 special.append(BadImage(entry.path, f"{kind}, not a regular file", kind="special-file"))
             else:
                 yield prefix + entry.name
+        elif special is not None and entry.name[0] != "." and entry.name.lower().endswith(UNREAD_PHOTOS):
+            reason = f"{Path(entry.name).suffix[1:].upper()} photos are not read; convert it to JPEG or PNG"
+            special.append(BadImage(entry.path, reason, kind="unread-format"))
+
+
+def warn_of_skipped(folder: str | Path, skipped: list[BadImage]) -> None:
+    """Say how many files were skipped because they are not regular files, or of a format that is not read."""
+    kinds = {
+        "special-file": ("file that is not a regular file", "files that are not regular files"),
+        "unread-format": ("photo of a format that is not read", "photos of formats that are not read"),
+    }
+    for kind, words in kinds.items():
+        those = [one for one in skipped if one.kind == kind]
+        if those:
+            log.warning("%s: skipped %s, for example %s (%s).", folder, counted(len(those), *words), those[0].name, those[0].reason)
 
 
 def stray_files(folder: Path, prefix: str = "") -> Iterator[str]:
@@ -83,6 +103,14 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         raise VitrailError(f"Cannot list {folder}: {error.strerror}. Check its permissions.") from error
+
+
+def _leads_up(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a link to a folder that it lies in, whose images would be found again, of all classes."""
+    if not entry.is_symlink():
+        return False
+    target, here = os.path.realpath(entry.path), os.path.realpath(os.path.dirname(entry.path))  # noqa: PTH120 - no Path needed
+    return here == target or here.startswith(target.rstrip("/") + "/")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -85,4 +85,4 @@ def open_packed(request: Request) -> OpenResult:
     }
     shapes = {tuple(part["shape"]) for part in description["splits"].values() if part["shape"]}
     detail = "encoded files" if not shapes else ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
-    return OpenResult(splits=splits, detail=f"{detail}, packed from {description['made_from']}")
+    return OpenResult(splits=splits, detail=f"{detail}, packed from {description['made_from']}", made_from=description["made_from"])

@@ -61,6 +61,8 @@ class OpenResult:
     skipped: tuple[BadImage, ...] = field(default=())
     rule: str | None = None
     """The rule by which images were held out; None if the source has its own splits."""
+    made_from: str | None = None
+    """Of a packed dataset: the reference it was packed from."""
 
 
 def parse_reference(reference: str) -> tuple[str | None, str, dict[str, str]]:

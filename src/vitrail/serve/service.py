@@ -13,6 +13,7 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
 from vitrail.serve.errors import ServiceError, unavailable
+from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
@@ -33,6 +34,7 @@ class Service:
         self.workers = {name: ModelWorker(name, load, settings, self.metrics) for name, load in models.items()}
         self.pool = decoding_pool(settings)
         self.draining = False
+        self.explorer_images: tuple[NamedImage, ...] = ()  # offered by the explorer; empty: its examples
 
     def start(self, on_failure: Callable[[], None]) -> None:
         for worker in self.workers.values():

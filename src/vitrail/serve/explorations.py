@@ -6,6 +6,8 @@ import hashlib
 import io
 from collections import OrderedDict
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from PIL import Image
 
@@ -14,7 +16,7 @@ from vitrail.serve.exploration import Exploration
 
 MAX_IMAGES = 24
 MAX_BYTES = 768 << 20
-_CROPS = {"tower": (0, (0, 0, 427, 427)), "dahlia": (1, (140, 0, 567, 427))}  # of scikit-learn's photos
+_CROPS = {"tower": ("china.jpg", (0, 0, 427, 427)), "dahlia": ("flower.jpg", (140, 0, 567, 427))}  # of scikit-learn's photos
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,15 @@ def content_key(model: str, data: bytes) -> str:
 
 
 def example_images() -> tuple[NamedImage, ...]:
-    """Return crops of the two photos that scikit-learn contains (CC BY), as JPEG."""
-    from sklearn.datasets import load_sample_images
-
-    photos = load_sample_images().images
-    return tuple(NamedImage(name, _jpeg(Image.fromarray(photos[number]).crop(box))) for name, (number, box) in _CROPS.items())
+    """Return crops of the two photos that scikit-learn contains (CC BY), as JPEG. They are read without importing it, which is slow."""
+    package = find_spec("sklearn")
+    folder = Path(package.origin).parent / "datasets" / "images" if package is not None and package.origin else Path()
+    found = []
+    for name, (file, box) in _CROPS.items():
+        if (folder / file).is_file():
+            with Image.open(folder / file) as photo:
+                found.append(NamedImage(name, _jpeg(photo.crop(box))))
+    return tuple(found)
 
 
 def _jpeg(image: Image.Image) -> bytes:

@@ -22,7 +22,7 @@ from vitrail.serve import exploration as compute
 from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps, signed_to_bytes
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
-from vitrail.serve.explorations import Explorations, content_key, example_images
+from vitrail.serve.explorations import Explorations, NamedImage, content_key, example_images
 from vitrail.serve.own import Model, uploaded
 from vitrail.serve.service import Service
 
@@ -69,18 +69,15 @@ def routes(service: Service) -> APIRouter:
 
 
 def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> None:
-    offered: list[Any] = []
-
-    def images() -> list[Any]:
-        if not offered:
-            offered.extend(service.explorer_images or example_images())
-        return offered
+    @functools.cache
+    def images() -> tuple[NamedImage, ...]:
+        return service.explorer_images or example_images()
 
     @router.get("/start")
-    async def start() -> dict[str, Any]:
-        """List the models and the images that the page offers."""
-        await service.ready()
-        return {"models": list(service.workers), "images": [one.name for one in images()]}
+    def start() -> dict[str, Any]:
+        """List the models and the images that the page offers. `ready` is false while a model loads."""
+        ready = all(worker.state != "loading" for worker in service.workers.values())
+        return {"ready": ready, "models": list(service.workers), "images": [one.name for one in images()]}
 
     @router.get("/images/{number}", response_class=Response)
     def image(number: int) -> Response:

@@ -66,7 +66,7 @@ def content_key(model: str, data: bytes) -> str:
 
 
 def example_images() -> tuple[NamedImage, ...]:
-    """Return crops of the two photos that scikit-learn contains (CC BY), as JPEG. They are read without importing it, which is slow."""
+    """Return crops of the two photos that scikit-learn contains (CC BY), read without importing it, which is slow."""
     package = find_spec("sklearn")
     folder = Path(package.origin).parent / "datasets" / "images" if package is not None and package.origin else Path()
     found = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import warnings
-from importlib import resources
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
@@ -13,21 +11,17 @@ from fastapi.responses import JSONResponse, Response
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
-from vitrail.errors import VitrailError
 from vitrail.inspect.inputs import Array
 from vitrail.inspect.rollout import Fusion
-from vitrail.inspect.weights import position_similarity
-from vitrail.models import ViT
 from vitrail.serve import exploration as compute
-from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps, signed_to_bytes
+from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import Explorations, NamedImage, content_key, example_images
 from vitrail.serve.own import Model, uploaded
+from vitrail.serve.page_files import TYPES, page_files, position_bytes
 from vitrail.serve.service import Service
 
-PAGE = "vitrail.serve.explorer_page"
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -38,13 +32,6 @@ Layer = Annotated[int, Query(ge=0, description="Counted from 0.")]
 Token = Annotated[int | None, Query(ge=0, description="One query token; by default all.")]
 
 
-def page_files() -> dict[str, bytes]:
-    """Return the files of the page by name."""
-    return {
-        file.name: file.read_bytes() for file in resources.files(PAGE).iterdir() if "." + file.name.rpartition(".")[2] in _TYPES
-    }
-
-
 def page_routes() -> APIRouter:
     """Serve the page itself. It contains no data, so it needs no token; what it asks for does."""
     router, files = APIRouter(include_in_schema=False), page_files()
@@ -52,7 +39,7 @@ def page_routes() -> APIRouter:
     def answer(name: str) -> Response:
         if name not in files:
             raise ServiceError(404, f"The page has no file {name!r}.")
-        kind = _TYPES["." + name.rpartition(".")[2]]
+        kind = TYPES["." + name.rpartition(".")[2]]
         return Response(files[name], media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
 
     router.add_api_route("/", functools.partial(answer, "index.html"), methods=["GET"])
@@ -218,16 +205,6 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         if query is not None and query >= len(values):
             raise ServiceError(422, f"query is {query}; there are {len(values)} patches, counted from 0.")
         return _bytes(values if query is None else values[query])
-
-
-def position_bytes(bundle: Bundle) -> Array:
-    """Return the position similarity as bytes [patch, patch]; it reads weights alone, so any thread may compute it."""
-    if not isinstance(bundle.model, ViT):
-        raise VitrailError(f"{bundle.model.config.name} is a ResNet: it has no position embeddings.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        values = position_similarity(bundle.model)
-    return signed_to_bytes(values.reshape(values.shape[0] * values.shape[1], -1))
 
 
 def _swapped(function: Any, fusion: Fusion, residual: bool, bundle: Bundle, image: Tensor) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle, load
@@ -18,6 +17,9 @@ from vitrail.serve.images import decode, decoding_pool
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
 from vitrail.serve.worker import ModelWorker, Work
+
+if TYPE_CHECKING:  # a saved page names models as the service does, without the HTTP libraries
+    from starlette.requests import Request
 
 PING_SECONDS = 10.0
 

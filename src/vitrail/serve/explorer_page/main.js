@@ -116,6 +116,7 @@ function drawControls() {
   byId("head-control").hidden = state.view !== "attention" || !info.heads;
   byId("rollout-control").hidden = state.view !== "rollout";
   byId("scale-control").hidden = state.view !== "attention";
+  byId("style-control").hidden = !["attention", "rollout"].includes(state.view);
   for (const id of ["fusion", "scale", "style"]) byId(id).value = state[id];
   byId("residual").checked = state.residual;
   byId("pixels").checked = state.pixels;

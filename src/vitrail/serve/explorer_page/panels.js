@@ -168,8 +168,9 @@ function distance(root, items) {
   const x = (item, layer) => left + 8 + ((width - left - 16) * layer) / Math.max(1, item.info.layers - 1);
   const y = (pixels) => (height - bottom) * (1 - pixels / most) + 4;
   const marks = [];
-  const ticks = Array.from({ length: 5 }, (_, k) => (most * k) / 4);
-  for (const tick of ticks) marks.push(drawn("line", { x1: left, x2: width, y1: y(tick), y2: y(tick), class: "grid" }), drawn("text", { x: left - 6, y: y(tick) + 4, class: "tick end" }, [tick.toFixed(most < 12 ? 1 : 0)]));
+  const step = [1, 2, 5, 10, 20, 50, 100, 200].find((size) => most / size <= 6) ?? 500;
+  const ticks = Array.from({ length: Math.floor(most / step) + 1 }, (_, k) => step * k);
+  for (const tick of ticks) marks.push(drawn("line", { x1: left, x2: width, y1: y(tick), y2: y(tick), class: "grid" }), drawn("text", { x: left - 6, y: y(tick) + 4, class: "tick end" }, [String(tick)]));
   found.forEach((each, number) => each && marks.push(...dots(items[number], items[0], each, number, x, y, width, left)));
   const depth = items[0].info.layers;
   for (let layer = 0; layer < depth; layer += Math.ceil(depth / 12)) marks.push(drawn("text", { x: x(items[0], layer), y: height - bottom + 20, class: "tick middle" }, [String(layer)]));

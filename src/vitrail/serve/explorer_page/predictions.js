@@ -14,7 +14,7 @@ function one(item, named) {
   if (!predictions.length) return element("div", { class: "prediction-group" }, [...parts, element("p", { class: "hint" }, ["This model has no trained head: it has features, but no predictions."])]);
   const before = new Map(predictions.map((each) => [each.index, each.score]));
   const most = score === "value" ? Math.max(...predictions.map((each) => Math.abs(each.score)), 1e-9) : 1;
-  const list = element("ol", { class: "bars" }, shown.slice(0, 7).map((each) => bar(each, before.get(each.index), most, score, item.masked)));
+  const list = element("ol", { class: item.masked ? "bars changed" : "bars" }, shown.slice(0, 7).map((each) => bar(each, before.get(each.index), most, score, item.masked)));
   if (item.masked) parts.push(element("p", { class: "hint" }, [`${state.off.length} of ${item.patches} patches off. The outline is the prediction of the whole image.`]));
   return element("div", { class: "prediction-group" }, [...parts, list]);
 }

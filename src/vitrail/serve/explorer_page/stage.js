@@ -131,7 +131,7 @@ export class Stage {
     for (let patch = 0; patch < map.patches.length; patch++) {
       const place = fraction(map.patches[patch], map.scale);
       if (state.style === "light" && !map.signed) context.fillStyle = `rgba(9, 8, 18, ${0.86 * (1 - place ** 0.6)})`;
-      else context.fillStyle = css(colourOf(place, map.signed), map.signed ? 0.74 : 0.66);
+      else context.fillStyle = css(colourOf(place, map.signed), map.signed ? 0.74 : 0.54 + 0.24 * place);
       context.fillRect(...this.cell(patch));
     }
   }

@@ -26,7 +26,7 @@ class ByteMaps:
     @classmethod
     def of(cls, weights: Array) -> ByteMaps:
         scales = weights.max(axis=-1).astype(np.float32)
-        values = np.rint(weights * (255 / np.maximum(scales, np.finfo(np.float32).tiny))[..., None])
+        values = np.rint(weights * (255 / np.maximum(scales, 1e-30))[..., None])
         return cls(values.clip(0, 255).astype(np.uint8), scales)
 
     @property

@@ -2,7 +2,7 @@
 
 import { byId, choices, element } from "./dom.js";
 import { centre, Item } from "./item.js";
-import { currentMap, hasView, shareScale, shownQuery } from "./maps.js";
+import { currentMap, hasView, shareScale } from "./maps.js";
 import { describeMap, PANELS, showPanel } from "./panels.js";
 import { onChange, readAddress, redraw, setPlaces, state, update, VIEWS } from "./state.js";
 import { openSource } from "./source.js";
@@ -97,7 +97,7 @@ function draw() {
   showPanel(byId("panel"), items());
   predictMasked();
   if (maps[0] && state.hover === null) byId("status").textContent = describeMap(maps[0]);
-  document.body.dataset.query = String(shownQuery());
+  document.body.dataset.drawn = maps[0] ? String(maps[0].query ?? "all") : ""; // the query whose map is on the screen, for tests
 }
 
 function drawControls() {

@@ -159,7 +159,7 @@ def test_views_panels_and_patches_off(server: Client, included: Bundle, open_pag
         seen.add(drawn(page))
     assert len(seen) == 5
     page.get_by_role("tab", name="Layers").click()
-    assert page.locator(".read-out li").count() == 12
+    wait(page, "document.querySelectorAll('.read-out li').length === 12")
     page.get_by_role("tab", name="Distance").click()
     wait(page, "document.querySelectorAll('.dot').length === 36")
     page.get_by_role("tab", name="Patches off").click()

@@ -35,7 +35,7 @@ async function openItem(blob, name, model) {
 function place(item, slot) {
   const fresh = slot === 0 && !stages.length;
   if (slot === 0) fitState(item, fresh);
-  stages[slot] = new Stage(item, first);
+  stages[slot] = new Stage(item, first, needs);
   byId("stages").replaceChildren(...stages.map((stage) => stage.root));
   document.body.classList.toggle("comparing", stages.length > 1);
   for (const other of items()) other.masked = null;
@@ -83,6 +83,12 @@ async function openOffered(number, slot = 0, model = null) {
 
 // --- drawing ---
 
+function needs(token) {
+  for (const item of items()) {
+    if (state.view === "attention" && item.info.attention) item.needAttention(item.layerLike(first(), state.layer), item.tokenLike(first(), token));
+  }
+}
+
 function draw() {
   if (!stages.length) return;
   const maps = items().map((item) => currentMap(item, first()) || null);
@@ -92,12 +98,21 @@ function draw() {
     stage.item.shown = maps[number];
     stage.draw(maps[number]);
   });
-  drawControls();
   showPredictions(byId("predictions"), items());
-  showPanel(byId("panel"), items());
+  if (state.hover === null) {
+    drawControls();
+    drawPanel();
+  } else if (!panelTimer) panelTimer = setTimeout(drawPanel, 60); // while the pointer moves, the image comes first
   predictMasked();
   if (maps[0] && state.hover === null) byId("status").textContent = describeMap(maps[0]);
   document.body.dataset.drawn = maps[0] ? String(maps[0].query ?? "all") : ""; // the query whose map is on the screen, for tests
+}
+
+let panelTimer = 0;
+function drawPanel() {
+  clearTimeout(panelTimer);
+  panelTimer = 0;
+  showPanel(byId("panel"), items());
 }
 
 function drawControls() {

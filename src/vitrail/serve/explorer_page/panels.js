@@ -2,7 +2,7 @@
 
 import { drawn, element } from "./dom.js";
 import { state, update } from "./state.js";
-import { colourOf, fraction, LINES } from "./colours.js";
+import { LINES, PIXELS } from "./colours.js";
 import { formatted, scaleOfAll, shownQuery } from "./maps.js";
 
 export const PANELS = [
@@ -88,11 +88,16 @@ function drawOverview(box, item, first) {
   const query = item.tokenLike(first, shownQuery());
   const prefix = item.info.prefix.length;
   const image = new ImageData(width, height);
-  const common = state.scale === "all" ? scaleOfAll(item, first) : null;
+  const pixels = new Uint32Array(image.data.buffer);
+  const common = state.scale === "all" ? scaleOfAll(item, first).high : null;
   for (let layer = 0; layer < item.info.layers; layer++) {
-    for (let line = 0; line <= item.info.heads; line++) {
-      const row = item.attention(layer, line ? line - 1 : "mean", query);
-      if (row) fill(image, row.subarray(prefix), common, layer * (columns + gap), line * (rows + gap), columns);
+    const mean = new Float32Array(item.tokens);
+    for (let head = 0; head < item.info.heads; head++) {
+      const row = item.attention(layer, head, query);
+      if (!row) break;
+      for (let k = 0; k < row.length; k++) mean[k] += row[k] / item.info.heads;
+      fill(pixels, width, row, prefix, common, layer * (columns + gap), (head + 1) * (rows + gap), columns);
+      if (head === item.info.heads - 1) fill(pixels, width, mean, prefix, common, layer * (columns + gap), 0, columns);
     }
   }
   canvas.getContext("2d").putImageData(image, 0, 0);
@@ -100,12 +105,13 @@ function drawOverview(box, item, first) {
   mark(canvas, box, item, first);
 }
 
-function fill(image, values, common, left, top, columns) {
-  const scale = common ?? { low: 0, high: values.reduce((a, b) => Math.max(a, b), 0) };
-  for (let k = 0; k < values.length; k++) {
-    const [r, g, b] = colourOf(fraction(values[k], scale), false);
-    const place = 4 * ((top + Math.floor(k / columns)) * image.width + left + (k % columns));
-    image.data.set([r, g, b, 255], place);
+function fill(pixels, width, row, prefix, common, left, top, columns) {
+  let high = common ?? 0;
+  if (common === null) for (let k = prefix; k < row.length; k++) if (row[k] > high) high = row[k];
+  const factor = high > 0 ? 255 / high : 0;
+  for (let k = 0; k < row.length - prefix; k++) {
+    const place = Math.min(255, Math.round(row[prefix + k] * factor));
+    pixels[(top + Math.floor(k / columns)) * width + left + (k % columns)] = PIXELS[place];
   }
 }
 
@@ -129,6 +135,8 @@ function mark(canvas, box, item, first) {
 // --- predictions after each layer ---
 
 function layers(root, items) {
+  if (root.firstChild && root.dataset.layer === String(state.layer)) return;
+  root.dataset.layer = String(state.layer);
   root.replaceChildren();
   for (const item of items) {
     const read = item.info.read_out;

@@ -3,7 +3,12 @@
 import { element } from "./dom.js";
 import { state } from "./state.js";
 
+let shownFor = null;
+
 export function showPredictions(root, items) {
+  const now = items.flatMap((item) => [item, item.masked]); // they do not depend on the query: hovering leaves them alone
+  if (shownFor && now.length === shownFor.length && now.every((each, k) => each === shownFor[k])) return;
+  shownFor = now;
   root.replaceChildren(...items.map((item) => one(item, items.length > 1)));
 }
 

@@ -8,8 +8,9 @@ import { element } from "./dom.js";
 const LEAD = "rgba(12, 10, 20, 0.38)";
 
 export class Stage {
-  constructor(item, getFirst) {
+  constructor(item, getFirst, needs) {
     this.item = item;
+    this.needs = needs; // asks for the numbers of a query at once, before the next frame is drawn
     this.getFirst = getFirst; // the item whose tokens `state.query` counts
     this.canvas = element("canvas", { class: "picture", "aria-hidden": "true" });
     this.frame = element("div", {
@@ -37,7 +38,12 @@ export class Stage {
       if (event.pointerType === "touch") return; // a finger scrolls; a tap chooses
       const patch = this.patchAt(event);
       if (this.painting !== undefined && patch !== null) this.paint(patch);
-      else update({ hover: patch === null ? null : this.tokenOf(patch) });
+      else {
+        const token = patch === null ? null : this.tokenOf(patch);
+        if (token === state.hover) return;
+        if (token !== null) this.needs(token);
+        update({ hover: token });
+      }
     });
     frame.addEventListener("pointerleave", () => update({ hover: null }));
     frame.addEventListener("pointerdown", (event) => {

@@ -22,7 +22,7 @@ from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError
 from vitrail.evaluate.predictor import find_images
 from vitrail.files import atomic_file
-from vitrail.serve.explorations import NamedImage, example_images
+from vitrail.serve.explorations import EXAMPLE_CREDIT, NamedImage, example_images
 from vitrail.serve.service import Service, models_of
 from vitrail.serve.settings import ServeSettings
 from vitrail.text import printable
@@ -117,7 +117,7 @@ def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...],
     for bundle in models.values():
         bundle.model.to(choose_device(device))
     try:
-        page, notes = saved_page(models, images or example_images()[:1])
+        page, notes = saved_page(models, images or example_images()[:1], "" if images else EXAMPLE_CREDIT)
     except BadImage as bad:
         raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
     with atomic_file(path) as temporary:

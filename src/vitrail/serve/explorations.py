@@ -17,6 +17,7 @@ from vitrail.serve.exploration import Exploration
 MAX_IMAGES = 24
 MAX_BYTES = 768 << 20
 _CROPS = {"tower": ("china.jpg", (0, 0, 427, 427)), "dahlia": ("flower.jpg", (140, 0, 567, 427))}  # of scikit-learn's photos
+EXAMPLE_CREDIT = "Example photos by danielbuechele and vultilion, CC BY 2.0."
 
 
 @dataclass(frozen=True)

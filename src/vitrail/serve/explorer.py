@@ -17,7 +17,7 @@ from vitrail.serve import exploration as compute
 from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
-from vitrail.serve.explorations import Explorations, NamedImage, content_key, example_images
+from vitrail.serve.explorations import EXAMPLE_CREDIT, Explorations, NamedImage, content_key, example_images
 from vitrail.serve.own import Model, uploaded
 from vitrail.serve.page_files import TYPES, page_files, position_bytes
 from vitrail.serve.service import Service
@@ -64,7 +64,8 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
     def start() -> dict[str, Any]:
         """List the models and the images that the page offers. `ready` is false while a model loads."""
         ready = all(worker.state != "loading" for worker in service.workers.values())
-        return {"ready": ready, "models": list(service.workers), "images": [one.name for one in images()]}
+        credit = "" if service.explorer_images else EXAMPLE_CREDIT
+        return {"ready": ready, "models": list(service.workers), "images": [one.name for one in images()], "credit": credit}
 
     @router.get("/images/{number}", response_class=Response)
     def image(number: int) -> Response:

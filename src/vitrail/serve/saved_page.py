@@ -28,7 +28,7 @@ _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.MULTILINE
 _EXPORT = re.compile(r"^export (?:async )?(?:const|let|class|function) (\w+)", re.MULTILINE)
 
 
-def saved_page(models: Mapping[str, Bundle], images: Sequence[NamedImage]) -> tuple[str, list[str]]:
+def saved_page(models: Mapping[str, Bundle], images: Sequence[NamedImage], credit: str = "") -> tuple[str, list[str]]:
     """Return the page with every image analysed by every model, and notes about layers that are left out."""
     items: list[dict[str, Any]] = []
     notes = []
@@ -46,7 +46,7 @@ def saved_page(models: Mapping[str, Bundle], images: Sequence[NamedImage]) -> tu
             values = position_bytes(bundle)
             if values.nbytes <= MAX_REPLY:
                 positions[f"positions?model={quote(name, safe='')}"] = _text(values.tobytes())
-    data = {"names": [image.name for image in images], "items": items, "positions": positions}
+    data = {"names": [image.name for image in images], "items": items, "positions": positions, "credit": credit}
     return _page(data), list(dict.fromkeys(notes))
 
 

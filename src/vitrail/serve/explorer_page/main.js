@@ -273,6 +273,7 @@ async function showGallery() {
   add.addEventListener("click", () => byId("file").click());
   byId("gallery").replaceChildren(...buttons, ...(source.saved ? [] : [add]));
   if (source.saved) byId("drop-hint").textContent = "A saved page: it works without a server and shows its own images. `vitrail explore` opens others.";
+  if (start.credit) byId("drop-hint").append(` ${start.credit}`);
   for (const [number, canvas] of thumbnails.entries()) await drawThumbnail(number, canvas).catch(() => {});
 }
 

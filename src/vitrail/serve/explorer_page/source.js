@@ -70,7 +70,7 @@ export class SavedSource {
   }
 
   async start() {
-    return { models: [...new Set(this.data.items.map((item) => item.info.model))], images: this.data.names };
+    return { models: [...new Set(this.data.items.map((item) => item.info.model))], images: this.data.names, credit: this.data.credit };
   }
 
   async offered(number) {

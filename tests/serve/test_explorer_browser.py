@@ -272,3 +272,18 @@ def test_saved_page(included: Bundle, bundle: Bundle, open_page: Any, tmp_path: 
     page.get_by_role("button", name="Show dahlia").click()
     wait(page, "document.querySelector('.bars .label').textContent === 'mushroom'")
     assert page.locator("#error").is_hidden()
+
+
+def test_a_saved_page_of_some_layers_shows_the_nearest(
+    included: Bundle, open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.serve import saved_page as module
+
+    monkeypatch.setattr(module, "MAX_MAPS", 60_000)  # three layers of the included model
+    content, notes = saved_page({"included": included}, example_images()[:1])
+    assert notes == ["included: the page includes the maps of 3 of 12 layers (0, 6, 11)."]
+    file = tmp_path / "page.html"
+    file.write_text(content, encoding="utf-8")
+    page = open_page(file.as_uri() + "#layer=8")
+    wait(page, "document.querySelector('.map-title')?.textContent.includes('layer 6')")
+    assert "layers 0, 6, 11" in page.locator("#caveat").inner_text()

@@ -28,7 +28,10 @@ export class Item {
     const promise = this.source
       .get(this, path)
       .then(accept)
-      .catch((error) => this.failed.set(path, error.message))
+      .catch((error) => {
+        this.failed.set(path, error.message);
+        setTimeout(() => this.failed.delete(path), 3000); // a full queue, say: the next look asks again
+      })
       .finally(() => {
         this.waiting.delete(path);
         this.onArrival();

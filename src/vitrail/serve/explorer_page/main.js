@@ -91,6 +91,7 @@ function needs(token) {
 
 function draw() {
   if (!stages.length) return;
+  state.layer = nearestLayer(first().info.saved_layers, state.layer);
   const maps = items().map((item) => currentMap(item, first()) || null);
   maps.first = first();
   shareScale(maps);
@@ -113,6 +114,12 @@ function drawPanel() {
   clearTimeout(panelTimer);
   panelTimer = 0;
   showPanel(byId("panel"), items());
+}
+
+// A saved page of a large model has only some layers.
+function nearestLayer(layers, wanted) {
+  if (!layers?.length) return wanted;
+  return layers.reduce((best, layer) => (Math.abs(layer - wanted) < Math.abs(best - wanted) ? layer : best));
 }
 
 function drawControls() {
@@ -257,6 +264,11 @@ function setUpControls() {
   byId("theme-button").addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     document.documentElement.dataset.theme = dark ? "light" : "dark";
+  });
+  window.addEventListener("hashchange", () => location.reload()); // an address that was typed or pasted; ours change without this event
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address is for the state
+    document.querySelector(".frame")?.focus();
   });
   new ResizeObserver(redraw).observe(byId("stages"));
 }

@@ -223,10 +223,10 @@ function off(root, items) {
     };
     const all = [...Array(first.patches).keys()];
     root.append(
-      element("p", { class: "hint" }, ["Click patches of the image, or drag over them. They are replaced by the mean colour of the preprocessing (0 after normalisation), and the model predicts again."]),
+      element("p", { class: "hint" }, ["Click patches of the image, or drag over them. They are replaced by the mean colour of the preprocessing (0 after normalisation), and the model predicts again. Maps stay those of the whole image."]),
       element("div", { class: "button-row" }, [
-        button("Most attended quarter", () => ranked(first).slice(0, Math.ceil(first.patches / 4)).sort((a, b) => a - b)),
-        button("Least attended quarter", () => ranked(first).slice(-Math.ceil(first.patches / 4)).sort((a, b) => a - b)),
+        button("Highest quarter of the map", () => ranked(first).slice(0, Math.ceil(first.patches / 4)).sort((a, b) => a - b)),
+        button("Lowest quarter", () => ranked(first).slice(-Math.ceil(first.patches / 4)).sort((a, b) => a - b)),
         button("Invert", () => all.filter((patch) => !state.off.includes(patch))),
         button("All on", () => []),
       ]),

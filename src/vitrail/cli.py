@@ -21,6 +21,7 @@ COMMANDS = {
     "export": ("vitrail.commands.export:export", "Export a model to ONNX or torch.export, verified on images."),
     "export verify": ("vitrail.commands.export:verify", "Compare an exported model with its checkpoint again."),
     "serve": ("vitrail.commands.serve:serve", "Serve models over HTTP."),
+    "explore": ("vitrail.commands.explore:explore", "Show in the browser how a model sees images."),
     "train": ("vitrail.commands.train:train", "Train a model with a recipe."),
     "finetune": ("vitrail.commands.finetune:finetune", "Fine-tune a pretrained model."),
     "plan": ("vitrail.commands.plan:plan", "Estimate the memory that a recipe needs on any GPU, without that GPU."),

@@ -147,15 +147,21 @@ class Bundle:
         with evaluating(self.model):
             return self.decode(self.model(batch.to(weight.device, weight.dtype)), top)
 
+    def scores(self, outputs: Tensor) -> Tensor:
+        """Turn the model's outputs into probabilities, by softmax or sigmoid; the values of a regression stay as they are."""
+        logits = outputs.float().cpu()
+        if self.task == "regress":
+            return logits
+        return logits.sigmoid() if self.sigmoid else logits.softmax(dim=1)
+
     def decode(self, outputs: Tensor, top: int = 5) -> list[list[Prediction]]:
         """Turn the model's outputs [images, outputs] into the `top` predictions per image, best first.
 
         Of a multi-label model, labels that reach their thresholds come before all others.
         """
-        logits = outputs.float().cpu()
+        scores = self.scores(outputs)
         if self.task == "regress":
-            return [[Prediction(self.label(i), i, value) for i, value in enumerate(row)] for row in logits.tolist()]
-        scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=1)
+            return [[Prediction(self.label(i), i, value) for i, value in enumerate(row)] for row in scores.tolist()]
         if self.task == "multilabel":  # in float64, as in evaluation
             chosen = scores.double() >= torch.tensor(self.thresholds, dtype=torch.float64)
             by_score = scores.argsort(dim=1, descending=True, stable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,30 +14,40 @@ from vitrail.inspect.inputs import Array, Images, check_patch, checked_vit, fini
 from vitrail.models import ViT
 from vitrail.models.features import evaluating
 
+Fusion = Literal["mean", "max", "min"]
 
-def rollout(model: nn.Module, images: Images, *, batch: int | None = None) -> Array:
-    """Compute attention rollout (Abnar & Zuidema 2020) as in the paper: [image, row, column], the weight of each patch.
 
-    For each layer, average the attention over heads, mix it with the identity (½A + ½I, for the residual connection) and
-    normalise the rows; then multiply the layers from the output to the input. The start depends on the pooling: the class token
-    (and a distillation token, with equal weight), all patches with equal weight for mean pooling, or the attention of the
-    pooling probe for MAP pooling. The weights of an image sum to one minus what ends at prefix tokens.
+def rollout(model: nn.Module, images: Images, *, fusion: Fusion = "mean", residual: bool = True, batch: int | None = None) -> Array:
+    """Compute attention rollout (Abnar & Zuidema 2020): [image, row, column], the weight of each patch.
+
+    The defaults are the paper's. For each layer, fuse the attention of the heads (their mean, maximum or minimum), normalise the
+    rows, and with `residual` mix with the identity (½A + ½I, for the residual connection); then multiply the layers from the output
+    to the input. The start depends on the pooling: the class token (and a distillation token, with equal weight), all patches with
+    equal weight for mean pooling, or the attention of the pooling probe for MAP pooling. The weights of an image sum to one minus
+    what ends at prefix tokens.
     """
+    if fusion not in ("mean", "max", "min"):
+        raise VitrailError(f"fusion is {fusion!r}; it can be 'mean', 'max' or 'min'.")
     vit = checked_vit(model)
     parts = []
     for part in in_batches(vit, images, batch):
-        layers = [weights.mean(dim=1) for _, weights in vit.attention(part, pooling=True)]
+        layers = [_fused(weights, fusion) for _, weights in vit.attention(part, pooling=True)]
         weights = layers.pop()
         while layers:
-            weights = weights @ _with_residual(layers.pop())
+            weights = weights @ (_with_residual(layers.pop()) if residual else layers.pop())
         parts.append(_map(vit, weights[:, 0]))
     return finite(np.concatenate(parts), "The rollout")
 
 
+def _fused(attention: Tensor, fusion: Fusion) -> Tensor:
+    """Reduce [image, head, query, key] over heads; rows (queries, not keys) sum to one, or are zero if no two heads agree."""
+    fused = attention.mean(dim=1) if fusion == "mean" else attention.amax(dim=1) if fusion == "max" else attention.amin(dim=1)
+    return fused.div_(fused.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(fused.dtype).tiny))
+
+
 def _with_residual(attention: Tensor) -> Tensor:
-    """Compute ½A + ½I in place, with rows (queries, not keys) that sum to one."""
-    attention.div_(attention.sum(dim=-1, keepdim=True)).mul_(0.5)
-    attention.diagonal(dim1=-2, dim2=-1).add_(0.5)
+    """Compute ½A + ½I in place."""
+    attention.mul_(0.5).diagonal(dim1=-2, dim2=-1).add_(0.5)
     return attention
 
 

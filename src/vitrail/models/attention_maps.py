@@ -79,7 +79,7 @@ def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWit
     yield len(model.blocks), pooling, None
     with evaluating(model), torch.enable_grad():
         x.requires_grad_()
-        output = model.logits(_normed(model, x)).gather(1, outputs[:, None]).sum()
+        output = model.logits(normed_tokens(model, x)).gather(1, outputs[:, None]).sum()
         (grad_x,) = torch.autograd.grad(output, x)
     for number in reversed(range(len(model.blocks))):
         block = model.blocks[number]
@@ -90,7 +90,7 @@ def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWit
         yield number, weights.detach(), grad_weights
 
 
-def _normed(model: ViT, x: Tensor) -> Tensor:
+def normed_tokens(model: ViT, x: Tensor) -> Tensor:
     """Return the last block's tokens as pooling sees them."""
     return model.norm(x) if model.config.final_norm == "before-pool" else x
 
@@ -98,7 +98,7 @@ def _normed(model: ViT, x: Tensor) -> Tensor:
 def _pooling_weights(model: ViT, x: Tensor) -> Tensor:
     """Return how the pooled output weighs the last block's tokens [batch, token, width]: [batch, head, 1, token]."""
     if model.pool is not None:
-        return model.pool.weights(_normed(model, x))
+        return model.pool.weights(normed_tokens(model, x))
     weights = torch.zeros(x.shape[0], 1, 1, x.shape[1], device=x.device)
     heads = 2 if model.distill_head is not None else 1  # of the classifier: their logits are averaged
     read = slice(model.config.prefix, None) if model.config.pooling == "mean" else slice(heads)

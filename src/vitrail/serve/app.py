@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from vitrail.errors import VitrailError
-from vitrail.serve import open_inference, openai, own
+from vitrail.serve import explorer, open_inference, openai, own
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.guard import Guard, error_answer
 from vitrail.serve.service import Service
@@ -29,8 +29,9 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
 
     # The documentation pages of FastAPI load scripts from elsewhere, so only the description itself is served.
     app = FastAPI(title="Vitrail", docs_url=None, redoc_url=None, openapi_url="/openapi.json", lifespan=lifespan)
-    for module in (own, openai, open_inference):
+    for module in (own, openai, open_inference, explorer):
         app.include_router(module.routes(service))
+    app.include_router(explorer.page_routes())
 
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> str:

@@ -16,7 +16,8 @@ from vitrail.serve.service import ClientLeft, Service
 from vitrail.serve.settings import ServeSettings
 
 log = logging.getLogger("vitrail.serve")
-_OPEN = ("/v2/health/live", "/v2/health/ready")  # an orchestrator asks these without a token
+_OPEN = ("/v2/health/live", "/v2/health/ready", "/")  # asked without a token: by an orchestrator; the explorer's page has no data
+_OPEN_UNDER = "/page/"
 
 
 class Guard:
@@ -61,7 +62,7 @@ class Guard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self.service.draining and scope["path"] != "/v2/health/live":
             raise unavailable("The service is shutting down.")
-        if self.token is not None and scope["path"] not in _OPEN:
+        if self.token is not None and scope["path"] not in _OPEN and not scope["path"].startswith(_OPEN_UNDER):
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, b"Bearer " + self.token.encode()):
                 raise ServiceError(401, "A token is needed: send the header Authorization: Bearer TOKEN.")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
 from vitrail.serve.errors import ServiceError, unavailable
+from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
 from vitrail.serve.worker import ModelWorker, Work
+
+if TYPE_CHECKING:  # a saved page names models as the service does, without the HTTP libraries
+    from starlette.requests import Request
 
 PING_SECONDS = 10.0
 
@@ -33,6 +36,7 @@ class Service:
         self.workers = {name: ModelWorker(name, load, settings, self.metrics) for name, load in models.items()}
         self.pool = decoding_pool(settings)
         self.draining = False
+        self.explorer_images: tuple[NamedImage, ...] = ()  # offered by the explorer; empty: its examples
 
     def start(self, on_failure: Callable[[], None]) -> None:
         for worker in self.workers.values():

@@ -1,0 +1,84 @@
+"""The analysed images that a server keeps, and the images it offers before any upload."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from PIL import Image
+
+from vitrail.serve.errors import ServiceError
+from vitrail.serve.exploration import Exploration
+
+MAX_IMAGES = 24
+MAX_BYTES = 768 << 20
+_CROPS = {"tower": ("china.jpg", (0, 0, 427, 427)), "dahlia": ("flower.jpg", (140, 0, 567, 427))}  # of scikit-learn's photos
+EXAMPLE_CREDIT = "Example photos by danielbuechele and vultilion, CC BY 2.0."
+
+
+@dataclass(frozen=True)
+class NamedImage:
+    """An image that the page offers: the bytes of its file."""
+
+    name: str
+    data: bytes
+
+
+class Explorations:
+    """Analysed images by id, the least recently used removed first. Used by the event loop alone."""
+
+    def __init__(self, images: int = MAX_IMAGES, size: int = MAX_BYTES) -> None:
+        self._images, self._size = images, size
+        self._kept: OrderedDict[str, Exploration] = OrderedDict()
+
+    def find(self, key: str) -> Exploration | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def __getitem__(self, key: str) -> Exploration:
+        found = self.find(key)
+        if found is None:
+            raise ServiceError(404, "This image is no longer kept; send it again.")
+        return found
+
+    def add(self, key: str, exploration: Exploration) -> None:
+        """Keep an image; the newest always stays, whatever its size."""
+        self._kept[key] = exploration
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and (len(self._kept) > self._images or self.nbytes > self._size):
+            self._kept.popitem(last=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self._kept.values())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def content_key(model: str, data: bytes) -> str:
+    """Return the id of an image analysed by a model: the same content has the same id."""
+    return hashlib.sha256(model.encode() + b"\0" + data).hexdigest()[:32]
+
+
+def example_images() -> tuple[NamedImage, ...]:
+    """Return crops of the two photos that scikit-learn contains (CC BY), read without importing it, which is slow."""
+    package = find_spec("sklearn")
+    folder = Path(package.origin).parent / "datasets" / "images" if package is not None and package.origin else Path()
+    found = []
+    for name, (file, box) in _CROPS.items():
+        if (folder / file).is_file():
+            with Image.open(folder / file) as photo:
+                found.append(NamedImage(name, _jpeg(photo.crop(box))))
+    return tuple(found)
+
+
+def _jpeg(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=92)
+    return stream.getvalue()

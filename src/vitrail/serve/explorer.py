@@ -1,0 +1,247 @@
+"""The explorer: its page at `/`, and what the page asks for under `/explorer/`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query, Request
+from fastapi.responses import JSONResponse, Response
+from torch import Tensor
+
+from vitrail.checkpoints import Bundle
+from vitrail.inspect.inputs import Array
+from vitrail.inspect.rollout import Fusion
+from vitrail.serve import exploration as compute
+from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
+from vitrail.serve.errors import ServiceError
+from vitrail.serve.exploration import Exploration
+from vitrail.serve.explorations import EXAMPLE_CREDIT, Explorations, NamedImage, content_key, example_images
+from vitrail.serve.own import Model, uploaded
+from vitrail.serve.page_files import TYPES, page_files, position_bytes
+from vitrail.serve.service import Service
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+Layer = Annotated[int, Query(ge=0, description="Counted from 0.")]
+Token = Annotated[int | None, Query(ge=0, description="One query token; by default all.")]
+
+
+def page_routes() -> APIRouter:
+    """Serve the page itself. It contains no data, so it needs no token; what it asks for does."""
+    router, files = APIRouter(include_in_schema=False), page_files()
+
+    def answer(name: str) -> Response:
+        if name not in files:
+            raise ServiceError(404, f"The page has no file {name!r}.")
+        kind = TYPES["." + name.rpartition(".")[2]]
+        return Response(files[name], media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
+
+    router.add_api_route("/", functools.partial(answer, "index.html"), methods=["GET"])
+    router.add_api_route("/page/{name}", answer, methods=["GET"])
+    return router
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["Explorer"], prefix="/explorer")
+    kept = Explorations()
+    for add in (_start_routes, _map_routes, _model_routes):
+        add(router, service, kept)
+    return router
+
+
+def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> None:
+    @functools.cache
+    def images() -> tuple[NamedImage, ...]:
+        return service.explorer_images or example_images()
+
+    @router.get("/start")
+    def start() -> dict[str, Any]:
+        """List the models and the images that the page offers. `ready` is false while a model loads."""
+        ready = all(worker.state != "loading" for worker in service.workers.values())
+        credit = "" if service.explorer_images else EXAMPLE_CREDIT
+        return {"ready": ready, "models": list(service.workers), "images": [one.name for one in images()], "credit": credit}
+
+    @router.get("/images/{number}", response_class=Response)
+    def image(number: int) -> Response:
+        """Return one of the offered images."""
+        if not 0 <= number < len(images()):
+            raise ServiceError(404, f"There is no image {number}.")
+        return Response(images()[number].data, media_type="application/octet-stream", headers=_HEADERS)
+
+    @router.post("/analyse")
+    async def analyse(request: Request, model: Model = None) -> JSONResponse:
+        """Analyse an image, the body of the request, and keep the result for a while under its id."""
+        worker = service.worker(model)
+        files = await uploaded(request, service)
+        if len(files) != 1 or not isinstance(files[0], bytes):
+            raise ServiceError(400, f"Send one image at a time; there are {len(files)}.")
+        key = content_key(worker.name, files[0])
+        found = kept.find(key)
+        if found is None:
+            (found,) = await service.compute(request, worker, compute.analyse, files)
+            if isinstance(found, ServiceError):
+                raise found
+            preprocess = service.bundle(worker).stored_preprocess()
+            found.photo = await _in_pool(service, compute.photo, files[0], preprocess)
+            found.info |= {"id": key, "model": worker.name, "photo": bool(found.photo)}
+            kept.add(key, found)
+        return JSONResponse(found.info)
+
+    @router.get("/{key}/picture", response_class=Response)
+    async def picture(key: str) -> Response:
+        """Return the model's input as PNG."""
+        found = kept[key]
+        preprocess = service.bundle(service.worker(found.info["model"])).stored_preprocess()
+        return Response(compute.picture(found, preprocess), media_type="image/png", headers=_HEADERS)
+
+    @router.get("/{key}/photo", response_class=Response)
+    async def photo(key: str) -> Response:
+        """Return the same crop of the uploaded image in more pixels, as JPEG."""
+        if not kept[key].photo:
+            raise ServiceError(404, "The image has no more pixels than the model's input.")
+        return Response(kept[key].photo, media_type="image/jpeg", headers=_HEADERS)
+
+
+def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None:
+    @router.get("/{key}/attention", response_class=Response)
+    async def attention(
+        request: Request, key: str, layer: Annotated[int | None, Query(ge=0)] = None, query: Token = None
+    ) -> Response:
+        """Return one layer [head, query, key], one query of all layers [layer, head, key], or one query of one layer [head, key].
+
+        First the scales, one float32 per row, then one byte per weight; a weight is byte · scale / 255.
+        """
+        found = kept[key]
+        if found.info["attention"] is None:
+            raise ServiceError(404, f"{found.info['name']} has no attention.")
+        _check(found, layer, query)
+        maps = found.attention
+        if maps is None:
+            if layer is None:
+                raise ServiceError(422, "The attention of this model is too large for all layers at once; name a layer.")
+            maps, layer = await _layer(request, service, found, layer), None
+            part = maps[:, query] if query is not None else maps
+        else:
+            rows = slice(None) if query is None else query
+            part = maps[:, :, rows] if layer is None else maps[layer, :, rows]
+        return _bytes(part)
+
+    @router.get("/{key}/similarity", response_class=Response)
+    async def similarity(key: str, layer: Layer = 0, query: Token = None) -> Response:
+        """Return the cosine similarity of all tokens after a layer [query, key]: a byte b stands for b / 127.5 − 1."""
+        found = kept[key]
+        if layer >= len(found.features):
+            raise ServiceError(422, f"layer is {layer}; there are features of {len(found.features)}, counted from 0.")
+        _check(found, None, query)
+        values = await _in_pool(service, found.similarity, layer)
+        return _bytes(values if query is None else values[query])
+
+    @router.get("/{key}/colours", response_class=Response)
+    async def colours(key: str) -> Response:
+        """Return three principal components of the patch features after each layer, as colours [layer, patch, 3]."""
+        found = kept[key]
+        if "colours" not in found.results:
+            found.results["colours"] = await _in_pool(service, found.colours)
+        return _bytes(found.results["colours"])
+
+
+def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> None:
+    """Add what is computed by the model: in its thread, behind its queue."""
+
+    async def computed(request: Request, found: Exploration, work: Any) -> Any:
+        worker = service.worker(found.info["model"])
+        (answer,) = await service.compute(request, worker, work, [found.image])
+        if isinstance(answer, ServiceError):
+            raise answer
+        return answer
+
+    @router.get("/{key}/rollout")
+    async def rollout(request: Request, key: str, fusion: Fusion = "mean", residual: bool = True) -> dict[str, Any]:
+        """Return the attention rollout, one weight per patch: heads fused by mean, max or min, with or without the residual."""
+        found, name = kept[key], f"rollout {fusion} {residual}"
+        _check(found, None, None, attention=True)
+        if name not in found.results:
+            work = functools.partial(_swapped, compute.rolled_out, fusion, residual)
+            found.results[name] = await computed(request, found, work)
+        return {"weights": found.results[name]}
+
+    @router.get("/{key}/distance")
+    async def distance(request: Request, key: str) -> dict[str, Any]:
+        """Return the mean attention distance by layer and head in pixels, and that of uniform attention."""
+        found = kept[key]
+        _check(found, None, None, attention=True)
+        if "distance" not in found.results:
+            found.results["distance"] = await computed(request, found, compute.distances)
+        answer: dict[str, Any] = found.results["distance"]
+        return answer
+
+    @router.post("/{key}/masked")
+    async def masked(request: Request, key: str, patches: Annotated[list[int], Body(embed=True)]) -> dict[str, Any]:
+        """Predict again with some patches replaced by the preprocessing's mean colour. Patches are counted by row from 0."""
+        found = kept[key]
+        rows, columns = found.info["grid"]
+        if any(not 0 <= patch < rows * columns for patch in patches):
+            raise ServiceError(422, f"There are patches 0 to {rows * columns - 1}.")
+        worker = service.worker(found.info["model"])
+        bundle = service.bundle(worker)
+        bundle.check_head()
+        image = compute.masked(found.image, found.info, patches)
+        (outputs,) = await service.compute(request, worker, "logits", [image])
+        if isinstance(outputs, ServiceError):
+            raise outputs
+        also = [one["index"] for one in found.info["predictions"]]
+        return {"predictions": compute.predictions(bundle, outputs, also)}
+
+    @router.get("/positions", response_class=Response)
+    async def positions(model: Model = None, query: Token = None) -> Response:
+        """Return the cosine similarity of the position embeddings of patches [query, key]: b stands for b / 127.5 − 1."""
+        bundle = service.bundle(service.worker(model))
+        values = await _in_pool(service, position_bytes, bundle)
+        if query is not None and query >= len(values):
+            raise ServiceError(422, f"query is {query}; there are {len(values)} patches, counted from 0.")
+        return _bytes(values if query is None else values[query])
+
+
+def _swapped(function: Any, fusion: Fusion, residual: bool, bundle: Bundle, image: Tensor) -> Any:
+    return function(bundle, image, fusion, residual)
+
+
+async def _layer(request: Request, service: Service, found: Exploration, layer: int) -> ByteMaps:
+    worker = service.worker(found.info["model"])
+
+    def work(bundle: Bundle, _: Tensor) -> ByteMaps:
+        return compute.attention_of_layer(bundle, found, layer)
+
+    (answer,) = await service.compute(request, worker, work, [found.image])
+    if isinstance(answer, ServiceError):
+        raise answer
+    maps: ByteMaps = answer
+    return maps
+
+
+async def _in_pool(service: Service, function: Any, *arguments: Any) -> Any:
+    return await asyncio.wrap_future(service.pool.submit(function, *arguments))
+
+
+def _check(found: Exploration, layer: int | None, query: int | None, *, attention: bool = False) -> None:
+    if attention and found.info["attention"] is None:
+        raise ServiceError(404, f"{found.info['name']} has no attention.")
+    if layer is not None and layer >= found.info["layers"]:
+        raise ServiceError(422, f"layer is {layer}; {found.info['name']} has {found.info['layers']} layers, counted from 0.")
+    tokens = found.features.shape[1]
+    if query is not None and query >= tokens:
+        raise ServiceError(422, f"query is {query}; there are {tokens} tokens, counted from 0.")
+
+
+def _bytes(part: ByteMaps | Array) -> Response:
+    size = part.nbytes
+    if size > MAX_REPLY:
+        raise ServiceError(413, f"This is {size:,} bytes; at most {MAX_REPLY:,} are sent at once. Ask for single queries.")
+    body = part.encoded() if isinstance(part, ByteMaps) else part.tobytes()
+    return Response(body, media_type="application/octet-stream", headers=_HEADERS)

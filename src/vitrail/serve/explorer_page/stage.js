@@ -1,0 +1,266 @@
+// The image with a map on it: draws, and turns pointer and keys into the query.
+
+import { state, update } from "./state.js";
+import { colourOf, css, fraction, inkOn } from "./colours.js";
+import { formatted, shownQuery, strongest } from "./maps.js";
+import { element } from "./dom.js";
+
+const LEAD = "rgba(12, 10, 20, 0.38)";
+
+export class Stage {
+  constructor(item, getFirst, needs) {
+    this.item = item;
+    this.needs = needs; // asks for the numbers of a query at once, before the next frame is drawn
+    this.getFirst = getFirst; // the item whose tokens `state.query` counts
+    this.canvas = element("canvas", { class: "picture", "aria-hidden": "true" });
+    this.frame = element("div", {
+      class: "frame", tabindex: "0", role: "application",
+      "aria-label": `${item.name}: ${item.info.grid[0]} by ${item.info.grid[1]} patches. Arrow keys choose the query patch, Enter keeps it.`,
+    }, [this.canvas, (this.tip = element("div", { class: "tip", hidden: "" }))]);
+    this.tokens = element("div", { class: "tokens", role: "group", "aria-label": "Prefix tokens" });
+    this.title = element("p", { class: "map-title" });
+    this.bar = element("canvas", { class: "bar", width: "256", height: "1", "aria-hidden": "true" });
+    this.low = element("span");
+    this.high = element("span");
+    this.legend = element("div", { class: "legend" }, [this.low, this.bar, this.high]);
+    this.notes = element("ul", { class: "notes" }, item.info.notes.map((text) => element("li", {}, [text])));
+    this.heading = element("p", { class: "stage-name" }, [element("strong", {}, [item.name]), ` ${item.info.model}`]);
+    this.root = element("figure", { class: "stage" }, [
+      this.heading, this.frame, this.tokens,
+      element("figcaption", {}, [element("div", { class: "caption-row" }, [this.title, this.legend])]), this.notes,
+    ]);
+    this.listen();
+  }
+
+  listen() {
+    const frame = this.frame;
+    frame.addEventListener("pointermove", (event) => {
+      if (event.pointerType === "touch") return; // a finger scrolls; a tap chooses
+      const patch = this.patchAt(event);
+      if (this.painting !== undefined && patch !== null) this.paint(patch);
+      else {
+        const token = patch === null ? null : this.tokenOf(patch);
+        if (token === state.hover) return;
+        if (token !== null) this.needs(token);
+        update({ hover: token });
+      }
+    });
+    frame.addEventListener("pointerleave", () => update({ hover: null }));
+    frame.addEventListener("pointerdown", (event) => {
+      const patch = this.patchAt(event);
+      if (patch === null || state.panel !== "off") return;
+      this.painting = !state.off.includes(this.firstPatch(patch));
+      this.paint(patch);
+    });
+    frame.addEventListener("pointerup", () => (this.painting = undefined));
+    frame.addEventListener("click", (event) => {
+      const patch = this.patchAt(event);
+      if (patch !== null && state.panel !== "off") update({ query: this.tokenOf(patch), hover: null });
+    });
+    frame.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  key(event) {
+    const first = this.getFirst();
+    const prefix = first.info.prefix.length;
+    const [rows, columns] = first.info.grid;
+    const patch = Math.max(0, shownQuery() - prefix);
+    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    if (steps[event.key]) {
+      const row = Math.min(rows - 1, Math.max(0, Math.floor(patch / columns) + steps[event.key][0]));
+      const column = Math.min(columns - 1, Math.max(0, (patch % columns) + steps[event.key][1]));
+      update({ query: prefix + row * columns + column, hover: null });
+    } else if (event.key === "Enter" || event.key === " ") {
+      if (state.panel === "off") update({ off: toggled(state.off, patch) });
+      else update({ query: shownQuery(), hover: null });
+    } else if (event.key === "[" || event.key === "]") {
+      const layer = state.layer + (event.key === "]" ? 1 : -1);
+      update({ layer: Math.min(first.featureLayers - 1, Math.max(0, layer)) });
+    } else return;
+    event.preventDefault();
+  }
+
+  patchAt(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const [rows, columns] = this.item.info.grid;
+    const row = Math.floor(((event.clientY - box.top) / box.height) * rows);
+    const column = Math.floor(((event.clientX - box.left) / box.width) * columns);
+    return row >= 0 && row < rows && column >= 0 && column < columns ? row * columns + column : null;
+  }
+
+  // Tokens and patches are kept as those of the first item.
+  tokenOf(patch) {
+    return this.getFirst().tokenLike(this.item, this.item.info.prefix.length + patch);
+  }
+
+  firstPatch(patch) {
+    return this.tokenOf(patch) - this.getFirst().info.prefix.length;
+  }
+
+  paint(patch) {
+    const number = this.firstPatch(patch);
+    if (state.off.includes(number) !== this.painting) update({ off: toggled(state.off, number) });
+  }
+
+  draw(map) {
+    const { item, canvas } = this;
+    const [height, width] = item.info.image_size;
+    this.frame.style.aspectRatio = `${width} / ${height}`;
+    const ratio = Math.min(2, window.devicePixelRatio || 1);
+    const size = Math.max(64, Math.round(this.frame.clientWidth * ratio));
+    if (canvas.width !== size) {
+      canvas.width = size;
+      canvas.height = Math.round((size * height) / width);
+    }
+    const context = canvas.getContext("2d");
+    context.imageSmoothingEnabled = !state.pixels;
+    context.drawImage(state.pixels ? item.picture : item.photo, 0, 0, canvas.width, canvas.height);
+    if (state.view === "colours") this.drawColours(context);
+    else if (map) this.drawMap(context, map);
+    this.drawLead(context);
+    this.drawOff(context);
+    const query = item.tokenLike(this.getFirst(), shownQuery()) - item.info.prefix.length;
+    if (query >= 0 && state.view !== "rollout" && state.view !== "colours") this.drawQuery(context, query, map, ratio);
+    this.describe(map);
+  }
+
+  cell(patch) {
+    const [rows, columns] = this.item.info.grid;
+    const row = Math.floor(patch / columns);
+    const column = patch % columns;
+    const [w, h] = [this.canvas.width / columns, this.canvas.height / rows];
+    const [x, y] = [Math.round(column * w), Math.round(row * h)];
+    return [x, y, Math.round((column + 1) * w) - x, Math.round((row + 1) * h) - y];
+  }
+
+  drawMap(context, map) {
+    for (let patch = 0; patch < map.patches.length; patch++) {
+      const place = fraction(map.patches[patch], map.scale);
+      if (state.style === "light" && !map.signed) context.fillStyle = `rgba(9, 8, 18, ${0.86 * (1 - place ** 0.6)})`;
+      else context.fillStyle = css(colourOf(place, map.signed), map.signed ? 0.74 : 0.54 + 0.24 * place);
+      context.fillRect(...this.cell(patch));
+    }
+  }
+
+  drawColours(context) {
+    const colours = this.item.colours(this.item.layerLike(this.getFirst(), state.layer));
+    if (!colours) return;
+    for (let patch = 0; patch < this.item.patches; patch++) {
+      context.fillStyle = css(colours.subarray(3 * patch, 3 * patch + 3), 0.86);
+      context.fillRect(...this.cell(patch));
+    }
+  }
+
+  // Thin dark lines between the patches, as the lead between the panes of a window.
+  drawLead(context) {
+    const [rows, columns] = this.item.info.grid;
+    if (Math.max(rows, columns) > 40) return;
+    context.fillStyle = LEAD;
+    const width = Math.max(1, Math.round(this.canvas.width / columns / 48));
+    for (let c = 1; c < columns; c++) context.fillRect(Math.round((c * this.canvas.width) / columns) - width / 2, 0, width, this.canvas.height);
+    for (let r = 1; r < rows; r++) context.fillRect(0, Math.round((r * this.canvas.height) / rows) - width / 2, this.canvas.width, width);
+  }
+
+  drawOff(context) {
+    const first = this.getFirst();
+    const off = new Set(state.off.map((patch) => this.item.tokenLike(first, first.info.prefix.length + patch) - this.item.info.prefix.length));
+    for (const patch of off) {
+      const [x, y, w, h] = this.cell(patch);
+      context.fillStyle = "rgb(128, 128, 128)";
+      context.fillRect(x, y, w, h);
+      context.strokeStyle = "rgba(255, 255, 255, 0.55)";
+      context.lineWidth = Math.max(1, w / 24);
+      context.beginPath();
+      context.moveTo(x + 0.3 * w, y + 0.3 * h);
+      context.lineTo(x + 0.7 * w, y + 0.7 * h);
+      context.moveTo(x + 0.7 * w, y + 0.3 * h);
+      context.lineTo(x + 0.3 * w, y + 0.7 * h);
+      context.stroke();
+    }
+  }
+
+  drawQuery(context, patch, map, ratio) {
+    const [x, y, w, h] = this.cell(patch);
+    context.lineJoin = "round";
+    for (const [colour, width] of [["rgba(10, 8, 18, 0.9)", 5], ["#ffffff", 2.5]]) {
+      context.strokeStyle = colour;
+      context.lineWidth = width * ratio;
+      context.setLineDash(state.hover === null ? [] : [4 * ratio, 3 * ratio]);
+      context.strokeRect(x, y, w, h);
+    }
+    context.setLineDash([]);
+  }
+
+  describe(map) {
+    const info = this.item.info;
+    this.title.replaceChildren(
+      ...(map
+        ? [element("strong", {}, [map.title]), element("span", {}, [map.detail])]
+        : [element("strong", {}, [state.view === "colours" ? "Features as colours" : "Nothing to show here"]), element("span", {}, [this.reason()])]),
+    );
+    this.legend.hidden = !map;
+    if (map) this.drawLegend(map);
+    this.drawTokens(map);
+    this.tip.hidden = true;
+    if (map && state.hover !== null && this.frame.matches(":hover")) this.showTip(map);
+    this.frame.classList.toggle("switching", state.panel === "off");
+    this.notes.hidden = !info.notes.length;
+  }
+
+  reason() {
+    const info = this.item.info;
+    const layer = this.item.layerLike(this.getFirst(), state.layer);
+    if (state.view === "colours") return `three principal components after ${info.layers ? `layer ${layer}` : "the last stage"}, as red, green, blue`;
+    if (["attention", "rollout"].includes(state.view) && !info.attention) return `${info.name} is a ResNet and has no attention.`;
+    if (state.view === "positions") return info.positions ? "Choose a patch: prefix tokens have no position." : `${info.name} has no position vectors.`;
+    return this.item.failure() ?? "Loading …";
+  }
+
+  drawLegend(map) {
+    const context = this.bar.getContext("2d");
+    const light = state.style === "light" && !map.signed;
+    for (let k = 0; k < 256; k++) {
+      context.fillStyle = light ? `rgb(${k}, ${k}, ${k})` : css(colourOf(k / 255, map.signed));
+      context.fillRect(k, 0, 1, 1);
+    }
+    this.low.textContent = formatted(map.scale.low, map.unit);
+    this.high.textContent = formatted(map.scale.high, map.unit);
+  }
+
+  // Class, distillation and register tokens have no place in the image: they are buttons with their own value.
+  drawTokens(map) {
+    const first = this.getFirst();
+    this.tokens.hidden = !this.item.info.prefix.length;
+    const query = this.item.tokenLike(first, shownQuery());
+    const buttons = this.item.info.prefix.map((name, token) => {
+      const value = map?.prefix ? map.prefix[token] : null;
+      const label = value === null ? name : `${name} ${formatted(value, map.unit)}`;
+      const button = element("button", { type: "button", class: "token", "aria-pressed": String(query === token), title: `Use the ${name} token as query` }, [label]);
+      if (value !== null) {
+        const colour = colourOf(fraction(value, map.scale), map.signed);
+        button.style.background = css(colour);
+        button.style.color = inkOn(colour);
+      }
+      button.addEventListener("click", () => update({ query: first.tokenLike(this.item, token), hover: null }));
+      return button;
+    });
+    this.tokens.replaceChildren(...buttons);
+  }
+
+  showTip(map) {
+    const patch = this.item.tokenLike(this.getFirst(), state.hover) - this.item.info.prefix.length;
+    if (patch < 0) return;
+    const best = strongest(map);
+    const count = this.item.info.prefix.length;
+    const text = map.query === null
+      ? `${this.item.tokenName(patch + count)}: ${formatted(map.patches[patch], map.unit)}`
+      : `strongest: ${this.item.tokenName(best + count)}, ${formatted(map.patches[best], map.unit)}` +
+        (map.uniform ? ` (${(map.patches[best] / map.uniform).toFixed(1)} × uniform)` : "");
+    this.tip.textContent = text;
+    this.tip.hidden = false;
+  }
+}
+
+function toggled(list, one) {
+  return list.includes(one) ? list.filter((other) => other !== one) : [...list, one].sort((a, b) => a - b);
+}

@@ -1,0 +1,32 @@
+"""The files of the explorer page, and what it needs besides an image. Nothing here needs the HTTP libraries."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import resources
+
+from vitrail.checkpoints import Bundle
+from vitrail.errors import VitrailError
+from vitrail.inspect.inputs import Array
+from vitrail.inspect.weights import position_similarity
+from vitrail.models import ViT
+from vitrail.serve.byte_maps import signed_to_bytes
+
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_PACKAGE = "vitrail.serve.explorer_page"
+
+
+def page_files() -> dict[str, bytes]:
+    """Return the files of the page by name."""
+    files = resources.files(_PACKAGE).iterdir()
+    return {file.name: file.read_bytes() for file in files if "." + file.name.rpartition(".")[2] in TYPES}
+
+
+def position_bytes(bundle: Bundle) -> Array:
+    """Return the position similarity as bytes [patch, patch]; it reads weights alone, so any thread may compute it."""
+    if not isinstance(bundle.model, ViT):
+        raise VitrailError(f"{bundle.model.config.name} is a ResNet: it has no position embeddings.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values = position_similarity(bundle.model)
+    return signed_to_bytes(values.reshape(values.shape[0] * values.shape[1], -1))

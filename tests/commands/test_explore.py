@@ -1,0 +1,57 @@
+"""`vitrail explore`, as a user types it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.commands.test_eval import run
+from tests.evaluate.conftest import backbone, checkpoint, photos, tiny_model  # noqa: F401 - fixtures
+
+
+def test_save(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
+    page = tmp_path / "page.html"
+    file = photos / "val" / "red" / "red000.jpg"
+    status, _, err = run(capsys, "explore", checkpoint, file, "--save", page)
+    assert status == 0 and f"wrote {page}" in "".join(err.splitlines())
+    text = page.read_text(encoding="utf-8")
+    assert '"names": ["red000.jpg"]' in text and "script-src 'sha256-" in text and 'src="' not in text and 'href="/' not in text
+    assert list(tmp_path.iterdir()) == [page]
+
+
+def test_errors(capsys: pytest.CaptureFixture[str], photos: Path, tmp_path: Path) -> None:  # noqa: F811
+    bad = tmp_path / "bad.jpg"
+    bad.write_text("no image")
+    status, _, err = run(capsys, "explore", bad, "--save", tmp_path / "page.html")
+    assert status == 2 and "bad.jpg" in err and not (tmp_path / "page.html").exists()
+    status, _, err = run(capsys, "explore", *[photos / "val" / "red" / "red000.jpg"] * 25)
+    assert status == 2 and "up to 24" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT")
+def test_it_prints_its_address_and_ends_with_ctrl_c(checkpoint: Path, photos: Path) -> None:  # noqa: F811
+    image = photos / "val" / "red" / "red000.jpg"
+    command = [sys.executable, "-m", "vitrail", "explore", str(checkpoint), str(image), "--no-browser"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        line = server.stderr.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert address, line
+        with urllib.request.urlopen(address[0], timeout=60) as answer:
+            assert b"Vitrail" in answer.read()
+        with urllib.request.urlopen(address[0] + "explorer/start", timeout=60) as answer:
+            assert b"red000.jpg" in answer.read()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.wait()

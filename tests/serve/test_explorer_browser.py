@@ -1,0 +1,289 @@
+"""The explorer in headless Chromium: a real image, real clicks, and no request to anywhere else."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import vitrail
+from tests.serve.chromium import chromium
+from tests.serve.conftest import Client, running
+from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.pretrained import DEFAULT
+from vitrail.serve.explorations import example_images
+from vitrail.serve.saved_page import saved_page
+
+pytestmark = pytest.mark.slow
+sync_api = pytest.importorskip("playwright.sync_api")
+DESKTOP = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+HOVER = """async (count) => {
+  const frame = document.querySelector(".frame"), box = frame.getBoundingClientRect(), times = [];
+  for (let k = 0; k < count; k++) {
+    const column = (k * 5) % 8, row = (k * 3) % 8, query = String(row * 8 + column), began = performance.now();
+    const place = { clientX: box.left + (column + .5) * box.width / 8, clientY: box.top + (row + .5) * box.height / 8 };
+    frame.dispatchEvent(new PointerEvent("pointermove", { ...place, bubbles: true, pointerType: "mouse" }));
+    while (document.body.dataset.drawn !== query) await new Promise(requestAnimationFrame);
+    times.push(performance.now() - began);
+  }
+  return times;
+}"""
+
+
+@pytest.fixture(scope="module")
+def included() -> Bundle:
+    return vitrail.load(DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def server(included: Bundle) -> Iterator[Client]:
+    with running(lambda: included) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Any]:
+    """Open a page; at the end it must have asked only its own origin, and have had no error in its console."""
+    contexts, problems = [], []
+
+    def open_(address: str, viewport: dict[str, int] = DESKTOP, *, expected: tuple[str, ...] = (), **options: Any) -> Any:
+        context = browser.new_context(viewport=viewport, accept_downloads=True, **options)
+        contexts.append(context)
+        page = context.new_page()
+        own = urlsplit(address)
+
+        def requested(request: Any) -> None:
+            asked = urlsplit(request.url)
+            if (asked.scheme, asked.netloc) != (own.scheme, own.netloc) and asked.scheme not in ("blob", "data"):
+                problems.append(f"asked for {request.url}")
+            if own.scheme == "file" and request.url.partition("#")[0] != address.partition("#")[0] and asked.scheme != "blob":
+                problems.append(f"a saved page asked for {request.url}")
+
+        page.on("request", requested)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda line: problems.append(line.text) if line.type == "error" and not _any(line.text, expected) else None
+        )
+        page.goto(address)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+def _any(text: str, parts: tuple[str, ...]) -> bool:
+    return any(part in text for part in parts)
+
+
+def wait(page: Any, expression: str) -> None:
+    """Poll from outside: the page's policy forbids evaluating text inside it."""
+    end = time.monotonic() + 20
+    while not page.evaluate(f"Boolean({expression})"):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(20)
+
+
+def address(server: Client, fragment: str = "") -> str:
+    return f"http://127.0.0.1:{server.port}/{fragment}"
+
+
+def drawn(page: Any) -> str:
+    """Return the pixels of the picture as a string."""
+    return str(page.evaluate("document.querySelector('.picture').toDataURL()"))
+
+
+def test_upload_bars_hover_overview_and_slider(server: Client, included: Bundle, open_page: Any, tmp_path: Path) -> None:
+    page = open_page(address(server))
+    wait(page, "document.body.dataset.drawn === '36' && document.querySelectorAll('.bars li').length === 6")  # before any upload
+    file = tmp_path / "dahlia.jpg"
+    file.write_bytes(example_images()[1].data)
+    page.set_input_files("#file", str(file))
+    expected = included.predict(file.read_bytes())[0]
+    wait(page, f"document.querySelector('.bars .label').textContent === {json.dumps(expected[0].label)}")
+    assert page.locator(".bars .number").first.inner_text() == f"{100 * expected[0].score:.1f} %"
+    wait(page, "document.body.dataset.drawn === '36'")
+    before = drawn(page)
+    box = page.locator(".frame").bounding_box()
+    page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.3 * box["height"])
+    wait(page, "document.body.dataset.drawn === '17'")  # row 2, column 1
+    assert drawn(page) != before and "strongest" in page.locator(".tip").inner_text()
+    page.mouse.click(box["x"] + 0.2 * box["width"], box["y"] + 0.3 * box["height"])
+    page.mouse.move(5, 5)
+    wait(page, "document.body.dataset.drawn === '17' && location.hash.includes('query=17')")  # pinned
+    page.locator(".frame").focus()
+    page.keyboard.press("ArrowRight")
+    wait(page, "document.body.dataset.drawn === '18'")
+    page.locator("#depth").fill("2")
+    wait(page, "document.querySelector('.map-title').textContent.includes('layer 2, mean')")
+    overview = page.locator(".overview").bounding_box()
+    page.mouse.click(overview["x"] + overview["width"] * 9.5 / 12, overview["y"] + overview["height"] * 2.5 / 4)
+    wait(page, "document.querySelector('.map-title').textContent.includes('layer 9, head 1')")
+    page.reload()  # the address keeps the choice; an uploaded image is not in it
+    wait(page, "document.querySelector('.map-title')?.textContent.includes('layer 9, head 1')")
+    assert page.locator(".map-title strong").inner_text() == "Attention of patch 2, 2"
+
+
+def test_hover_does_not_wait(server: Client, open_page: Any) -> None:
+    page = open_page(address(server))
+    wait(page, "document.body.dataset.drawn === '36'")
+    page.wait_for_timeout(1000)
+    times = page.evaluate(HOVER, 60)
+    assert statistics.median(times) < 100, times  # benchmarks/explorer_hover.py measures it on a quiet machine
+
+
+def test_views_panels_and_patches_off(server: Client, included: Bundle, open_page: Any) -> None:
+    page = open_page(address(server, "#layer=9"))
+    wait(page, "document.body.dataset.drawn === '36'")
+    seen = {drawn(page)}
+    for view in ("Rollout", "Similarity", "Colours", "Positions"):
+        page.get_by_role("tab", name=view).click()
+        wait(page, f"document.querySelector('[role=tab][aria-selected=true]').textContent === '{view}'")
+        page.wait_for_timeout(250)
+        seen.add(drawn(page))
+    assert len(seen) == 5
+    page.get_by_role("tab", name="Layers").click()
+    wait(page, "document.querySelectorAll('.read-out li').length === 12")
+    page.get_by_role("tab", name="Distance").click()
+    wait(page, "document.querySelectorAll('.dot').length === 36")
+    page.get_by_role("tab", name="Patches off").click()
+    first = included.stored_preprocess()(example_images()[0].data)[None]
+    first[:, :, :8, :8] = first[:, :, 16:24, 24:32] = 0
+    box = page.locator(".frame").bounding_box()
+    for row, column in ((0, 0), (2, 3)):
+        page.mouse.click(box["x"] + (column + 0.5) * box["width"] / 8, box["y"] + (row + 0.5) * box["height"] / 8)
+    best = included.predict(first)[0][0]
+    wait(page, f"document.querySelector('.bars .number').textContent.startsWith('{100 * best.score:.1f} %')")
+    assert page.locator(".ghost").count() and "off=0.19" in page.evaluate("location.hash")
+
+
+def test_comparison_tour_and_files(server: Client, open_page: Any) -> None:
+    page = open_page(address(server))
+    wait(page, "document.body.dataset.drawn === '36'")
+    page.get_by_role("button", name="Compare").click()
+    page.select_option("#compare-image", "1")
+    page.locator("#compare-show").click()
+    wait(page, "document.querySelectorAll('.stage').length === 2")
+    box = page.locator(".frame").nth(1).bounding_box()
+    page.mouse.move(box["x"] + 0.05 * box["width"], box["y"] + 0.05 * box["height"])
+    wait(page, "[...document.querySelectorAll('.map-title strong')].every(e => e.textContent === 'Attention of patch 0, 0')")
+    low, high = page.locator(".legend").all_inner_texts()
+    assert low == high and page.locator(".prediction-group").count() == 2  # one colour scale
+    page.mouse.move(5, 5)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="JSON").click()
+    content = json.loads(Path(download.value.path()).read_text())
+    assert len(content["items"]) == 2 and len(content["items"][0]["map"]["patches"]) == 8
+    assert sum(map(sum, content["items"][0]["map"]["patches"])) == pytest.approx(1, abs=0.02)  # there are no prefix tokens
+    with page.expect_download() as download:
+        page.get_by_role("button", name="PNG").click()
+    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+    page.get_by_role("button", name="Tour").click()
+    steps = int(page.locator("#tour-count").inner_text().split()[-1])
+    for _ in range(steps):
+        assert page.locator("#tour").is_visible()
+        page.locator("#tour-next").click()
+    assert steps >= 5 and not page.locator("#tour").is_visible()
+
+
+def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> None:
+    page = open_page(address(server), expected=("415",))
+    wait(page, "document.body.dataset.drawn === '36'")
+    file = tmp_path / "notes.jpg"
+    file.write_text("this is not an image")
+    page.set_input_files("#file", str(file))
+    wait(page, "!document.getElementById('error').hidden")
+    assert page.locator("#error").inner_text().startswith("This is not an image of a known format")
+    page.get_by_role("button", name="Show dahlia").click()
+    wait(page, "document.getElementById('error').hidden")
+
+
+def test_a_dropped_image_is_sent_again(server: Client, open_page: Any) -> None:
+    """The server keeps few images; one that was removed is sent again without a word."""
+    page = open_page(address(server), expected=("404",))
+    wait(page, "document.body.dataset.drawn === '36'")
+    for number in range(26):  # more than are kept: two pixels of the corner differ
+        data = bytearray(example_images()[0].data) + bytes([number])
+        assert server.call("POST", "/explorer/analyse", bytes(data))[0] == 200
+    page.get_by_role("tab", name="Rollout").click()
+    wait(page, "document.body.dataset.drawn === 'all'")
+
+
+def test_phone_dark_and_keyboard(server: Client, open_page: Any) -> None:
+    page = open_page(address(server), PHONE, color_scheme="dark", has_touch=True, reduced_motion="reduce")
+    wait(page, "document.body.dataset.drawn === '36'")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator(".frame").bounding_box()["width"] > 320
+    box = page.locator(".frame").bounding_box()
+    page.touchscreen.tap(box["x"] + 0.9 * box["width"], box["y"] + 0.1 * box["height"])
+    wait(page, "document.body.dataset.drawn === '7'")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.get_by_role("button", name="Light or dark").click()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, select, input:not([type=file]), [tabindex=\"0\"]')].filter(e => e.checkVisibility()"
+        " && !(e.ariaLabel || e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"
+    )
+    assert not unnamed
+
+
+def test_token(included: Bundle, open_page: Any) -> None:
+    with running(lambda: included, token="secret") as client:
+        page = open_page(address(client), expected=("401",))
+        wait(page, "document.getElementById('token-dialog').open")
+        page.fill("#token", "wrong")
+        page.locator("#token-send").click()
+        wait(page, "document.getElementById('token-hint').textContent.includes('not accepted')")
+        page.fill("#token", "secret")
+        page.locator("#token-send").click()
+        wait(page, "document.body.dataset.drawn === '36'")
+        assert "secret" not in page.url
+        page.wait_for_timeout(300)
+        page.close()
+
+
+def test_saved_page(included: Bundle, bundle: Bundle, open_page: Any, tmp_path: Path) -> None:
+    content, notes = saved_page({"included": included, "tiny": bundle}, example_images())
+    assert not notes
+    file = tmp_path / "page.html"
+    file.write_text(content, encoding="utf-8")
+    page = open_page(file.as_uri() + "#model2=tiny")
+    wait(page, "document.querySelectorAll('.stage').length === 2 && document.body.dataset.drawn === '36'")
+    for view in ("Rollout", "Similarity", "Colours", "Positions", "Attention"):
+        page.get_by_role("tab", name=view).click()
+        page.wait_for_timeout(150)
+        assert page.locator(".map-title strong").first.inner_text() != "Nothing to show here"
+    page.get_by_role("button", name="Show dahlia").click()
+    wait(page, "document.querySelector('.bars .label').textContent === 'mushroom'")
+    assert page.locator("#error").is_hidden()
+
+
+def test_a_saved_page_of_some_layers_shows_the_nearest(
+    included: Bundle, open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.serve import saved_page as module
+
+    monkeypatch.setattr(module, "MAX_MAPS", 60_000)  # three layers of the included model
+    content, notes = saved_page({"included": included}, example_images()[:1])
+    assert notes == ["included: the page includes the maps of 3 of 12 layers (0, 6, 11)."]
+    file = tmp_path / "page.html"
+    file.write_text(content, encoding="utf-8")
+    page = open_page(file.as_uri() + "#layer=8")
+    wait(page, "document.querySelector('.map-title')?.textContent.includes('layer 6')")
+    assert "layers 0, 6, 11" in page.locator("#caveat").inner_text()

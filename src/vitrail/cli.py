@@ -113,9 +113,9 @@ def _run(arguments: list[str]) -> int:
     if name is None:
         group = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
         if group:
-            words = " ".join(arguments[:2])
-            hint = did_you_mean(words, group) if len(arguments) > 1 else ""
-            raise VitrailError(f"There is no command {words!r}.{hint} Use one of: {', '.join(group)}.")
+            given = " ".join(arguments[:2])
+            hint = did_you_mean(given, group) if len(arguments) > 1 else ""
+            raise VitrailError(f"There is no command {given!r}.{hint} Use one of: {', '.join(group)}.")
         raise VitrailError(f"There is no command {arguments[0]!r}.{did_you_mean(arguments[0], COMMANDS)} See `vitrail --help`.")
     module, function = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(module), function)

@@ -313,3 +313,10 @@ def test_importing_the_module_changes_no_fork(monkeypatch: pytest.MonkeyPatch, t
     for _ in range(2):
         copy.Snapshots(tmp_path, World(torch.device("cpu")))
     assert len(hooks) == 1
+
+
+@pytest.mark.parametrize("value", [None, [], "model.a"])
+def test_a_state_lists_its_tensors(value: Any, tmp_path: Path) -> None:
+    saved(tmp_path, _2=1.0)
+    reseal(tmp_path / "step-00000002", tensors=value)
+    assert "does not list its tensors" in damage(tmp_path / "step-00000002")

@@ -199,6 +199,8 @@ def damage(path: Path) -> str:
                 return f"{name!r} is not the name of a file in it"
             if sha256(path / name) != digest:
                 return f"{name} does not have its checksum"
+        if not isinstance(saved["tensors"], dict):
+            return "state.json does not list its tensors"
         read_metadata(path, saved["files"])
     except VitrailError:
         raise

@@ -12,7 +12,9 @@ def timm_config_json(name: str, **changes: Any) -> dict[str, Any]:
     """Return the config.json of `timm/NAME`: timm writes its pretrained_cfg without what says where the weights are."""
     architecture, _, tag = name.partition(".")
     config = timm.get_pretrained_cfg(name)
-    stored = {key: value for key, value in config.to_dict(remove_source=True, remove_null=True).items() if key not in ("architecture",)}
+    stored = {
+        key: value for key, value in config.to_dict(remove_source=True, remove_null=True).items() if key not in ("architecture",)
+    }
     values = {
         "architecture": architecture,
         "num_classes": config.num_classes,

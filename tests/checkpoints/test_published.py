@@ -39,7 +39,9 @@ def test_our_reader_takes_every_entry(one: PublishedWeights) -> None:
     """Build timm's model without memory, and infer ours from the shapes and the config.json that it has on the Hub."""
     with torch.device("meta"):
         theirs = timm.create_model(timm_name(one), pretrained=False)
-        state = {name: StoredTensor(tuple(tensor.shape), tensor.dtype, tensor.clone) for name, tensor in theirs.state_dict().items()}
+        state = {
+            name: StoredTensor(tuple(tensor.shape), tensor.dtype, tensor.clone) for name, tensor in theirs.state_dict().items()
+        }
         archive = Archive(path=None, kind="safetensors", tensors=state)  # type: ignore[arg-type]
         TIMM.normalise_names(archive)
         config = TIMM.infer_config(Shapes(archive), Hints(config=timm_config_json(timm_name(one))))

@@ -29,7 +29,15 @@ def test_1k_is_sorted_by_wordnet_id_and_agrees_with_timm() -> None:
         assert info.index_to_label_name(k) == ids[k]
         assert info.index_to_description(k).split(", ")[0] in imagenet.classes("1k")[k].words
     # Indices that everybody who worked with ImageNet knows.
-    known = {0: "tench", 1: "goldfish", 207: "golden retriever", 281: "tabby", 282: "tiger cat", 817: "sports car", 999: "toilet tissue"}
+    known = {
+        0: "tench",
+        1: "goldfish",
+        207: "golden retriever",
+        281: "tabby",
+        282: "tiger cat",
+        817: "sports car",
+        999: "toilet tissue",
+    }
     assert {k: imagenet.labels("1k")[k] for k in known} == known
 
 

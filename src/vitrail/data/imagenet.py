@@ -71,6 +71,13 @@ def recognise(names: tuple[str, ...]) -> tuple[str, ...] | None:
     return wordnet_ids(which) if agreeing >= _AGREEMENT * len(names) else None
 
 
+def same_classes(one: Sequence[str] | None, other: Sequence[str] | None) -> bool:
+    """Tell whether two lists name the same classes in the same order; WordNet IDs and words of ImageNet are the same."""
+    if one is None or other is None or len(one) != len(other):
+        return False
+    return tuple(one) == tuple(other) or (recognise(tuple(one)) is not None and recognise(tuple(other)) is not None)
+
+
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     """Replace names that occur twice in a list of ImageNet's classes (`crane`, in several published lists) by our labels."""
     which = SETS.get(len(names))

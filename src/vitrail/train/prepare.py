@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from vitrail.data import Preprocess, Source, Split, open_source, preset
+from vitrail.data.imagenet import same_classes
 from vitrail.data.sampler import class_weights
 from vitrail.data.split import divide
 from vitrail.errors import VitrailError, counted
@@ -21,6 +22,9 @@ from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
 from vitrail.train.pretext import make_pretext
 from vitrail.train.sharded_init import Initialise
 from vitrail.train.speed import training_flops
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
 
 log = logging.getLogger("vitrail.train")
 
@@ -191,7 +195,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     if not outputs:
         notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), there are no classes here")
         model.replace_head(0)
-    elif bundle.classes == classes and model.config.outputs == outputs:
+    elif same_classes(bundle.classes, classes) and model.config.outputs == outputs:
         notes.append(f"head: kept, the checkpoint has the same {outputs} classes")
     else:
         without = ""
@@ -207,6 +211,13 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     if recipe.data.preprocess != "auto":
         return model, preset(recipe.data.preprocess, size=model.config.image_size, channels=model.config.channels)
     return model, bundle.stored_preprocess("--data.preprocess")
+
+
+def _teacher_classes(bundle: Bundle, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the teacher's class names as the dataset spells them; none if they were only assumed, and are others."""
+    if same_classes(bundle.classes, classes):
+        return classes
+    return () if bundle.classes_assumed else tuple(bundle.classes or ())
 
 
 _INERT = ("init", "dropout", "attention_dropout", "stochastic_depth")
@@ -232,7 +243,7 @@ def make_distillation(
         labels,
         bundle.model,
         classes=classes,
-        teacher_classes=tuple(bundle.classes or ()),
+        teacher_classes=_teacher_classes(bundle, classes),
         preprocess=preprocess,
         teacher_preprocess=teacher_preprocess,
         mode=spec.distil,

@@ -110,7 +110,7 @@ def test_a_corrupted_file_in_the_cache_is_found(server: HubServer, bundle: Bundl
     content = bytearray(blob.read_bytes())
     content[-1] ^= 1
     blob.write_bytes(content)
-    with pytest.raises(VitrailError, match="model.safetensors of ViT-B/16.* in the cache is corrupted"):
+    with pytest.raises(VitrailError, match=r"model.safetensors of ViT-B/16.* in the cache is corrupted"):
         vitrail.load("ViT-B/16")
     assert vitrail.load("ViT-B/16").head == "set"  # downloaded anew
     assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name
@@ -141,7 +141,7 @@ def test_the_folder_that_the_message_asks_for_works(server: HubServer, bundle: B
 
 def test_no_server(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    with pytest.raises(VitrailError, match="is not in the local cache .*the Hub cannot be reached.*hf download timm/"):
+    with pytest.raises(VitrailError, match=r"is not in the local cache .*the Hub cannot be reached.*hf download timm/"):
         vitrail.load("ViT-B/16")
 
 

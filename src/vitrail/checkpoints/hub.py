@@ -28,7 +28,7 @@ _ETAG_SECONDS = 10.0
 def download(name: str, *, label: str | None = None, cache_first: bool = False) -> Path:
     """Return the folder of `owner/name` or `owner/name@revision` in the local cache; download what is missing.
 
-    `label` is what the user typed, for messages. With `cache_first`, nothing is asked over the network if the cache has the weights.
+    `label` is what the user typed, for messages. With `cache_first`, the network is not used if the cache has the weights.
     """
     repository, _, revision = name.partition("@")
     label = label or f"hf:{repository}"
@@ -79,8 +79,8 @@ def how_to_get(repository: str) -> str:
     """Say how to bring the weights to a machine without a network."""
     folder = repository.partition("/")[2] or repository
     return (
-        f"On a machine with a network connection run `hf download {repository} config.json {WEIGHTS} --local-dir {folder}`, copy the "
-        f"folder {folder} to this machine, and give its path instead of the name, such as `vitrail finetune --from PATH/{folder}`."
+        f"On a machine with a network connection run `hf download {repository} config.json {WEIGHTS} --local-dir {folder}`, copy "
+        f"the folder {folder} to this machine, and give its path instead of the name: `vitrail finetune --from PATH/{folder}`."
     )
 
 
@@ -169,7 +169,7 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
-    others = (HfHubHTTPError, OSError, ValueError) + _network_errors()
+    others: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, ValueError, *_network_errors())
     try:
         yield
     except VitrailError:

@@ -52,8 +52,8 @@ def load(
 ) -> Bundle:
     """Load a model from a checkpoint folder, a run folder, an `.npz`, `.pth` or `.safetensors` file, or by a name.
 
-    `ViT-B/16` and `ViT-B/16@mae` are published weights (`vitrail models --pretrained` lists them), `hf:owner/name` is any repository
-    on the Hub. These and URLs are downloaded once. `vitrail-ti8-tiny-imagenet` is a model that is included in the package.
+    `ViT-B/16` and `ViT-B/16@mae` are published weights (`vitrail models --pretrained` lists them), `hf:owner/name` is any
+    repository on the Hub. These and URLs are downloaded once. `vitrail-ti8-tiny-imagenet` is included in the package.
 
     Args:
         ref: The path or name. A path that exists is never a name. `file.npz:img` and `file.pth:model_ema` select a part of a file.
@@ -139,8 +139,8 @@ def locate(ref: str | os.PathLike[str]) -> Found:
         return _published(weights)
     raise VitrailError(
         f"There is no checkpoint {name!r}.{did_you_mean(name, [*included, *published.names()])} Give a folder, an .npz, .pth or "
-        f".safetensors file, a name of published weights such as ViT-B/16 (`vitrail models --pretrained` lists them), hf:owner/name "
-        f"for the Hub, or the included model {' or '.join(included)}."
+        f".safetensors file, a name of published weights such as ViT-B/16 (`vitrail models --pretrained` lists them), "
+        f"hf:owner/name for the Hub, or the included model {' or '.join(included)}."
     )
 
 

@@ -1,7 +1,7 @@
 """Published weights by the paper's names: `ViT-B/16`, or `ViT-B/16@mae` where a tag chooses among several.
 
-`published.csv` is the table. The first row of a name is its default: weights that classify ImageNet-1k where there are any, and of these
-`augreg-in21k-ft-in1k` where it exists. Accuracies are those of timm's `results-imagenet.csv` (commit 0173a13), with timm's
+`published.csv` is the table. The first row of a name is its default: weights that classify ImageNet-1k where there are any, and of
+these `augreg-in21k-ft-in1k` where it exists. Accuracies are those of timm's `results-imagenet.csv` (commit 0173a13), with timm's
 preprocessing on ImageNet's 50,000 validation images.
 """
 
@@ -90,7 +90,7 @@ def default(name: str) -> PublishedWeights:
 def find(reference: str) -> PublishedWeights | None:
     """Return the weights that `NAME`, `NAME@TAG` or timm's own name (`vit_base_patch16_224.mae`) stands for.
 
-    None if it is not the name of a model. A model without published weights, or without that tag, is an error that tells which exist.
+    None if it is not the name of a model. A model without published weights, or without that tag, is an error that lists them.
     """
     by_timm_name = {_timm_name(one): one for one in published_weights()}
     if reference.removeprefix("timm/") in by_timm_name:

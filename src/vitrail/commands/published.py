@@ -15,7 +15,6 @@ from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.text import to_json
 
-
 _WIDTH = 100
 
 

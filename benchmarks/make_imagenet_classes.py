@@ -4,7 +4,8 @@
 
 The WordNet IDs in the order of the outputs, and WordNet's words of each, are taken from the lists in the timm package. One line per
 class: flags, WordNet ID, words. The first 21,843 lines are ImageNet-21k in the order of Google's weights; classes that only other
-sets have follow. Flags: `k` in ImageNet-1k (whose order is that of the WordNet IDs), `a` in ImageNet-A, `r` in ImageNet-R, `-` only in 21k.
+sets have follow. Flags: `k` in ImageNet-1k (whose order is that of the WordNet IDs), `a` in ImageNet-A, `r` in ImageNet-R, `-` only
+in 21k.
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vitrail.checkpoints.published import FIGURES, PublishedWeights, find, published_weights
-from vitrail.checkpoints.references import is_name
+from vitrail.checkpoints.published import FIGURES, published_weights
 from vitrail.commands.options import DEFAULT, Json, Options
 from vitrail.commands.published import show_published
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
-from vitrail.evaluate.reproduce import ReproducedMetric, Reproduction, check_classifier
+from vitrail.evaluate.reproduce import ReproducedMetric, Reproduction
 from vitrail.evaluate.reproduce import reproduce as reproduce_weights
 from vitrail.files import write_csv
 from vitrail.text import to_json
@@ -72,7 +71,6 @@ def reproduce(
         raise VitrailError("Give one name, such as `vitrail reproduce ViT-B/16 --imagenet DIR`; --list shows the names.")
     given = {"imagenet": imagenet, "v2": v2, "a": a, "r": r, "sketch": sketch, "c": c}
     folders = {key: folder for key, folder in given.items() if folder is not None}
-    weights = _weights(names[0])
     console = Console(stderr=json_)
     with joined(options.device) as world:
         bars = _bars(console, hidden=not world.main)
@@ -83,12 +81,15 @@ def reproduce(
                 bars.reset(task, description=title, total=images)
 
             context = options.eval_context(world, lambda images: bars.advance(task, images * world.ranks))
-            if not folders or (weights is not None and weights.outputs != 1000):
-                bundle = None  # an error, before anything is downloaded
-            else:
-                bundle = options.bundle(names[0], world)
-                bundle.provenance["preprocess_replaced"] = options.preprocess is not None
-            found = reproduce_weights(names[0], folders, real=real, bundle=bundle, context=context, announce=announce)
+            found = reproduce_weights(
+                names[0],
+                folders,
+                real=real,
+                load_bundle=lambda: options.bundle(names[0], world),
+                context=context,
+                compare=options.preprocess is None,
+                announce=announce,
+            )
         if not world.main:
             return
     if csv_ is not None:
@@ -99,27 +100,20 @@ def reproduce(
         _show(console, found)
 
 
-def _weights(name: str) -> PublishedWeights | None:
-    weights = find(name) if is_name(name) and not name.startswith("hf:") else None
-    if weights is not None:
-        check_classifier(weights)
-    return weights
-
-
 def _bars(console: Console, *, hidden: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal)
 
 
 def _show(console: Console, found: Reproduction) -> None:
-    table = Table(box=box.SIMPLE_HEAD, title=found.checkpoint, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=found.checkpoint, title_justify="left", padding=(0, 1), pad_edge=False)
     for heading in ("set", "metric", "here", "95 % interval", "published", "verdict", "images"):
-        table.add_column(heading, justify="left" if heading in ("set", "metric", "verdict") else "right")
+        left = heading in ("set", "metric", "verdict")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "set")
     for one in found.metrics:
-        interval = f"{one.low:.2f} – {one.high:.2f}" if one.low is not None else "–"
+        interval = f"{one.low:.2f}–{one.high:.2f}" if one.low is not None else "–"
         reported = f"{one.published:.2f} ({one.difference:+.2f})" if one.published is not None else "–"
-        images = f"{one.images:,}" if one.images == one.total_images else f"{one.images:,} of {one.total_images:,}"
-        table.add_row(one.benchmark, one.metric, f"{one.value:.2f}", interval, reported, one.verdict or "–", images)
+        table.add_row(one.benchmark, one.metric, f"{one.value:.2f}", interval, reported, one.verdict or "–", f"{one.images:,}")
     console.print(table)
     console.print(f"preprocessing: {found.preprocess}", highlight=False, soft_wrap=True)
     if any(one.published is not None for one in found.metrics):

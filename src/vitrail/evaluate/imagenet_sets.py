@@ -1,4 +1,4 @@
-"""ImageNet's validation images and the sets made to test its models: V2, A, R, Sketch and C, in the layouts of their distributions."""
+"""ImageNet's validation images and the sets that test its models: V2, A, R, Sketch and C, in the layouts of their distributions."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def open_set(key: str, folder: str | Path) -> FileSplit:
     return _class_folders(_top(root, which), which)
 
 
-def open_corruptions(folder: str | Path) -> Iterator[tuple[str, int, FileSplit]]:
-    """Yield (corruption, severity, images) of ImageNet-C: CORRUPTION/SEVERITY/CLASS, or in a folder per group above."""
+def corruption_folders(folder: str | Path) -> dict[str, Path]:
+    """Return the folder of each corruption of ImageNet-C. They may be in a folder per group: noise/gaussian_noise."""
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise VitrailError(f"--c: {root} does not exist; a folder is expected.")
@@ -79,16 +79,18 @@ def open_corruptions(folder: str | Path) -> Iterator[tuple[str, int, FileSplit]]
     known = [name for name in ALEXNET_ERROR if name in found]
     if not known:
         raise VitrailError(
-            f"{root} has no folder of a corruption of ImageNet-C, such as gaussian_noise/1/n01440764; it has {_some(subfolders(root))}."
+            f"{root} has no corruption of ImageNet-C, such as gaussian_noise/1/n01440764; it has {_some(subfolders(root))}."
         )
-    for name in known:
+    return {name: found[name] for name in known}
+
+
+def open_corruptions(folders: dict[str, Path]) -> Iterator[tuple[str, int, FileSplit]]:
+    """Yield (corruption, severity, images) from CORRUPTION/SEVERITY/CLASS, one at a time: all are 3.75 million images."""
+    for name, path in folders.items():
         for severity in SEVERITIES:
-            if (found[name] / str(severity)).is_dir():
-                yield (
-                    name,
-                    severity,
-                    _class_folders(found[name] / str(severity), ImageNetSet(f"ImageNet-C {name} {severity}", 50_000)),
-                )
+            if (path / str(severity)).is_dir():
+                which = ImageNetSet(f"ImageNet-C {name} {severity}", 50_000)
+                yield name, severity, _class_folders(path / str(severity), which)
 
 
 def _top(root: Path, which: ImageNetSet) -> Path:
@@ -113,10 +115,11 @@ def _class_folders(top: Path, which: ImageNetSet) -> FileSplit:
     allowed = which.outputs
     if allowed is not None and (extra := [name for name in names if outputs[name] not in allowed]):
         raise VitrailError(
-            f"{top} has {counted(len(extra), 'class', 'classes')} that {which.title} does not have ({_some(extra)}). Is it another set?"
+            f"{top} has {counted(len(extra), 'class', 'classes')} that {which.title} does not have ({_some(extra)}). "
+            "Is it another set?"
         )
     files = {name: list(images_under(top / name)) for name in names}
-    targets = np.repeat([outputs[name] for name in names], [len(files[name]) for name in names]).astype(np.int64)  # type: ignore[arg-type]
+    targets = np.repeat([outputs[name] for name in names], [len(files[name]) for name in names]).astype(np.int64)
     if not len(targets):
         raise VitrailError(f"{top} has class folders, but no images in them.")
     paths = (f"{name}/{file}" for name in names for file in files[name])

@@ -18,7 +18,15 @@ from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.classification import Predictions, top_k_accuracy
 from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images
-from vitrail.evaluate.imagenet_sets import ALEXNET_ERROR, SETS, SEVERITIES, ImageNetSet, open_corruptions, open_set
+from vitrail.evaluate.imagenet_sets import (
+    ALEXNET_ERROR,
+    SETS,
+    SEVERITIES,
+    ImageNetSet,
+    corruption_folders,
+    open_corruptions,
+    open_set,
+)
 from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import read_real, real_hits
 
@@ -70,31 +78,36 @@ def reproduce(
     folders: Folders,
     *,
     real: str | Path | None = None,
-    bundle: Bundle | None = None,
+    load_bundle: Callable[[], Bundle] | None = None,
     context: EvalContext | None = None,
+    compare: bool = True,
     announce: Callable[[str, int], None] = lambda title, images: None,
 ) -> Reproduction:
     """Evaluate weights on each set for which a folder is given: `imagenet`, `v2`, `a`, `r`, `sketch` and `c`.
 
-    `real` is the JSON file of the reassessed labels of ImageNet's validation images. `bundle` is the checkpoint if it is already
-    loaded. `announce` is called with the name and size of a set before it is evaluated.
+    `real` is the JSON file of the reassessed labels of ImageNet's validation images. `load_bundle` loads the checkpoint, after the
+    folders were looked at; default: `load(reference)`. `compare=False` shows no published values, for other preprocessing.
+    `announce` is called with the name and size of a set before it is evaluated.
     """
     weights = published.find(reference) if is_name(reference) and not reference.startswith("hf:") else None
     if weights is not None:
         check_classifier(weights)
     _check_folders(folders, real)
     opened = {key: open_set(key, folder) for key, folder in folders.items() if key in SETS}
-    run = _Run(bundle or load(reference), context, announce)
+    corrupted = corruption_folders(folders["c"]) if "c" in folders else {}
+    run = _Run(load_bundle() if load_bundle is not None else load(reference), context, announce)
     metrics: list[ReproducedMetric] = []
     for key, split in opened.items():
         predictions = run.predict(split, SETS[key])
-        metrics += _accuracies(predictions, SETS[key], weights if key == "imagenet" and run.own_preprocess else None)
+        metrics += _accuracies(predictions, SETS[key], weights if key == "imagenet" and compare else None)
         if key == "imagenet" and real is not None:
             metrics.append(_real(predictions, split, real))
-    if "c" in folders:
-        metrics += _corruptions(run, folders["c"])
-    parts = dict.fromkeys(one.benchmark for one in metrics if one.images < one.total_images)
-    notes = [*run.notes, *(f"{name}: a part of the set, so the accuracy of the whole may differ" for name in parts)]
+    if corrupted:
+        metrics += _corruptions(run, corrupted)
+    parts = {one.benchmark: one for one in metrics if one.images < one.total_images and one.metric in ("top-1", "mean error")}
+    notes = run.notes + [
+        f"{name}: {one.images:,} of {one.total_images:,} images; the whole set may give another value" for name, one in parts.items()
+    ]
     return Reproduction(
         checkpoint=run.bundle.report.source, weights=weights, metrics=metrics, preprocess=run.preprocess.describe(), notes=notes
     )
@@ -134,7 +147,6 @@ class _Run:
         self.bundle, self.announce = bundle, announce
         self.context = context or default_context(bundle.model)
         self.preprocess = bundle.stored_preprocess()
-        self.own_preprocess = bundle.provenance.get("preprocess_replaced") is not True
         note = self.context.precision_note(bundle.model)
         self.notes = [*([note] if note else []), *(f"assumed: {one}" for one in bundle.report.assumptions)]
         self._model = self.context.prepare(bundle.model)
@@ -194,11 +206,11 @@ def _metric(
     )
 
 
-def _corruptions(run: _Run, folder: str | Path) -> list[ReproducedMetric]:
+def _corruptions(run: _Run, folders: dict[str, Path]) -> list[ReproducedMetric]:
     """Evaluate ImageNet-C. mCE needs all corruptions and severities; the images of all are the same, so there is no interval."""
     errors: dict[str, dict[int, float]] = {}
     images: dict[str, int] = {}
-    for name, severity, split in open_corruptions(folder):
+    for name, severity, split in open_corruptions(folders):
         predictions = run.predict(split, ImageNetSet(f"ImageNet-C {name} {severity}", 50_000))
         errors.setdefault(name, {})[severity] = 1 - float(predictions.correct.mean())
         images[name] = images.get(name, 0) + len(predictions)

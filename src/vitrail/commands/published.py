@@ -15,7 +15,7 @@ from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.text import to_json
 
-_WIDTH = 100
+_WIDTH = 112
 
 
 def show_published(rows: Sequence[PublishedWeights], as_json: bool) -> None:

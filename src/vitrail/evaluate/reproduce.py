@@ -106,7 +106,8 @@ def reproduce(
         metrics += _corruptions(run, corrupted)
     parts = {one.benchmark: one for one in metrics if one.images < one.total_images and one.metric in ("top-1", "mean error")}
     notes = run.notes + [
-        f"{name}: {one.images:,} of {one.total_images:,} images; the whole set may give another value" for name, one in parts.items()
+        f"{name}: {one.images:,} of {one.total_images:,} images; the whole set may give another value"
+        for name, one in parts.items()
     ]
     return Reproduction(
         checkpoint=run.bundle.report.source, weights=weights, metrics=metrics, preprocess=run.preprocess.describe(), notes=notes

@@ -91,7 +91,7 @@ _REJECTED = {
     r"vit_.*_18x2_224|vit_.*_xp_224|vit_pwee_.*": "it runs attention and MLP in parallel",
     r"vit_dlittle_.*|vit_dwee_.*|vit_dpwee_.*": "it has differential attention",
     r"vit_giant_patch14_(dinov2|reg\d_.*)": "it has SwiGLU layers",
-    r"vit_intern300m_.*": "it has no final norm",
+    r"vit_intern300m_.*|vit_.*_radio_v\d": "it has no final norm",
     r"vit_so150m_patch16_reg4_map_256": "its attention pooling leaves out the registers",
     r"vit_.*_(resnet\d+d?|mci)_.*": "its convolutional stem has batch norms",
     r"resnetv2_.*": "it is not a BiT: only names that end in _bit are",

@@ -268,3 +268,34 @@ def test_names_are_found_in_the_cache_without_loading(server: HubServer, bundle:
     assert hub.cached(REPOSITORY) is None
     vitrail.load("ViT-B/16")
     assert hub.cached(REPOSITORY) is not None
+
+
+@pytest.mark.slow
+def test_fine_tuning_and_prediction_by_name(
+    server: HubServer, bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first thing that a user types."""
+    from PIL import Image
+
+    from vitrail.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["vitrail"])
+    words = "finetune --from ViT-B/16 --data digits --check-images none --steps 2 --schedule.warmup 0 --out run --device cpu"
+    with pytest.raises(SystemExit) as done:
+        main(words.split())
+    assert not done.value.code, capsys.readouterr().err
+    tuned = vitrail.load(tmp_path / "run")
+    assert tuned.model.config.outputs == 10 and tuned.model.config.to_dict()["width"] == 32
+    Image.new("RGB", (40, 40), "red").save("x.png")
+    with pytest.raises(SystemExit):
+        main(["predict", "ViT-B/16", "x.png", "--workers", "0"])
+    label = bundle_label(bundle, tmp_path / "x.png")
+    assert f"x.png: {label} " in capsys.readouterr().out
+    assert len(server.ranges()) == 1
+
+
+def bundle_label(bundle: Bundle, image: Path) -> str:
+    from vitrail.data.imagenet import labels
+
+    return labels("1k")[bundle.predict(image, top=1)[0][0].index]

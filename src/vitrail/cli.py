@@ -26,6 +26,7 @@ COMMANDS = {
     "finetune": ("vitrail.commands.finetune:finetune", "Fine-tune a pretrained model."),
     "plan": ("vitrail.commands.plan:plan", "Estimate the memory that a recipe needs on any GPU, without that GPU."),
     "eval": ("vitrail.commands.evaluate:evaluate", "Evaluate a checkpoint on labelled images."),
+    "reproduce": ("vitrail.commands.reproduce:reproduce", "Compare published weights with their published accuracy."),
     "fewshot": (
         "vitrail.commands.fewshot:fewshot",
         "Evaluate few-shot accuracy with a closed-form linear classifier.",

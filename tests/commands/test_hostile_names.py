@@ -165,7 +165,9 @@ def test_text_reads_back_from_json_and_csv(text: str) -> None:
 
 
 def test_only_one_module_writes_to_the_terminal() -> None:
-    allowed = {SRC / "commands/terminal.py", SRC / "cli.py"}
+    # `vitrail.load` shows downloads from Python, too, below the commands; it escapes its one line itself.
+    allowed = {SRC / "commands/terminal.py", SRC / "cli.py", SRC / "checkpoints/download_progress.py"}
+    assert "printable(" in (SRC / "checkpoints/download_progress.py").read_text()
     found = [
         file
         for file in SRC.rglob("*.py")

@@ -22,7 +22,7 @@ def change_outputs(bundle: Bundle, outputs: int) -> None:
     """Replace the head by a zero-initialised one, as for fine-tuning (§3.2)."""
     old = bundle.model.config.outputs
     bundle.model.replace_head(outputs)
-    bundle.classes = None
+    bundle.classes, bundle.classes_assumed = None, False
     new = f"zero-initialised head with {counted(outputs, 'output')}" if outputs else "no head"
     bundle.report.notes.append(f"{new}, was {counted(old, 'output') if old else 'no head'}")
 

@@ -45,6 +45,8 @@ class Bundle:
     task: str
     report: Report
     provenance: dict[str, Any] = field(default_factory=dict)
+    classes_assumed: bool = False
+    """Whether the class names are a guess, as `report.assumptions` says: the file has none, but as many outputs as ImageNet."""
 
     @property
     def head(self) -> Literal["set", "zero", "none"]:

@@ -41,6 +41,8 @@ def convert(
     origin = {"source": Path(found.name).name if found.kind == "file" else found.name, "format": bundle.report.format}
     if found.kind == "file":
         origin["sha256"] = sha256(found.path)
+    if bundle.classes_assumed:  # stored, they would no longer be a guess
+        bundle.classes, bundle.classes_assumed = None, False
     bundle.provenance = {**bundle.provenance, **origin, "converted_by": f"vitrail {version('vitrail')}"}
     return bundle, write(bundle, target, to)
 

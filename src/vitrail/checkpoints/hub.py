@@ -1,26 +1,166 @@
-"""Download checkpoints from the Hugging Face Hub, through its cache. Nothing else in this package uses the network."""
+"""Download checkpoints from the Hugging Face Hub, through its cache, which other libraries share.
+
+huggingface_hub keeps the cache. The weights, which are large, are downloaded by `download.fetch`: it resumes after an interruption
+(newer versions of huggingface_hub start anew), and compares their SHA-256. Settings of the environment are read at every call, so
+that they also work in a notebook: HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_CACHE, HF_HOME.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from vitrail.checkpoints.download import Checksum, cache_folder, fetch
+from vitrail.checkpoints.download_progress import download_bar
 from vitrail.errors import VitrailError
+from vitrail.files import sha256
 
-_SAFE = ["config.json", "preprocessor_config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+WEIGHTS = "model.safetensors"
+_SAFE = ["config.json", "preprocessor_config.json", WEIGHTS, "model-*.safetensors", "model.safetensors.index.json"]
 _PICKLED = ["pytorch_model.bin"]
+_ETAG_SECONDS = 10.0
 
 
-def download(name: str) -> Path:
-    """Return the folder of `owner/name` or `owner/name@revision` in the local cache; download it if needed."""
+def download(name: str, *, label: str | None = None, cache_first: bool = False) -> Path:
+    """Return the folder of `owner/name` or `owner/name@revision` in the local cache; download what is missing.
+
+    `label` is what the user typed, for messages. With `cache_first`, the network is not used if the cache has the weights.
+    """
     repository, _, revision = name.partition("@")
-    folder = _snapshot(repository, revision or None, _SAFE)
-    if not any(folder.glob("model*.safetensors")):
-        folder = _snapshot(repository, revision or None, _PICKLED)
-    return folder
+    label = label or f"hf:{repository}"
+    found = cached(repository, revision or None) if cache_first or is_offline() else None
+    if found is None:
+        with _sentences(repository, revision, label):
+            if not is_offline():
+                _fetch_weights(repository, revision or None, label)
+            found = _snapshot(repository, revision or None, _SAFE)
+            if not any(found.glob("model*.safetensors")):
+                found = _snapshot(repository, revision or None, _PICKLED)
+    verify_checksums(found, label)
+    return found
 
 
-def _snapshot(repository: str, revision: str | None, patterns: list[str]) -> Path:
+def cached(repository: str, revision: str | None = None) -> Path | None:
+    """Return the folder in the cache if it has a config.json and weights; never uses the network."""
+    for patterns in (_SAFE, [_SAFE[0], *_PICKLED]):
+        try:
+            folder = _snapshot(repository, revision, patterns, local=True)
+        except (OSError, ValueError):  # not there, or not complete
+            continue
+        weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model.bin")]
+        if (folder / "config.json").is_file() and weights and all(file.is_file() for file in weights):
+            return folder
+    return None
+
+
+def is_offline() -> bool:
+    """Tell whether the Hub is disabled, by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE."""
+    from huggingface_hub import constants
+
+    given = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+    return constants.HF_HUB_OFFLINE or any(value in ("1", "ON", "YES", "TRUE") for value in given)
+
+
+def cache_root() -> Path:
+    """Return the cache of huggingface_hub."""
+    from huggingface_hub import constants
+
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if given is None and "HF_HOME" in os.environ:
+        given = str(Path(os.environ["HF_HOME"]) / "hub")
+    return Path(given or constants.HF_HUB_CACHE).expanduser()
+
+
+def how_to_get(repository: str) -> str:
+    """Say how to bring the weights to a machine without a network."""
+    folder = repository.partition("/")[2] or repository
+    return (
+        f"On a machine with a network connection run `hf download {repository} config.json {WEIGHTS} --local-dir {folder}`, copy "
+        f"the folder {folder} to this machine, and give its path instead of the name: `vitrail finetune --from PATH/{folder}`."
+    )
+
+
+def verify_checksums(folder: Path, label: str) -> None:
+    """Compare weights with their SHA-256, by which the cache names them. Each file is read once, then remembered."""
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*.bin")):
+        blob = file.resolve()
+        if re.fullmatch("[0-9a-f]{64}", blob.name) is None or _is_verified(blob):
+            continue
+        if sha256(blob) != blob.name:
+            for one in {file, blob}:
+                with suppress(OSError):
+                    one.unlink()
+            raise VitrailError(
+                f"{file.name} of {label} in the cache is corrupted: its SHA-256 is not {blob.name}. It was deleted; run again to "
+                "download it anew."
+            )
+        _remember(blob)
+
+
+def _fetch_weights(repository: str, revision: str | None, label: str) -> None:
+    """Download model.safetensors into the cache, if the repository has one; `_snapshot` links it and gets the small files."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    url = hf_hub_url(repository, WEIGHTS, revision=revision, endpoint=_endpoint())
+    unreachable = _network_errors()
+    try:
+        found = get_hf_file_metadata(url, timeout=_ETAG_SECONDS)
+    except (EntryNotFoundError, OfflineModeIsEnabled):
+        return
+    except unreachable as error:
+        if isinstance(error, HfHubHTTPError):  # an answer of the server
+            raise
+        return  # `_snapshot` looks for other files, or in the cache
+    if re.fullmatch("[0-9a-f]{64}", found.etag or "") is None:
+        return  # small enough to be in Git itself
+    assert found.etag is not None
+    blob = cache_root() / repo_folder_name(repo_id=repository, repo_type="model") / "blobs" / found.etag
+    if blob.exists():
+        return
+    same_host = urlsplit(found.location).netloc == urlsplit(url).netloc
+    with download_bar(f"{label} from {urlsplit(url).netloc}") as show:
+        fetch(
+            found.location,
+            blob,
+            checksum=Checksum("sha256", found.etag),
+            size=found.size,
+            headers=build_hf_headers() if same_host else {},  # a login is for the Hub only
+            progress=show,
+        )
+    _remember(blob)
+
+
+def _snapshot(repository: str, revision: str | None, patterns: list[str], *, local: bool = False) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()  # the files that are left are small
+    try:
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=patterns,
+            cache_dir=cache_root(),
+            endpoint=_endpoint(),
+            local_files_only=local or is_offline(),
+        )
+    finally:
+        if shown:
+            enable_progress_bars()
+    return Path(found)
+
+
+@contextmanager
+def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
+    """Raise the errors of huggingface_hub as sentences."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -29,18 +169,61 @@ def _snapshot(repository: str, revision: str | None, patterns: list[str]) -> Pat
         RevisionNotFoundError,
     )
 
+    others: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, ValueError, *_network_errors())
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        yield
+    except VitrailError:
+        raise
     except LocalEntryNotFoundError as error:
-        raise VitrailError(
-            f"hf:{repository} is not in the local cache, and the Hub cannot be reached or is disabled (HF_HUB_OFFLINE). "
-            f"Download it once with a network connection: `hf download {repository}`."
-        ) from error
+        why = "the Hub is disabled (HF_HUB_OFFLINE)" if is_offline() else "the Hub cannot be reached"
+        raise VitrailError(f"{label} is not in the local cache ({cache_root()}), and {why}. {how_to_get(repository)}") from error
     except GatedRepoError as error:
         raise VitrailError(f"hf:{repository} is gated: accept its terms on the Hub and log in with `hf auth login`.") from error
     except RevisionNotFoundError as error:
         raise VitrailError(f"hf:{repository} has no revision {revision!r}.") from error
     except RepositoryNotFoundError as error:
         raise VitrailError(f"There is no repository {repository!r} on the Hub, or it is private. Check its name.") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise VitrailError(f"Cannot download hf:{repository}: {str(error).splitlines()[0]}") from error
+    except others as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise VitrailError(f"Cannot download {label}: {reason}. {how_to_get(repository)}") from error
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """Return the base errors of the HTTP library that this version of huggingface_hub uses."""
+    found: list[type[Exception]] = []
+    with suppress(ImportError):
+        import httpx
+
+        found.append(httpx.HTTPError)
+    with suppress(ImportError):
+        import requests
+
+        found.append(requests.RequestException)
+    return tuple(found)
+
+
+def _endpoint() -> str | None:
+    given = os.environ.get("HF_ENDPOINT")
+    return given.rstrip("/") if given else None
+
+
+def _marker(blob: Path) -> Path:
+    return cache_folder() / "verified" / blob.name
+
+
+def _state(blob: Path) -> str:
+    status = blob.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _is_verified(blob: Path) -> bool:
+    try:
+        return _marker(blob).read_text(encoding="utf-8") == _state(blob)
+    except OSError:
+        return False
+
+
+def _remember(blob: Path) -> None:
+    with suppress(OSError):  # a read-only cache: the file is read again next time
+        _marker(blob).parent.mkdir(parents=True, exist_ok=True)
+        _marker(blob).write_text(_state(blob), encoding="utf-8")

@@ -11,19 +11,20 @@ from typing import Any, Literal
 
 import torch
 
-from vitrail.checkpoints import adapt, hub, native
+from vitrail.checkpoints import adapt, hub, native, published, url
 from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.class_names import known_classes
 from vitrail.checkpoints.flax import strip_prefix
 from vitrail.checkpoints.format import Format
 from vitrail.checkpoints.formats import detect_format
-from vitrail.checkpoints.huggingface import label_names
 from vitrail.checkpoints.huggingface_variants import check_model_type
 from vitrail.checkpoints.infer_config import Hints, Shapes
 from vitrail.checkpoints.mapping import empty_model_for, read_state, rows_of
 from vitrail.checkpoints.prefixes import drop_tensors, find_model, strip_wrappers, take_part
 from vitrail.checkpoints.preprocess_configs import from_hugging_face, from_timm
 from vitrail.checkpoints.pretrained import pretrained_models
+from vitrail.checkpoints.published import PublishedWeights
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import APPLY_EXIF, Preprocess, preset
 from vitrail.errors import VitrailError, counted, did_you_mean
@@ -50,12 +51,13 @@ def load(
     verify: Verify = "quick",
     **fields: Any,
 ) -> Bundle:
-    """Load a model from a checkpoint folder, a run folder, an `.npz`, `.pth` or `.safetensors` file, or `hf:owner/name`.
+    """Load a model from a checkpoint folder, a run folder, an `.npz`, `.pth` or `.safetensors` file, or by a name.
 
-    `vitrail-ti8-tiny-imagenet` is a model that is included in the package.
+    `ViT-B/16` and `ViT-B/16@mae` are published weights (`vitrail models --pretrained` lists them), `hf:owner/name` is any
+    repository on the Hub. These and URLs are downloaded once. `vitrail-ti8-tiny-imagenet` is included in the package.
 
     Args:
-        ref: The path or name. `file.npz:img` and `file.pth:model_ema` select a part of a file.
+        ref: The path or name. A path that exists is never a name. `file.npz:img` and `file.pth:model_ema` select a part of a file.
         outputs: Replace the head by a zero-initialised one with this many outputs (0: no head).
         image_size: Change the image size; position embeddings are resampled by the source library's rule.
         channels: Change the number of input channels; `stem` says how the first layer is adapted.
@@ -92,7 +94,7 @@ def load(
         bundle.preprocess = _checked(preprocess, bundle.model.config)
     if classes is not None:
         native.check_task(bundle.task, classes, bundle.model.config.outputs)
-        bundle.classes = tuple(classes)
+        bundle.classes, bundle.classes_assumed = tuple(classes), False
     if device is not None or dtype is not None:
         bundle.model.to(device=device, dtype=dtype)
     return bundle
@@ -107,16 +109,19 @@ class Found:
     kind: Literal["vitrail", "folder", "file"]
     config: Mapping[str, Any] | None = None
     part: str | None = None
+    published: PublishedWeights | None = None
 
 
 def locate(ref: str | os.PathLike[str]) -> Found:
-    """Find what a reference points to; download it first if it is on the Hub."""
+    """Find what a reference points to; download it first if it is a name or a URL."""
     name = os.fspath(ref)
     included = pretrained_models()
     if name in included:
         return _folder(name, included[name])
     if name.startswith("hf:"):
         return _folder(name, hub.download(name.removeprefix("hf:")))
+    if url.is_url(name):
+        return Found(name, url.download(name), "file")
     path = Path(name).expanduser()
     with wrap_errors(name):
         restore_folder(path)
@@ -132,10 +137,20 @@ def locate(ref: str | os.PathLike[str]) -> Found:
             return Found(name, Path(start).expanduser(), "file", part=part)
     if special := special_kind(path):
         raise VitrailError(f"{name} is {special}, not a checkpoint. Give a folder or a regular file.")
+    if (weights := published.find(name)) is not None:
+        return _published(weights)
     raise VitrailError(
-        f"There is no checkpoint {name!r}.{did_you_mean(name, included)} Give a folder, an .npz, .pth or .safetensors file, "
+        f"There is no checkpoint {name!r}.{did_you_mean(name, [*included, *published.names()])} Give a folder, an .npz, .pth or "
+        f".safetensors file, a name of published weights such as ViT-B/16 (`vitrail models --pretrained` lists them), "
         f"hf:owner/name for the Hub, or the included model {' or '.join(included)}."
     )
+
+
+def _published(weights: PublishedWeights) -> Found:
+    if weights.repository is None:
+        return Found(weights.reference, url.download(weights.source, label=weights.reference), "file", published=weights)
+    folder = hub.download(weights.repository, label=weights.reference, cache_first=True)
+    return dataclasses.replace(_folder(weights.reference, folder), published=weights)
 
 
 def _folder(name: str, path: Path) -> Found:
@@ -199,8 +214,12 @@ def read_foreign(
     report.notes += [*archive.notes, *hints.notes]
     report.assumptions += hints.assumptions
     preprocess = _preprocess(found, fmt, config, report) if preprocessed else None
-    classes = _classes(found, fmt, config)
-    return Bundle(model, preprocess, classes, "classify", report, {"source": found.name, "format": fmt.name})
+    bundle = Bundle(model, preprocess, None, "classify", report, {"source": found.name, "format": fmt.name})
+    known_classes(bundle, fmt.name, found.config or {}, found.path, found.published)
+    if found.published is not None:
+        about = {"weights": found.published.source, "paper": f"arXiv {found.published.paper}", "licence": found.published.licence}
+        bundle.provenance |= about
+    return bundle
 
 
 def _open(found: Found) -> Archive:
@@ -227,16 +246,6 @@ def _preprocess(found: Found, fmt: Format, config: ModelConfig, report: Report) 
         report.notes.append(f"the stored preprocessing has size {stored.size}, the model {size}: changed to the model's")
         stored = stored.with_size(size)
     return stored
-
-
-def _classes(found: Found, fmt: Format, config: ModelConfig) -> tuple[str, ...] | None:
-    values = found.config or {}
-    if fmt.name == "hf" and config.outputs:
-        return label_names(values)
-    names = values.get("label_names") if fmt.name == "timm" else None
-    if isinstance(names, list) and len(names) == config.outputs:
-        return tuple(str(name) for name in names)
-    return None
 
 
 def _checked(preprocess: Preprocess | str, config: ModelConfig) -> Preprocess:

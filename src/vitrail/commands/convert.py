@@ -48,7 +48,7 @@ def convert(
     Example: vitrail convert hf:google/vit-base-patch16-224 vit.npz --to google
 
     Args:
-        source: A folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        source: A folder, an .npz, .pth or .safetensors file, a name such as ViT-B/16@mae, or hf:owner/name.
         target: The folder or file to write: a folder for vitrail and hf, .npz for Google's formats, .safetensors or .pth for
             timm (or a folder, which timm can load) and torchvision.
         to: The format to write.

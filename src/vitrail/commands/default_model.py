@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.checkpoints import Bundle
-from vitrail.checkpoints.pretrained import DEFAULT, pretrained_models
+from vitrail.checkpoints.pretrained import DEFAULT
+from vitrail.checkpoints.references import is_name
 from vitrail.data.sources.layout import images_under, is_image
 from vitrail.errors import VitrailError, counted
 
@@ -41,7 +42,7 @@ def default_note(bundle: Bundle) -> str:
 
 def _is_images(word: str) -> bool:
     path = Path(word).expanduser()
-    if word in pretrained_models() or word.startswith("hf:"):
+    if is_name(word):
         return False
     if path.is_dir():
         return not _is_checkpoint(word) and next(images_under(path), None) is not None
@@ -52,10 +53,9 @@ def _is_checkpoint(word: str) -> bool:
     """Whether a word is surely a checkpoint: a reference by name, or a folder with a config.json."""
     folder = Path(word).expanduser()
     configs = (folder / "config.json", folder / "model" / "config.json")
-    return word in pretrained_models() or word.startswith("hf:") or any(config.is_file() for config in configs)
+    return is_name(word) or any(config.is_file() for config in configs)
 
 
 def _exists(word: str) -> bool:
     """Whether a checkpoint reference points to something; `file.pth:part` selects a part of a file."""
-    named = word in pretrained_models() or word.startswith("hf:")
-    return named or any(Path(path).expanduser().exists() for path in (word, word.rpartition(":")[0] or word))
+    return is_name(word) or any(Path(path).expanduser().exists() for path in (word, word.rpartition(":")[0] or word))

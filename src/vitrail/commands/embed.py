@@ -34,7 +34,7 @@ def embed(
     Example: vitrail embed B_16.npz photos/ --out photos.parquet --feature mean --layer 8 --no-norm
 
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name. It needs no head.
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
         images: Image files, folders (searched recursively), or .txt files with one path per line.
         out: The output file, .npz or .parquet.
         features: Which features.

@@ -47,7 +47,7 @@ def evaluate(
     Example: vitrail eval B_16.npz --data folder:imagenet --sizes 224 384 --real real.json --match order
 
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name.
         data: A source such as folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10 or hf:NAME.
         split: Which split; default: val, else test, else the images that the run held out (holdout).
         sizes: Evaluate at these input sizes in pixels; position embeddings are resampled for each.

@@ -49,7 +49,7 @@ def export(
     Example: vitrail export runs/pets pets-int8 --precision int8 --calibrate folder:pets --data folder:pets
 
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name.
         out: The folder to write.
         settings: What is written.
         data: Images to compare on; with labels, accuracies are compared, too. None: crops of two photos.

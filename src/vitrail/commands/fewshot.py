@@ -44,7 +44,7 @@ def fewshot(
     Example: vitrail fewshot B_16.npz --data folder:flowers --shots 5 10 --seeds 5 --small-classes drop
 
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name. It needs no head.
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
         data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10.
         train: The split from which the images are drawn.
         test: The split to test on; default: val, or test if there is no val.

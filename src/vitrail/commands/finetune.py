@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from vitrail.checkpoints.references import is_name
 from vitrail.commands.options import progress_bar
 from vitrail.commands.terminal import Console
 from vitrail.commands.train import parsed, run
@@ -26,7 +27,8 @@ _SECONDS = 60.0
 def finetune(words: list[str]) -> int:
     """Fine-tune a checkpoint on your own images, as the paper does: a new zero-initialised head, SGD with momentum, cosine.
 
-    --from REF       the checkpoint to start from: a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
+    --from REF       the checkpoint to start from: published weights by name (ViT-B/16, ViT-B/16@mae: `vitrail models --pretrained`
+                     lists them), a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
     --data SRC       the images: a folder with one folder per class, a CSV, torchvision:CIFAR10, …
     --recipe NAME    use a recipe instead of the defaults, such as finetune-cifar10
     --check-images auto|all|none    decode images before the first step, and name all bad ones; auto stops after 60 seconds
@@ -34,7 +36,7 @@ def finetune(words: list[str]) -> int:
     Without a recipe, the head has one output per class found, the image size is the checkpoint's, and the number of steps
     depends on the number of images. Every setting below can be changed; --sweep finds the learning rate.
 
-    Example: vitrail finetune --from ViT-B_16.npz --data photos
+    Example: vitrail finetune --from ViT-B/16 --data photos
 
     Example: vitrail finetune --from ViT-B_16.npz --recipe finetune-cifar100 --steps 500
 
@@ -101,9 +103,7 @@ class ImageCheck:
 def _recipe(given: dict[str, str]) -> Recipe:
     start, data, name = (given.get(flag) for flag in _FLAGS[:3])
     if start is None:
-        raise VitrailError(
-            "The checkpoint to start from is missing: add --from, such as --from ViT-B_16.npz or --from runs/digits."
-        )
+        raise VitrailError("The checkpoint to start from is missing: add --from, such as --from ViT-B/16 or --from runs/digits.")
     if name is not None:
         recipe = recipe_named(name)
         source = data or recipe.data.source
@@ -114,7 +114,12 @@ def _recipe(given: dict[str, str]) -> Recipe:
     from vitrail.data import open_source
 
     images = len(open_source(data, bad_images="skip", ignore_unknown=True).split("train"))
-    return any_folder(start, data, images=images, name=f"{Path(start).stem}-on-{Path(data.split(':')[-1]).name}")
+    return any_folder(start, data, images=images, name=f"{_short_name(start)}-on-{Path(data.split(':')[-1]).name}")
+
+
+def _short_name(start: str) -> str:
+    """Return a name for the run's folder: `ViT-B-16-mae` for published weights, else the file's name without its suffix."""
+    return start.replace("/", "-").replace("@", "-") if is_name(start) and not start.startswith("hf:") else Path(start).stem
 
 
 def extract_flags(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:

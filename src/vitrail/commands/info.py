@@ -9,7 +9,10 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.checkpoints import Bundle, load
+from vitrail.checkpoints import Bundle, load, published
+from vitrail.checkpoints.published import PublishedWeights
+from vitrail.checkpoints.references import is_name
+from vitrail.commands.published import describe_published, is_downloaded, lines_of
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import counted
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
@@ -36,24 +39,43 @@ def info(
 
     Example: vitrail info ViT-B_16.npz
 
+    Example: vitrail info ViT-B/16
+
     Example: vitrail info vit-b16 --verify --json
 
     Args:
-        ref: A folder, an .npz, .pth or .safetensors file, hf:owner/name, or the included model vitrail-ti8-tiny-imagenet.
+        ref: A folder, an .npz, .pth or .safetensors file, hf:owner/name, the included model vitrail-ti8-tiny-imagenet, or published
+            weights (ViT-B/16, ViT-B/16@mae), of which only the table's facts are shown until they are downloaded.
         verify: For a Vitrail checkpoint, also check SHA-256 and the golden output of a whole image.
         heads: Number of attention heads. Needed if the file does not show it and the model has no published size.
         grid: Rows and columns of the position embedding. Needed if it is not square.
         drop: Patterns of tensor names to leave out, such as "decoder.*".
         json_: Print JSON instead of a table.
     """
+    weights = published.find(ref) if is_name(ref) else None
+    if weights is not None and not is_downloaded(weights):
+        _show_published(weights, json_)
+        return
     fields: dict[str, Any] = {key: value for key, value in {"heads": heads, "grid": grid}.items() if value is not None}
     bundle = load(ref, verify="full" if verify else "quick", drop=drop, **fields)
     found = describe(bundle, verified="full" if verify else "quick")
+    found |= {"published": describe_published(weights)} if weights is not None else {}
     if json_:
         say(to_json(found, indent=2))
         return
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    for name, text in _lines(bundle, found):
+    for name, text in [*(lines_of(weights) if weights is not None else ()), *_lines(bundle, found)]:
+        table.add_row(name, text)
+    Console().print(table)
+
+
+def _show_published(weights: PublishedWeights, as_json: bool) -> None:
+    """Show what the table has: a description should not download gigabytes."""
+    if as_json:
+        say(to_json({"published": describe_published(weights)}, indent=2))
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for name, text in [*lines_of(weights), ("downloaded", "no: the first command that uses it downloads it")]:
         table.add_row(name, text)
     Console().print(table)
 

@@ -73,8 +73,9 @@ def inspect(
     Example: vitrail inspect runs/masked-patch-tiny-imagenet --what reconstruction --out reconstructed
 
     Args:
-        words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name or an
-            included model. Then image files, folders (searched recursively), or .txt files with one path per line.
+        words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16,
+            hf:owner/name or an included model. Then image files, folders (searched recursively), or .txt files with one path per
+            line.
         out: The output folder; its index.html shows everything.
         what: The figures above; or, for a run with masked pre-training, reconstructions: original, corrupted and predicted images
             side by side. Without images, the run's own data is used.

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from vitrail.checkpoints.native import read_description
 from vitrail.checkpoints.pretrained import pretrained_models
+from vitrail.checkpoints.published import published_weights
+from vitrail.commands.published import show_published
 from vitrail.commands.terminal import Console, say
 from vitrail.models import VARIANTS, canonical_name, flops, model_config, parameters
 from vitrail.models.config import ModelConfig, ViTConfig
@@ -22,23 +24,31 @@ def models(
     *,
     image_size: int = 224,
     outputs: int = 1000,
+    pretrained: bool = False,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """List the models by the paper's names, with parameters and GFLOPs per image (a multiply-add counts as two).
 
-    Below are the trained models that are included: each is a checkpoint for every command, by its name.
+    Below are the trained models that are included: each is a checkpoint for every command, by its name. With --pretrained, the
+    published weights are listed instead, which every command downloads by their names.
 
     Example: vitrail models
 
     Example: vitrail models B/16 L/16 --image-size 384 --json
 
+    Example: vitrail models --pretrained
+
     Args:
         names: Only these models; any patch size and any width factor works: B/20, R50x5.
         image_size: Height and width of the input in pixels. Models that do not support it are left out of the full list.
         outputs: Number of classes.
+        pretrained: List published weights: name, tag, paper, source, size, top-1 accuracy on ImageNet-1k and licence.
         json_: Print JSON instead of a table.
     """
     chosen = [canonical_name(name) for name in names]
+    if pretrained:
+        show_published([one for one in published_weights() if not chosen or one.name in chosen], json_)
+        return
     rows = [_row(model_config(name, image_size=image_size, outputs=outputs)) for name in chosen or _fitting(image_size)]
     included = [] if names else _included()
     if json_:

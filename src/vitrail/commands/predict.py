@@ -48,8 +48,9 @@ def predict(
     Example: vitrail predict runs/pets list.txt --csv predictions.csv
 
     Args:
-        words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name or an
-            included model. Then image files, folders (searched recursively), or .txt files with one path per line.
+        words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16,
+            hf:owner/name or an included model. Then image files, folders (searched recursively), or .txt files with one path per
+            line.
         top: How many predictions per image.
         csv_: Write a table to this file; - is the standard output.
         json_: Print one JSON object per line; each says what was assumed about a file that does not show it.

@@ -45,7 +45,7 @@ def probe(
     Example: vitrail probe B_16.npz --data folder:flowers --feature mean --layer 8 --no-norm --method knn
 
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name. It needs no head.
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
         data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10.
         train: The split to fit on.
         test: The split to test on; default: val, or test if there is no val.

@@ -50,7 +50,7 @@ def vtab(
     Example: vitrail vtab B_16.npz --suite transfer --root data --out runs/transfer
 
     Args:
-        checkpoint: What to start from: a run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.
+        checkpoint: What to start from: a run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name.
         root: The folder with one subfolder per task.
         suite: VTAB-1k, or the paper's five: ImageNet, CIFAR-10, CIFAR-100, Pets, Flowers.
         tasks: Only these tasks or groups.

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from vitrail.data import imagenet
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError, counted
 
@@ -66,7 +67,7 @@ def _remap(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: b
                 "They must be the same, in the same order."
             )
         return split
-    index = {name: k for k, name in enumerate(classes)}
+    index = output_indices(classes)
     used = _used(split)
     unknown = [name for name, present in zip(split.classes, used, strict=True) if present and name not in index]
     if unknown and not ignore_unknown:
@@ -93,6 +94,12 @@ def _remap(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: b
             mapped = _select(mapped, known)
     _warn_about_missing(mapped)
     return mapped
+
+
+def output_indices(classes: tuple[str, ...]) -> dict[str, int]:
+    """Return the index of each class by name; of ImageNet's classes also by WordNet ID, as its folders are named."""
+    ids = imagenet.recognise(classes) or ()
+    return {name: k for k, name in enumerate(ids)} | {name: k for k, name in enumerate(classes)}
 
 
 def _select(split: Split, indices: Array) -> Split:

@@ -138,7 +138,12 @@ def open_data(
     """Open the split to evaluate on, with its classes in the order of the outputs, and find which images were trained on."""
     classes = bundle.classes if match == "name" and bundle.classes is not None else None
     records = bundle.trained_on
-    source = open_for(records, reference, classes=classes, bad_images=bad_images, ignore_unknown=ignore_unknown)
+    try:
+        source = open_for(records, reference, classes=classes, bad_images=bad_images, ignore_unknown=ignore_unknown)
+    except VitrailError:
+        if classes is None or not bundle.classes_assumed:
+            raise
+        source = open_for(records, reference, bad_images=bad_images)  # other classes than assumed: matched by order, and noted
     chosen = evaluation_split(records, source, split)
     return chosen, overlap(records, source, chosen)
 

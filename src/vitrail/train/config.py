@@ -34,7 +34,7 @@ class ModelSpec:
     name: str = "ViT-B/16"
     """The paper's name: ViT-B/16, R50+ViT-B/16, BiT-R50x1. With `start`, the checkpoint decides."""
     start: str | None = None
-    """The checkpoint to start from: a run, a folder, an .npz, hf:owner/name. None: random initialisation."""
+    """The checkpoint to start from: a run, a folder, an .npz, ViT-B/16, hf:owner/name. None: random initialisation."""
     image_size: Size | None = None
     """Side in pixels, or height and width. None: the checkpoint's own, or 224."""
     channels: int | None = None

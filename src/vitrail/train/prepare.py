@@ -6,12 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from vitrail.data import Preprocess, Source, Split, open_source, preset
+from vitrail.data.imagenet import same_classes
 from vitrail.data.sampler import class_weights
 from vitrail.data.split import divide
 from vitrail.errors import VitrailError, counted
@@ -23,6 +24,9 @@ from vitrail.train.config import SELF_SUPERVISED, Recipe
 from vitrail.train.pretext import make_pretext
 from vitrail.train.sharded_init import Initialise
 from vitrail.train.speed import training_flops
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
 
 log = logging.getLogger("vitrail.train")
 
@@ -198,7 +202,7 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     if not outputs:
         notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), there are no classes here")
         model.replace_head(0)
-    elif bundle.classes == classes and model.config.outputs == outputs:
+    elif same_classes(bundle.classes, classes) and model.config.outputs == outputs:
         notes.append(f"head: kept, the checkpoint has the same {outputs} classes")
     else:
         without = ""
@@ -230,6 +234,13 @@ def _add_lora(model: Model, recipe: Recipe, notes: list[str]) -> None:
     notes.append(f"LoRA: rank {spec.lora} on {', '.join(spec.lora_on)}, {added:,} values; merged in the saved model")
 
 
+def _teacher_classes(bundle: Bundle, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the teacher's class names as the dataset spells them; none if they were only assumed, and are others."""
+    if same_classes(bundle.classes, classes):
+        return classes
+    return () if bundle.classes_assumed else tuple(bundle.classes or ())
+
+
 _INERT = ("init", "dropout", "attention_dropout", "stochastic_depth")
 
 
@@ -253,7 +264,7 @@ def make_distillation(
         labels,
         bundle.model,
         classes=classes,
-        teacher_classes=tuple(bundle.classes or ()),
+        teacher_classes=_teacher_classes(bundle, classes),
         preprocess=preprocess,
         teacher_preprocess=teacher_preprocess,
         mode=spec.distil,

@@ -1,0 +1,160 @@
+"""A small server on this machine with the layout of the Hugging Face Hub: its API, `resolve` with ETags, and a CDN with ranges."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+COMMIT = "0123456789" * 4
+LARGE = 4096  # bytes from which a file is in LFS
+
+
+class HubServer(ThreadingHTTPServer):
+    """`repositories` maps owner/name to a folder, `files` any path to bytes, as a bucket of Google's has them."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories: dict[str, Path] = {}
+        self.files: dict[str, bytes] = {}
+        self.gated: set[str] = set()
+        self.cut_after: list[int] = []
+        """Bytes after which each of the next downloads of a large file is cut off."""
+        self.corrupt = False
+        self.requests: list[tuple[str, str, str]] = []
+        """Method, path and Range of every request."""
+
+    @property
+    def address(self) -> str:
+        """The CDN has another host name, as the real one has: a login must not be sent there."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def ranges(self) -> list[str]:
+        """Return the Range of each download of a large file."""
+        return [asked for method, path, asked in self.requests if method == "GET" and path.startswith(("/cdn/", "/bucket/"))]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.server.requests.append((self.command, path, self.headers.get("Range", "")))
+        if path.startswith("/api/models/"):
+            self._api(path.removeprefix("/api/models/"))
+        elif path.startswith("/cdn/"):
+            self._large(self._blob(path.removeprefix("/cdn/")), {"ETag": '"cdn"'}, body)
+        elif path in self.server.files:
+            content = self.server.files[path]
+            md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
+            self._large(content, {"ETag": f'"{len(content)}"', "x-goog-hash": f"crc32c=AAAAAA==,md5={md5}"}, body)
+        elif "/resolve/" in path:
+            self._resolve(path, body)
+        else:
+            self._error(404, "EntryNotFound")
+
+    def _api(self, rest: str) -> None:
+        name = "/".join(rest.split("/")[:2])
+        folder = self.server.repositories.get(name)
+        if folder is None:
+            return self._error(401, "RepoNotFound")
+        files = sorted(file for file in folder.iterdir() if file.is_file())
+        if "/tree/" in rest:
+            return self._json([self._entry(file) for file in files])
+        siblings = [{"rfilename": file.name} for file in files]
+        return self._json({"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
+
+    def _entry(self, file: Path) -> dict[str, Any]:
+        content = file.read_bytes()
+        entry: dict[str, Any] = {"type": "file", "path": file.name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+        if len(content) >= LARGE:
+            entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+        return entry
+
+    def _resolve(self, path: str, body: bool) -> None:
+        name, _, rest = path.lstrip("/").partition("/resolve/")
+        revision, _, file_name = rest.partition("/")
+        folder = self.server.repositories.get(name)
+        if folder is None:
+            return self._error(401, "RepoNotFound")
+        if revision not in ("main", COMMIT):
+            return self._error(404, "RevisionNotFound")
+        if name in self.server.gated:
+            return self._error(403, "GatedRepo")
+        file = folder / file_name
+        if not file.is_file():
+            return self._error(404, "EntryNotFound")
+        content = file.read_bytes()
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        if len(content) < LARGE:
+            return self._send(200, content, headers, body)
+        digits = hashlib.sha256(content).hexdigest()
+        linked = {"X-Linked-Etag": f'"{digits}"', "X-Linked-Size": str(len(content))}
+        return self._send(
+            302, b"", {**headers, **linked, "Location": f"http://localhost:{self.server.server_port}/cdn/{digits}"}, body
+        )
+
+    def _blob(self, digits: str) -> bytes:
+        for folder in self.server.repositories.values():
+            for file in folder.iterdir():
+                if hashlib.sha256(file.read_bytes()).hexdigest() == digits:
+                    return file.read_bytes()
+        raise AssertionError(digits)
+
+    def _large(self, content: bytes, headers: dict[str, str], body: bool) -> None:
+        if self.server.corrupt:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if start >= len(content):
+            return self._error(416, "")
+        status = 206 if "Range" in self.headers else 200
+        headers["Content-Length"] = str(len(content) - start)
+        if status == 206:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        cut = self.server.cut_after.pop(0) if body and self.server.cut_after else None
+        return self._send(status, content[start:][:cut], headers, body)
+
+    def _json(self, values: Any) -> None:
+        self._send(200, json.dumps(values).encode(), {"Content-Type": "application/json"}, body=True)
+
+    def _error(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code} if code else {}, body=True)
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+        self.close_connection = True
+
+
+@contextmanager
+def hub_server() -> Iterator[HubServer]:
+    server = HubServer()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

@@ -30,6 +30,18 @@ from vitrail.train.snapshots import Snapshots, damage
 from vitrail.train.stopping import Stop
 
 
+@pytest.fixture(autouse=True)
+def not_ignored() -> Iterator[None]:
+    """A background job of a shell, or one under nohup, ignores some signals, and a run then does, too."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 class Signaller(Recorder):
     """Signals data workers, and this process too if asked to, after the first record."""
 
@@ -67,14 +79,18 @@ def test_a_signal_to_the_whole_process_group_saves(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(VitrailError, match=r"reads images ended unexpectedly \(pid.*Killed.*use fewer workers"):
+    # Torch is told of the signal, or finds the process gone.
+    with pytest.raises(VitrailError, match=r"reads images ended unexpectedly \(process \d+\)(: Killed)?\. .*use fewer workers"):
         train(workers_run(), tmp_path / "run", callbacks=[Signaller(signal.SIGKILL, here=False)])
 
 
 def test_too_little_shared_memory_is_named() -> None:
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are…")
-    with pytest.raises(VitrailError, match="--shm-size"):
+    with pytest.raises(VitrailError, match=r"ended unexpectedly \(process 7\): Bus error\. .*--shm-size"):
         raise_worker_error(error)
+    gone = RuntimeError("DataLoader worker (pid(s) 24419, 24420) exited unexpectedly")
+    with pytest.raises(VitrailError, match=r"ended unexpectedly \(process 24419, 24420\)\. Most often"):
+        raise_worker_error(gone)
     raise_worker_error(RuntimeError("something else"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -53,9 +54,11 @@ def raise_worker_error(error: RuntimeError) -> None:
     text = str(error)
     if "DataLoader worker (pid" not in text:
         return
-    reason = text[text.index("(pid") :].splitlines()[0].split(". ")[0].rstrip(".")
+    found = re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)(?: is killed by signal: (\w[\w ]*))?", text)
+    process = f" (process {found[1]})" if found else ""
+    cause = f": {found[2]}" if found and found[2] else ""
     if "shared memory" in text or "Bus error" in text:
         advice = "The shared memory (/dev/shm) is too small: enlarge it (docker run --shm-size 8g), or use fewer workers."
     else:
         advice = "Most often the memory was too small: use fewer workers."
-    raise VitrailError(f"A process that reads images ended unexpectedly {reason}. {advice}") from error
+    raise VitrailError(f"A process that reads images ended unexpectedly{process}{cause}. {advice}") from error

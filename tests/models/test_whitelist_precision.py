@@ -1,0 +1,109 @@
+"""Precisions and devices of a block's parts: the fused path takes those that its kernels compute, and steps aside for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.models.other_libraries import randomise
+from tests.models.test_fused import DEVICE, blocks_fused, fusing, near
+from tests.models.test_whitelist import _no_hooks_left, images, tiny
+from vitrail.errors import VitrailError
+from vitrail.models import create_model
+from vitrail.models.fused import dispatch, encoder, whitelist
+
+pytest.importorskip("triton")
+
+__all__ = ["_no_hooks_left", "blocks_fused", "fusing", "images"]
+
+
+def test_logits_are_float32_and_fine() -> None:
+    """400 sigmoid logits around −10 differ; in bfloat16 they would share 16 values."""
+    model = tiny(outputs=400, head_bias=-10.0).eval()
+    nn.init.normal_(model.head.weight, std=0.002)
+    nn.init.constant_(model.head.bias, -10.0)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        found = model(torch.randn(1, 3, 32, 32, device=DEVICE))
+    assert found.dtype == torch.float32 and len(found.unique()) > 390
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])
+def test_low_precision_weights_take_float32_images(name: str, dtype: torch.dtype) -> None:
+    size: dict[str, Any] = {"depth": 1} if "ViT" in name else {"layers": (1, 1, 1, 1)}
+    model = randomise(create_model(name, outputs=3, image_size=64, seed=0, **size)).to(DEVICE).eval()
+    images = torch.randn(2, 3, 64, 64, device=DEVICE)
+    exact = model(images)
+    found = model.to(dtype)(images)
+    assert found.dtype == torch.float32 and near(found, exact, 0.1)
+
+
+@pytest.mark.parametrize("part", ["attention.qkv.bias", "attention.out.weight", "mlp.up.weight", "mlp.down.bias", "norm1.weight"])
+@pytest.mark.parametrize(
+    "tokens, other", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, None)]
+)
+def test_mixed_precisions_take_the_plain_path(
+    tokens: torch.dtype, other: torch.dtype | None, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses to multiply tokens and weights of two types. Kernels would not: they cast weights."""
+    monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
+    block, x = tiny().blocks[0].to(tokens), torch.zeros(1, 5, 32, device=DEVICE, dtype=tokens)
+
+    def fuses(x: Tensor) -> bool:
+        return dispatch.fuses_block(block, x, tokens, uses_autocast=encoder.uses_autocast(x))
+
+    assert fuses(x)
+    module, _, name = part.rpartition(".")
+    parameters = block.get_submodule(module)._parameters
+    parameters[name] = nn.Parameter(parameters[name].to(other or torch.float32))  # type: ignore[union-attr]
+    assert not fuses(x)
+    with torch.autocast(DEVICE, dtype=tokens):  # casts weights as kernels do
+        assert fuses(x) and fuses(x.float())
+
+
+PARAMETERS = [name for name, _ in tiny(depth=1, qk_norm=True).blocks[0].named_parameters()]
+
+
+def move(block: nn.Module, part: str, device: str) -> None:
+    module, _, name = part.rpartition(".")
+    parameters = block.get_submodule(module)._parameters
+    parameters[name] = nn.Parameter(torch.empty(parameters[name].shape, device=device))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu", "meta"])
+@pytest.mark.parametrize("part", PARAMETERS)
+def test_parameters_on_several_devices_take_the_plain_path(part: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch says that devices differ, a kernel would read memory that it cannot."""
+    monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
+    block = tiny(depth=1, qk_norm=True).blocks[0]
+
+    def fuses() -> bool:
+        return dispatch.fuses_block(block, torch.empty(1, 5, 32, device="cuda:0"), torch.bfloat16, uses_autocast=True)
+
+    with FakeTensorMode():
+        for name in PARAMETERS:
+            move(block, name, "cuda:0")
+        assert fuses()
+        move(block, part, device)
+        assert not fuses() and not whitelist.is_plain_block(block)
+        for name in PARAMETERS:
+            move(block, name, device)
+        assert not fuses() and whitelist.is_plain_block(block)
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])
+@pytest.mark.parametrize("weights, autocast", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast_to_another_precision_than_the_weights(weights: torch.dtype, autocast: torch.dtype, name: str) -> None:
+    size: dict[str, Any] = {"depth": 1} if "ViT" in name else {"layers": (1, 1, 1, 1)}
+    model = create_model(name, outputs=3, image_size=64, seed=0, **size).eval()
+    images = torch.randn(1, 3, 64, 64)
+    with torch.autocast("cpu", dtype=autocast):
+        assert model(images).isfinite().all()
+        with pytest.raises(VitrailError, match=f"weights are {weights}, but autocast computes in {autocast}"):
+            model.to(weights)(images)
+        assert model.to(autocast)(images).isfinite().all()

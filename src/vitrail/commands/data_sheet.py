@@ -46,7 +46,7 @@ def sheet(words: list[str]) -> int:
 
     def collect(
         recipe: Annotated[Recipe, tyro.conf.arg(name="")] = recipe,
-        options: Annotated[Options, tyro.conf.arg(name="")] = Options(),  # noqa: B008
+        options: Annotated[Options, tyro.conf.arg(name="")] = Options(),
     ) -> tuple[Recipe, Options]:
         return recipe, options
 

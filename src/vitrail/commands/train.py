@@ -100,7 +100,7 @@ def parsed(recipe: Recipe, words: list[str], *, command: str, description: str |
 
     def collect(
         recipe: Annotated[Recipe, tyro.conf.arg(name="")] = recipe,
-        options: Annotated[Options, tyro.conf.arg(name="")] = Options(),  # noqa: B008
+        options: Annotated[Options, tyro.conf.arg(name="")] = Options(),
     ) -> tuple[Recipe, Options]:
         return recipe, options
 

@@ -53,7 +53,7 @@ class ExportSettings:
 def export_model(
     bundle: Bundle,
     out: str | Path,
-    settings: ExportSettings = ExportSettings(),  # noqa: B008 - it is frozen
+    settings: ExportSettings = ExportSettings(),
     *,
     images: Sequence[Any] | None = None,
     labels: Sequence[int] | None = None,

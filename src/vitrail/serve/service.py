@@ -53,6 +53,11 @@ class Service:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     @property
+    def has_threads(self) -> bool:
+        """Whether a worker has not ended: one that loads cannot be stopped."""
+        return any(worker.is_alive for worker in self.workers.values())
+
+    @property
     def failure(self) -> BaseException | None:
         return next((worker.error for worker in self.workers.values() if worker.error is not None), None)
 

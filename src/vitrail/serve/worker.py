@@ -81,6 +81,10 @@ class ModelWorker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def admit(self, images: int) -> None:
         """Take places for so many images, from before their decoding until `release`; refuse if there are too few."""
         if self.state != "ready" or self._stopping:
@@ -139,6 +143,7 @@ class ModelWorker:
             return
         self.state = "ready"
         log.info("ready", extra={"model": self.name})
+        batch: list[Job] | None = None
         try:
             while (batch := self._next()) is not None:
                 now = time.monotonic()
@@ -153,7 +158,7 @@ class ModelWorker:
             self.state = "stopped"
             with self._condition:
                 left, self._jobs = self._jobs, deque()
-            for job in left:
+            for job in [*(batch or ()), *left]:
                 _fail(job, unavailable(f"{self.name} has stopped."))
 
     def _warm_up(self) -> None:

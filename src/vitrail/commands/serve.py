@@ -49,7 +49,7 @@ def serve(
         preprocess: A preset that replaces the preprocessing of the checkpoints.
         cors: Origins of web pages that may call the service, such as https://example.org; by default none.
     """
-    missing = [name for name in ("fastapi", "uvicorn", "multipart") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise VitrailError(f"The service needs {', '.join(missing)}: install the extra with pip install 'vitrail[serve]'.")
     from vitrail.serve.server import log_as_json

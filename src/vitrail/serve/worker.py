@@ -31,6 +31,7 @@ from vitrail.train.parallel import choose_device
 log = logging.getLogger("vitrail.serve")
 Kind = Literal["logits", "embedding"]
 Work = Kind | Callable[[Bundle, Tensor], Any]
+_DEADLINE_SHARE = 0.75  # of the deadline may be spent waiting; the rest is for decoding and for computation that takes longer
 State = Literal["loading", "ready", "failed", "stopped"]
 
 
@@ -90,18 +91,18 @@ class ModelWorker:
         if self.state != "ready" or self._stopping:
             raise unavailable(f"{self.name} is {'loading' if self.state == 'loading' else 'not available'}.")
         with self._condition:
-            if self._in_flight + images > self.settings.queue:
-                raise queue_full(self._in_flight * self._seconds_per_image)
+            self.check_space(images)
             self._in_flight += images
 
     def release(self, images: int) -> None:
         with self._condition:
             self._in_flight -= images
 
-    def check_space(self) -> None:
-        """Refuse if not even one image could be admitted, so that a client need not upload it first."""
-        if self._in_flight >= self.settings.queue:
-            raise queue_full(self._in_flight * self._seconds_per_image)
+    def check_space(self, images: int = 1) -> None:
+        """Refuse images that have no place, or that would not be computed before their deadline."""
+        wait = self._in_flight * self._seconds_per_image
+        if self._in_flight + images > self.settings.queue or (self._in_flight and wait > _DEADLINE_SHARE * self.settings.deadline):
+            raise queue_full(wait)
 
     def submit(self, work: Work, image: Tensor, deadline: float) -> Job:
         """Queue an image that was admitted."""
@@ -165,9 +166,12 @@ class ModelWorker:
         """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
         config = self._model.config
         for size in self._sizes() if self._model.device.type == "cuda" else (1,):
-            images = torch.zeros(size, config.channels, *config.image_size)
-            for _ in range(3 if self._model.device.type == "cuda" else 1):
-                self._model(images)
+            images, seconds = torch.zeros(size, config.channels, *config.image_size), []
+            for _ in range(3):
+                began = time.monotonic()
+                self._model(images).cpu()
+                seconds.append(time.monotonic() - began)
+            self._seconds_per_image = min(seconds) / size
 
     def _sizes(self) -> list[int]:
         sizes = [1]
@@ -222,7 +226,8 @@ class ModelWorker:
             _fail(batch[0], self._as_answer(error))
             return
         seconds = time.monotonic() - began
-        self._seconds_per_image = seconds / len(batch)
+        share = seconds / len(batch)
+        self._seconds_per_image = share if not self._seconds_per_image else 0.8 * self._seconds_per_image + 0.2 * share
         self.metrics.observe("vitrail_compute_seconds", seconds, model=self.name)
         self.metrics.observe("vitrail_batch_size", len(batch), model=self.name)
         self.metrics.count("vitrail_images_total", len(batch), model=self.name)

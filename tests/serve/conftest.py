@@ -72,9 +72,17 @@ class Client:
 
 
 @contextmanager
-def running(load: Callable[[], Bundle], *, token: str | None = None, wait: bool = True, **settings: Any) -> Iterator[Client]:
+def running(
+    load: Callable[[], Bundle],
+    *,
+    second: Callable[[], Bundle] | None = None,
+    token: str | None = None,
+    wait: bool = True,
+    **settings: Any,
+) -> Iterator[Client]:
     """Run a server in a thread until the block ends."""
-    service = Service({"tiny": load}, ServeSettings(**settings))
+    models = {"tiny": load} if second is None else {"tiny": load, "second": second}
+    service = Service(models, ServeSettings(**settings))
     address: list[str] = []
     failure: list[BaseException] = []
     servers: list[Any] = []

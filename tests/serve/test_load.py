@@ -77,6 +77,18 @@ def test_a_full_queue_answers_at_once(bundle: Bundle, jpegs: list[bytes], gate: 
         assert client.call("POST", "/v1/predict", jpegs[2])[0] == 200
 
 
+def test_images_that_would_miss_their_deadline_are_refused_at_once(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
+    with running(lambda: bundle, deadline=4) as client, ThreadPoolExecutor(2) as pool:
+        worker = client.service.workers["tiny"]
+        worker._seconds_per_image = 2.0
+        calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:2]]
+        assert until(lambda: worker._in_flight == 2)
+        status, _, headers = client.call("POST", "/v1/predict", jpegs[2])
+        assert status == 429 and headers["retry-after"] == "4"
+        gate.set()
+        assert [call.result()[0] for call in calls] == [200, 200]
+
+
 def test_a_client_that_leaves_frees_its_place(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
     with running(lambda: bundle, queue=2) as client:
         worker = client.service.workers["tiny"]
@@ -117,7 +129,7 @@ def test_too_large(bundle: Bundle, jpegs: list[bytes]) -> None:
         assert connection.getresponse().status == 413
         parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\na\r\n' for _ in range(3))
         answer = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
-        assert answer[0] == 413 and "Too many" in answer[1]["error"]
+        assert answer[0] == 413 and "too many" in answer[1]["error"]
 
 
 def png(width: int, height: int) -> bytes:

@@ -24,7 +24,7 @@ from vitrail.text import to_json
 
 EXTRAS = {
     "export": ("onnx", "onnxscript", "onnxruntime"),
-    "serve": ("fastapi", "uvicorn", "multipart"),
+    "serve": ("fastapi", "uvicorn"),
     "hub": ("datasets",),
     "web": ("fsspec", "aiohttp"),
     "wandb": ("wandb",),

@@ -14,7 +14,7 @@ from vitrail.commands.terminal import Console, say
 from vitrail.data import open_source
 from vitrail.errors import VitrailError
 from vitrail.export.artefact import Artefact
-from vitrail.export.verify import compare, images_of, sample_photos
+from vitrail.export.verify import MAX_DROP, compare, images_of, sample_photos
 from vitrail.export.write import ExportSettings, export_model
 from vitrail.text import to_json
 
@@ -35,6 +35,7 @@ def export(
     calibrate: str | None = None,
     calibrate_split: str = "train",
     calibrate_images: int = 128,
+    max_drop: float = MAX_DROP,
     preprocess: str | None = None,
     force: bool = False,
     json_: Json = False,
@@ -59,22 +60,27 @@ def export(
         calibrate_split: Which split of --calibrate.
         calibrate_images: How many of these images.
         preprocess: The preprocessing the weights expect, if the checkpoint does not store it: google-vit, timm, imagenet, …
+        max_drop: Most accuracy that may be lost, as a fraction, where --data has labels of the model's classes.
         force: Write the model even if it differs too much; report.json says so.
         json_: Print the report as JSON.
     """
     if settings.precision == "int8" and calibrate is None:
         raise VitrailError("int8 needs images to measure the ranges of activations with: give a data source with --calibrate.")
+    if not 0 <= max_drop <= 1:
+        raise VitrailError(f"--max-drop is {max_drop}; it must be a fraction from 0 to 1, such as 0.01.")
     bundle = load(checkpoint, preprocess=preprocess)
     bundle.check_head()
     examples, labels, name = _images(bundle, data, split, images)
     ranges = () if calibrate is None else _images(bundle, calibrate, calibrate_split, calibrate_images)[0]
-    comparison = export_model(bundle, out, settings, images=examples, labels=labels, data=name, calibrate=ranges, force=force)
+    comparison = export_model(
+        bundle, out, settings, images=examples, labels=labels, data=name, calibrate=ranges, max_drop=max_drop, force=force
+    )
     if json_:
         say((out / "report.json").read_text(encoding="utf-8").rstrip("\n"))
         return
     console = Console()
     console.print(f"{settings.format}, {settings.precision}: {comparison.describe()}", highlight=False, soft_wrap=True)
-    for problem in comparison.problems(settings.precision):
+    for problem in comparison.problems(settings.precision, max_drop):
         console.print(f"warning: {problem}", style="yellow", highlight=False)
     size = sum(path.stat().st_size for path in out.iterdir())
     console.print(
@@ -92,6 +98,7 @@ def verify(
     data: str | None = None,
     split: str = "val",
     images: int = 256,
+    max_drop: float = MAX_DROP,
     preprocess: str | None = None,
     json_: Json = False,
 ) -> int:
@@ -105,6 +112,7 @@ def verify(
         data: Images to compare on. None: crops of two photos.
         split: Which split of --data.
         images: How many of these images, spread evenly.
+        max_drop: Most accuracy that may be lost, as a fraction, where --data has labels of the model's classes.
         preprocess: The preprocessing the weights expect, if the checkpoint does not store it.
         json_: Print JSON.
     """
@@ -116,7 +124,7 @@ def verify(
         bundle = dataclasses.replace(bundle, preprocess=bundle.stored_preprocess().with_size(own.size))
     examples, labels, name = _images(bundle, data, split, images)
     comparison = compare(bundle, opened, examples, labels, data=name)
-    problems = comparison.problems(str(opened.metadata["precision"]))
+    problems = comparison.problems(str(opened.metadata["precision"]), max_drop)
     if json_:
         say(to_json({**dataclasses.asdict(comparison), "problems": problems}, indent=2))
         return 1 if problems else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from typing import Annotated
 
 import tyro
@@ -12,6 +13,7 @@ from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.terminal import Console
 from vitrail.errors import VitrailError
 from vitrail.serve.settings import ServeSettings
+from vitrail.text import printable
 
 Models = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME=]CHECKPOINT …")]
 Settings = Annotated[ServeSettings, tyro.conf.arg(name="")]
@@ -47,7 +49,7 @@ def serve(
         preprocess: A preset that replaces the preprocessing of the checkpoints.
         cors: Origins of web pages that may call the service, such as https://example.org; by default none.
     """
-    missing = [name for name in ("fastapi", "uvicorn", "multipart") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise VitrailError(f"The service needs {', '.join(missing)}: install the extra with pip install 'vitrail[serve]'.")
     from vitrail.serve.server import log_as_json
@@ -64,4 +66,15 @@ def serve(
             f"serving {names} at {address} (loading; {address}/v2/health/ready tells when)", highlight=False, soft_wrap=True
         )
 
-    run(service, host=host, port=port, token=os.environ.get("VITRAIL_TOKEN") or None, cors=cors, announce=announce)
+    status = 2
+    try:
+        run(service, host=host, port=port, token=os.environ.get("VITRAIL_TOKEN") or None, cors=cors, announce=announce)
+        status = 0
+    except VitrailError as error:
+        if not service.has_threads:
+            raise
+        print(printable(f"vitrail: {error}"), file=sys.stderr)  # noqa: T201
+    finally:
+        if service.has_threads:  # of a model that is still loading; Python would crash if it ended while such a thread computes
+            sys.stderr.flush()
+            os._exit(status)

@@ -62,6 +62,17 @@ class _FoldedConv(nn.Module):
         return F.conv2d(pad_map(x, self.config, self.kernel, self.stride, fill=0.0), self.weight, stride=self.stride)
 
 
+class _Float32Norm(nn.Module):
+    """A norm that computes in float32, with casts around it that every runtime sees: squares overflow float16 beyond 255."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.float()).to(x.dtype)  # type: ignore[no-any-return]
+
+
 def exported_module(
     model: Model, dtype: torch.dtype, *, image_size: int | Pair | None = None, preprocess: Preprocess | None = None
 ) -> Exported:
@@ -73,9 +84,13 @@ def exported_module(
         copied.kernels = "plain"
     with torch.no_grad():
         fold_convolutions(copied)
+    norms = copy.deepcopy(copied) if dtype != torch.float32 else None
     if preprocess is not None and preprocess.bits != 8:
         raise VitrailError(f"Pixels of {preprocess.bits} bits cannot be normalised in the graph; export without --pixels.")
-    return Exported(copied.to(dtype), dtype, preprocess)
+    copied = copied.to(dtype)
+    if norms is not None:
+        keep_norms_in_float32(copied, norms)
+    return Exported(copied, dtype, preprocess)
 
 
 def fold_convolutions(module: nn.Module) -> None:
@@ -85,3 +100,12 @@ def fold_convolutions(module: nn.Module) -> None:
             setattr(module, name, _FoldedConv(child))
         else:
             fold_convolutions(child)
+
+
+def keep_norms_in_float32(module: nn.Module, exact: nn.Module) -> None:
+    """Replace every norm, at any depth, by that of `exact`, the same module in float32."""
+    for (name, child), other in zip(module.named_children(), exact.children(), strict=True):
+        if isinstance(child, (nn.LayerNorm, nn.GroupNorm)):
+            setattr(module, name, _Float32Norm(other))
+        else:
+            keep_norms_in_float32(child, other)

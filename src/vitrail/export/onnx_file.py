@@ -20,6 +20,7 @@ from vitrail.export.module import Exported
 
 OPSETS = range(18, 24)
 INPUT, OUTPUT = "images", "logits"
+_JSON = ("classes", "config", "opset", "preprocess", "versions")  # the other metadata are plain texts
 _MAX_FILE = 1_900_000_000  # bytes; protobuf holds less than 2 GiB, larger weights go to a second file
 
 
@@ -51,7 +52,7 @@ def write_onnx(module: Exported, example: Tensor, path: Path, *, opset: int, met
     for key, value in metadata.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = f"vitrail.{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    external = model.ByteSize() > _MAX_FILE
+    external = sum(tensor.nbytes for tensor in module.state_dict().values()) > _MAX_FILE
     onnx.save(model, str(path), save_as_external_data=external, location=f"{path.name}.data" if external else None)
     onnx.checker.check_model(str(path))
 
@@ -84,7 +85,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
     model = onnx.load(str(path), load_external_data=False)
     found = {entry.key.removeprefix("vitrail."): entry.value for entry in model.metadata_props}
-    return {key: json.loads(value) if value[:1] in '[{"' else value for key, value in found.items()}
+    return {key: json.loads(value) if key in _JSON else value for key, value in found.items()}
 
 
 @contextmanager

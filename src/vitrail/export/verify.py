@@ -18,21 +18,25 @@ from vitrail.export.artefact import Array, Artefact
 from vitrail.models.features import evaluating
 
 BATCH = 8
+MAX_DROP = 0.01
+"""Accuracy that may be lost, as a fraction, where labels are known."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """What a precision may cost. `error` is relative to the spread of the logits, `agreement` the share of equal top classes."""
+    """What a precision may cost. `error` is relative to the spread of the outputs, `agreement` the share of equal decisions."""
 
     error: float | None
     agreement: float
+    regression: float
+    """Instead of both, for predicted values."""
 
 
 THRESHOLDS = {
-    "fp32": Threshold(error=1e-4, agreement=0.99),
-    "fp16": Threshold(error=1e-2, agreement=0.98),
-    "bf16": Threshold(error=5e-2, agreement=0.95),
-    "int8": Threshold(error=None, agreement=0.95),
+    "fp32": Threshold(error=1e-4, agreement=0.99, regression=1e-4),
+    "fp16": Threshold(error=1e-2, agreement=0.98, regression=1e-2),
+    "bf16": Threshold(error=5e-2, agreement=0.95, regression=5e-2),
+    "int8": Threshold(error=None, agreement=0.95, regression=0.1),
 }
 
 
@@ -43,30 +47,52 @@ class Comparison:
     images: int
     data: str
     max_difference: float
-    """Of logits."""
+    """Of logits; for a regression, of the output that differs most relative to its spread."""
     spread: float
-    """The largest logit minus the smallest, of the PyTorch model."""
-    agreement: float
-    """Fraction of images whose highest logit is the same output's."""
+    """The largest logit minus the smallest, of the PyTorch model; for a regression, the range of that output."""
+    agreement: float | None
+    """Fraction of equal decisions: of images whose highest logit is the same output's; for several labels, of all labels."""
     accuracy: float | None = None
     reference_accuracy: float | None = None
+    cosine: float | None = None
+    """The smallest cosine of the angle between the outputs of both models for an image."""
+    task: str = "classify"
 
-    def problems(self, precision: str) -> list[str]:
-        """Say which limits of this precision are missed."""
+    def problems(self, precision: str, max_drop: float | None = None) -> list[str]:
+        """Say which limits of this precision are missed; `max_drop` is how much accuracy may be lost, where it is known."""
         limit, found = THRESHOLDS[precision], []
         if not np.isfinite(self.max_difference):
             return ["logits are not finite"]
-        if limit.error is not None and self.max_difference > (allowed := limit.error * max(self.spread, 1.0)):
-            found.append(f"logits differ by up to {self.max_difference:.2g}, allowed is {allowed:.2g}")
-        if self.agreement < limit.agreement:
-            found.append(f"the top class is the same for {self.agreement:.1%} of the images, needed is {limit.agreement:.0%}")
+        error = limit.regression if self.task == "regress" else limit.error
+        scale = self.spread if self.task == "regress" else max(self.spread, 1.0)
+        if error is not None and self.max_difference > (allowed := error * scale):
+            found.append(f"{self._outputs} differ by up to {self.max_difference:.2g}, allowed is {allowed:.2g}")
+        if self.agreement is not None and self.agreement < limit.agreement:
+            found.append(f"{self._decisions} {self.agreement:.1%}, needed is {limit.agreement:.0%}")
+        if max_drop is not None and self.accuracy is not None and self.reference_accuracy is not None:
+            drop = self.reference_accuracy - self.accuracy
+            if drop > max_drop + 1e-9:
+                found.append(f"accuracy falls by {drop:.1%}, allowed is {max_drop:.1%} (--max-drop)")
         return found
+
+    @property
+    def _outputs(self) -> str:
+        return "values" if self.task == "regress" else "logits"
+
+    @property
+    def _decisions(self) -> str:
+        several = self.task == "multilabel"
+        return "labels are the same for" if several else "the top class is the same for this share of the images:"
 
     def describe(self) -> str:
         text = (
-            f"{self.images} images of {self.data}: largest difference of logits {self.max_difference:.2g} "
-            f"(they spread over {self.spread:.3g}), same top class for {self.agreement:.1%}"
+            f"{self.images} images of {self.data}: largest difference of {self._outputs} {self.max_difference:.2g} "
+            f"(they spread over {self.spread:.3g})"
         )
+        if self.cosine is not None:
+            text += f", smallest cosine {self.cosine:.5f}"
+        if self.agreement is not None:
+            text += f", same {'labels' if self.task == 'multilabel' else 'top class'} for {self.agreement:.1%}"
         if self.accuracy is not None and self.reference_accuracy is not None:
             text += f", accuracy {self.accuracy:.1%} (PyTorch {self.reference_accuracy:.1%})"
         return text
@@ -90,15 +116,46 @@ def compare(
         raise VitrailError(f"{artefact.path} gives logits {logits.shape}, {bundle.report.source} {reference.shape}: another model.")
     known = None if labels is None else np.asarray(labels)
     top, reference_top = logits.argmax(1), reference.argmax(1)
+    difference, spread = _largest(logits, reference, bundle.task)
     return Comparison(
         images=len(images),
         data=data,
-        max_difference=float(np.abs(logits - reference).max()),
-        spread=float(reference.max() - reference.min()),
-        agreement=float((top == reference_top).mean()),
+        max_difference=difference,
+        spread=spread,
+        agreement=_agreement(bundle, logits, reference),
         accuracy=None if known is None else float((top == known).mean()),
         reference_accuracy=None if known is None else float((reference_top == known).mean()),
+        cosine=_cosine(logits, reference),
+        task=bundle.task,
     )
+
+
+def _largest(found: Array, expected: Array, task: str) -> tuple[float, float]:
+    """Return the largest difference and what it is compared with. Values of a regression may have quite different ranges."""
+    if task != "regress":
+        return float(np.abs(found - expected).max()), float(np.ptp(expected))
+    differences = np.abs(found - expected).max(axis=0)
+    ranges = np.maximum(np.ptp(expected, axis=0), 1e-3 * np.abs(expected).max(axis=0))
+    worst = int(np.argmax(differences / np.maximum(ranges, np.finfo(np.float32).tiny)))
+    return float(differences[worst]), float(ranges[worst])
+
+
+def _agreement(bundle: Bundle, found: Array, expected: Array) -> float | None:
+    if bundle.task == "regress":
+        return None
+    if bundle.task != "multilabel":
+        return float((found.argmax(1) == expected.argmax(1)).mean())
+    probabilities = np.clip(np.asarray(bundle.thresholds), 1e-9, 1 - 1e-9)
+    limits = np.log(probabilities / (1 - probabilities))
+    return float(((found >= limits) == (expected >= limits)).mean())
+
+
+def _cosine(found: Array, expected: Array) -> float | None:
+    if expected.shape[1] < 2:
+        return None
+    products = (found * expected).sum(axis=1, dtype=np.float64)
+    norms = np.linalg.norm(found.astype(np.float64), axis=1) * np.linalg.norm(expected.astype(np.float64), axis=1)
+    return float((products / np.maximum(norms, 1e-30)).min())
 
 
 def batched(items: Sequence[Any], size: int = BATCH) -> Iterator[list[Any]]:
@@ -126,6 +183,7 @@ def images_of(split: Split, count: int, classes: Sequence[str] | None) -> tuple[
     """Return up to `count` images spread evenly over a split, and their outputs' numbers where the classes are the model's."""
     numbers = np.linspace(0, len(split) - 1, min(count, len(split))).round().astype(int).tolist()
     images = [split.payload(number) for number in numbers]
-    if split.task != "classify" or classes is None or tuple(split.classes) != tuple(classes):
+    if split.task != "classify" or classes is None or not set(split.classes) <= set(classes):
         return images, None
-    return images, [int(split.targets[number]) for number in numbers]
+    outputs = [list(classes).index(name) for name in split.classes]  # by name: a dataset may lack classes, or order them otherwise
+    return images, [outputs[int(split.targets[number])] for number in numbers]

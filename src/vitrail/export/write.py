@@ -17,7 +17,7 @@ from vitrail.export.artefact import FILES, REPORT, Artefact
 from vitrail.export.module import Exported, exported_module
 from vitrail.export.onnx_file import OPSETS, need_onnx, write_onnx
 from vitrail.export.quantise import quantise
-from vitrail.export.verify import Comparison, batched, compare, sample_photos
+from vitrail.export.verify import MAX_DROP, THRESHOLDS, Comparison, batched, compare, sample_photos
 from vitrail.files import atomic_folder
 from vitrail.models.config import Pair
 
@@ -59,16 +59,21 @@ def export_model(
     labels: Sequence[int] | None = None,
     data: str = "two photos of scikit-learn",
     calibrate: Sequence[Any] = (),
+    max_drop: float | None = MAX_DROP,
     force: bool = False,
 ) -> Comparison:
     """Write a folder with the model and `report.json`, and return how it differs from the PyTorch model.
 
     It is compared on `images` (paths, bytes, arrays or Pillow images, described by `data`; `labels` are numbers of outputs).
-    If it differs more than its precision explains, nothing is written and an error says so, unless `force` is given.
+    If it differs more than its precision explains, or loses more accuracy than `max_drop` (a fraction; where labels are given),
+    nothing is written and an error says so, unless `force` is given.
     `calibrate` are images to measure the ranges of activations with, for int8.
     """
     if settings.format == "onnx":
         need_onnx()
+    bundle.check_head()
+    if calibrate and settings.precision != "int8":
+        raise VitrailError(f"Images to calibrate with have no effect on {settings.precision}; they are for int8.")
     preprocess = bundle.stored_preprocess()
     if settings.image_size is not None:
         preprocess = preprocess.with_size(settings.image_size)
@@ -85,13 +90,15 @@ def export_model(
         artefact = Artefact.open(file)
         given = images if images is not None else sample_photos()
         comparison = compare(bundle, artefact, given, labels, data=data)
-        problems = comparison.problems(settings.precision)
+        problems = comparison.problems(settings.precision, max_drop)
         if problems and not force:
             raise VitrailError(
                 f"The exported model does not compute what the PyTorch model does, so it was not written: {'; '.join(problems)} "
                 f"({comparison.images} images of {data}). --force writes it all the same."
             )
-        report = {**metadata, "comparison": dataclasses.asdict(comparison), "problems": problems, "forced": bool(problems)}
+        limits = {**dataclasses.asdict(THRESHOLDS[settings.precision]), "max_drop": max_drop}
+        outcome = {"limits": limits, "problems": problems, "forced": bool(problems)}
+        report = {**metadata, "comparison": dataclasses.asdict(comparison), **outcome}
         (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return comparison
 

@@ -8,14 +8,17 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from vitrail.errors import VitrailError
 from vitrail.serve import explorer, open_inference, openai, own
-from vitrail.serve.errors import ServiceError
+from vitrail.serve.errors import RESPONSES, ServiceError
 from vitrail.serve.guard import Guard, error_answer
+from vitrail.serve.json_body import first_problem
 from vitrail.serve.service import Service
 
 
@@ -28,9 +31,11 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         service.close()
 
     # The documentation pages of FastAPI load scripts from elsewhere, so only the description itself is served.
-    app = FastAPI(title="Vitrail", docs_url=None, redoc_url=None, openapi_url="/openapi.json", lifespan=lifespan)
+    app = FastAPI(
+        title="Vitrail", docs_url=None, redoc_url=None, openapi_url="/openapi.json", lifespan=lifespan, redirect_slashes=False
+    )
     for module in (own, openai, open_inference, explorer):
-        app.include_router(module.routes(service))
+        app.include_router(module.routes(service), responses=RESPONSES)
     app.include_router(explorer.page_routes())
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -48,13 +53,12 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return error_answer(ServiceError(400, f"{where}: {first['msg']}."))
+        return error_answer(ServiceError(400, first_problem(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message = {404: f"There is nothing at {request.url.path}; see /openapi.json."}.get(error.status_code, str(error.detail))
+        nothing = f"There is nothing at {request.scope['path'][:200]}; see /openapi.json."
+        message = nothing if error.status_code == 404 else str(error.detail)
         return error_answer(ServiceError(error.status_code, message))
 
     @app.exception_handler(Exception)
@@ -62,4 +66,14 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         return error_answer(ServiceError(500, "An unexpected error happened; the server's log says more."))
 
     guarded: ASGIApp = Guard(app, service, token)
-    return CORSMiddleware(guarded, allow_origins=cors, allow_methods=["GET", "POST"], allow_headers=["*"]) if cors else guarded
+    return _Cors(guarded, allow_origins=cors, allow_methods=["GET", "POST"], allow_headers=["*"]) if cors else guarded
+
+
+class _Cors(CORSMiddleware):
+    """Answers what web pages of other origins ask first; a refusal is JSON, too."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        return error_answer(ServiceError(answer.status_code, bytes(answer.body).decode()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ServiceError(Exception):
     """An answer other than success; every such answer is JSON with one key, `error`."""
@@ -18,3 +20,21 @@ def queue_full(seconds: float) -> ServiceError:
 
 def unavailable(message: str) -> ServiceError:
     return ServiceError(503, message, retry_after=1)
+
+
+_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+_MEANINGS = {
+    400: "The request is not as described here.",
+    401: "A token is needed.",
+    404: "There is no such model.",
+    408: "The request arrived too slowly.",
+    413: "The request, or its number of images, is too large.",
+    415: "This is not an image.",
+    422: "The image cannot be decoded or computed.",
+    429: "The queue is full.",
+    503: "The model is loading, the service is shutting down, or the deadline passed.",
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": meaning, "content": {"application/json": {"schema": _SCHEMA}}} for status, meaning in _MEANINGS.items()
+}
+"""What OpenAPI says about errors."""

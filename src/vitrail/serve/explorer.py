@@ -78,7 +78,7 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
     async def analyse(request: Request, model: Model = None) -> JSONResponse:
         """Analyse an image, the body of the request, and keep the result for a while under its id."""
         worker = service.worker(model)
-        files = await uploaded(request, service)
+        files = await uploaded(request, service, worker)
         if len(files) != 1 or not isinstance(files[0], bytes):
             raise ServiceError(400, f"Send one image at a time; there are {len(files)}.")
         key = content_key(worker.name, files[0])

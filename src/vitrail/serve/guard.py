@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import time
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.serve.errors import ServiceError, unavailable
+from vitrail.serve.limits import ByteLimit
 from vitrail.serve.service import ClientLeft, Service
 from vitrail.serve.settings import ServeSettings
 
 log = logging.getLogger("vitrail.serve")
 _OPEN = ("/v2/health/live", "/v2/health/ready", "/")  # asked without a token: by an orchestrator; the explorer's page has no data
 _OPEN_UNDER = "/page/"
+_REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
+_DISCARDED, _DISCARD_SECONDS = 1 << 20, 1.0  # of the body of a refused request, so that its connection can be kept
 
 
 class Guard:
@@ -30,41 +35,40 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.monotonic(), 499
-        body = _Body(receive, self.service.settings)
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if not body.complete:  # the rest is not read
-                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            await send(message)
-
+        body = _Body(receive, self.service.settings, self.service.bytes, _may_discard(scope))
+        answer = _Answer(send, body, self.service, _request_id(scope))
+        began = time.monotonic()
         try:
-            try:
-                self._check(scope)
-                await self.app(scope, body.receive, noting)
-            except ServiceError as error:
-                await error_answer(error)(scope, receive, noting)
-            except ClientLeft:
-                pass
+            await self._run(scope, body, answer)
         finally:
+            body.release()
             seconds = time.monotonic() - began
             path = getattr(scope.get("route"), "path", "other")
-            self.service.metrics.count("vitrail_requests_total", path=path, status=str(status))
+            self.service.metrics.count("vitrail_requests_total", path=path, status=str(answer.status))
             self.service.metrics.observe("vitrail_request_seconds", seconds, path=path)
-            log.info(
-                "request", extra={"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
-            )
+            values = {"method": scope["method"], "path": scope["path"][:500], "status": answer.status, "seconds": round(seconds, 4)}
+            log.info("request", extra=values if answer.request_id is None else {**values, "request_id": answer.request_id.decode()})
+
+    async def _run(self, scope: Scope, body: _Body, answer: _Answer) -> None:
+        try:
+            self._check(scope)
+            await self.app(scope, body.receive, answer.send)
+        except (ClientLeft, ClientDisconnect):
+            answer.status = answer.status or 499
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                log.exception("unexpected error", extra={"path": scope["path"][:500]})
+                error = ServiceError(500, "An unexpected error happened; the server's log says more.")
+            if answer.status == 0:
+                await error_answer(error)(scope, body.receive, answer.send)
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self.service.draining and scope["path"] != "/v2/health/live":
             raise unavailable("The service is shutting down.")
         if self.token is not None and scope["path"] not in _OPEN and not scope["path"].startswith(_OPEN_UNDER):
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self.token.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if not hmac.compare_digest(given.strip(), self.token.encode()) or scheme.lower() != b"bearer":
                 raise ServiceError(401, "A token is needed: send the header Authorization: Bearer TOKEN.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
@@ -73,12 +77,32 @@ class Guard:
             raise _too_large(self.service.settings)
 
 
+class _Answer:
+    """What is sent: notes the status, adds headers, and discards a small body that was not read."""
+
+    def __init__(self, send: Send, body: _Body, service: Service, request_id: bytes | None) -> None:
+        self.status, self.request_id = 0, request_id
+        self._send, self._body, self._service = send, body, service
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            await self._body.discard()
+            headers = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            if self.request_id is not None:
+                headers.append((b"x-request-id", self.request_id))
+            if not self._body.complete or self._service.draining:
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+
 class _Body:
     """The body of a request while it arrives: counts its bytes, and ends a slow upload."""
 
-    def __init__(self, receive: Receive, settings: ServeSettings) -> None:
-        self.complete = False
-        self._receive, self._settings, self._received = receive, settings, 0
+    def __init__(self, receive: Receive, settings: ServeSettings, limit: ByteLimit, may_discard: bool) -> None:
+        self.complete, self._may_discard = False, may_discard
+        self._receive, self._settings, self._limit, self._received = receive, settings, limit, 0
         self._end = time.monotonic() + settings.upload_seconds
 
     async def receive(self) -> Message:
@@ -90,11 +114,41 @@ class _Body:
             seconds = self._settings.upload_seconds
             raise ServiceError(408, f"The request was not received within {seconds:g} s.") from None
         if message["type"] == "http.request":
-            self._received += len(message.get("body", b""))
             self.complete = not message.get("more_body", False)
-            if self._received > self._settings.max_bytes:
+            count = len(message.get("body", b""))
+            if self._received + count > self._settings.max_bytes:
                 raise _too_large(self._settings)
+            self._limit.take(count)
+            self._received += count
         return message
+
+    async def discard(self) -> None:
+        """Read what is left of a small body, so that the connection can be used again."""
+        end, left = time.monotonic() + _DISCARD_SECONDS, _DISCARDED
+        while self._may_discard and not self.complete and left > 0 and (seconds := min(end, self._end) - time.monotonic()) > 0:
+            try:
+                message = await asyncio.wait_for(self._receive(), seconds)
+            except TimeoutError:
+                return
+            if message["type"] != "http.request":
+                return
+            left -= len(message.get("body", b""))
+            self.complete = not message.get("more_body", False)
+
+    def release(self) -> None:
+        self._limit.release(self._received)
+
+
+def _may_discard(scope: Scope) -> bool:
+    """Whether to read the body of a refused request: a client that waits for permission to send it must not get one."""
+    headers = dict(scope["headers"])
+    length = headers.get(b"content-length", b"0")
+    return b"expect" not in headers and length.isdigit() and len(length) < 9 and int(length) <= _DISCARDED
+
+
+def _request_id(scope: Scope) -> bytes | None:
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given if _REQUEST_ID.fullmatch(given) else None
 
 
 def _too_large(settings: ServeSettings) -> ServiceError:

@@ -10,13 +10,14 @@ import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError
 from vitrail.serve.errors import ServiceError
+from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -24,30 +25,43 @@ _DATA_URI = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(;[\w=.+-]+)*?)(
 
 
 def decoding_pool(settings: ServeSettings) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(settings.decoders or min(16, os.cpu_count() or 1), thread_name_prefix="decode")
+    return ThreadPoolExecutor(settings.decoders or min(16, _cores()), thread_name_prefix="decode", initializer=_ignore_warnings)
 
 
-def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings) -> Tensor:
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ignore_warnings() -> None:
+    """Pillow warns of large images and of corrupted metadata. Both are answered, not logged."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: PixelLimit) -> Tensor:
     """Return the model's input. Its size is read before any pixel is decoded."""
-    if not data:
-        raise ServiceError(422, "The image is empty.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                width, height = image.size
-        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError, OverflowError) as error:
-            if isinstance(error, Image.DecompressionBombError):
-                raise ServiceError(422, f"The image has too many pixels; at most {settings.max_pixels:,} are decoded.") from error
-            raise ServiceError(415, f"This is not an image of a known format ({', '.join(_FORMATS)}).") from error
-        if width * height > settings.max_pixels:
-            raise ServiceError(422, f"The image has {width} × {height} pixels; at most {settings.max_pixels:,} are decoded.")
+    width, height = _size(data, settings)
+    if width * height > settings.max_pixels:
+        raise ServiceError(422, f"The image has {width} × {height} pixels; at most {settings.max_pixels:,} are decoded.")
+    with limit.hold(width * height):
         try:
             return preprocess(data, name="the image")
         except (VitrailError, BadImage) as error:
             raise ServiceError(422, str(error)) from error
         except Exception as error:  # a corrupted file can make decoders fail in many ways
             raise ServiceError(422, "The image cannot be decoded.") from error
+
+
+def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
+    if not data:
+        raise ServiceError(422, "The image is empty.")
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            return image.size
+    except Image.DecompressionBombError as error:
+        raise ServiceError(422, f"The image has too many pixels; at most {settings.max_pixels:,} are decoded.") from error
+    except Exception as error:  # headers of corrupted files fail in many ways, too
+        raise ServiceError(415, f"This is not an image of a known format ({', '.join(_FORMATS)}).") from error
 
 
 def bytes_of_text(text: str) -> bytes:

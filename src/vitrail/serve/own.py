@@ -10,16 +10,17 @@ import torch
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from PIL import Image
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
 from vitrail.inspect.rollout import rollout
 from vitrail.serve.errors import ServiceError
+from vitrail.serve.form import files_of_form, is_form
 from vitrail.serve.guard import error_answer
-from vitrail.serve.service import ClientLeft, Service
+from vitrail.serve.json_body import read_body
+from vitrail.serve.service import Service
+from vitrail.serve.worker import ModelWorker
 
 _BODY = {
     "requestBody": {
@@ -42,9 +43,9 @@ def routes(service: Service) -> APIRouter:
     ) -> JSONResponse:
         """Classify images: one as the body, or several as the files of a form. A bad image among several fails alone."""
         worker = service.worker(model)
-        images = await uploaded(request, service)
         bundle = service.bundle(worker)
         bundle.check_head()
+        images = await uploaded(request, service, worker)
         found = await service.compute(request, worker, "logits", images)
         if len(found) == 1 and isinstance(found[0], ServiceError):
             return error_answer(found[0])
@@ -61,8 +62,11 @@ def routes(service: Service) -> APIRouter:
         format: Annotated[Literal["json", "png"], Query()] = "json",
     ) -> Response:
         """Show where the model looks: a map over the patches, as numbers or as a picture of the input's size."""
+        if method == "rollout" and (layer != -1 or head is not None or query != 0):
+            raise ServiceError(400, "layer, head and query have no effect on rollout; give them with method=attention.")
         worker = service.worker(model)
-        images = await uploaded(request, service)
+        service.bundle(worker)
+        images = await uploaded(request, service, worker)
         if len(images) != 1:
             raise ServiceError(400, f"Send one image at a time; there are {len(images)}.")
 
@@ -78,25 +82,18 @@ def routes(service: Service) -> APIRouter:
             return error_answer(found)
         if format == "json":
             return JSONResponse({"model": worker.name, "shape": list(found.shape), "map": found.tolist()})
-        return Response(_png(found, service.bundle(worker).model.config.image_size), media_type="image/png")
+        size = service.bundle(worker).model.config.image_size
+        return Response(await run_in_threadpool(_png, found, size), media_type="image/png")
 
     return router
 
 
-async def uploaded(request: Request, service: Service) -> list[bytes | Tensor]:
-    """Return the files of a form, or the body. File names are ignored."""
-    try:
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            return [await request.body()]
-        limit = service.settings.max_images
-        form = await request.form(max_files=limit, max_fields=limit)
-        files = [part for _, part in form.multi_items() if isinstance(part, UploadFile)]
-        return [await file.read() for file in files]
-    except ClientDisconnect:
-        raise ClientLeft from None
-    except HTTPException as error:
-        status = 413 if "Too many" in error.detail else error.status_code
-        raise ServiceError(status, f"The form cannot be read: {error.detail}") from error
+async def uploaded(request: Request, service: Service, worker: ModelWorker) -> list[bytes | Tensor]:
+    """Return the files of a form, or the body. If the queue is full, that is the answer before anything is read."""
+    worker.check_space()
+    body = await read_body(request)
+    kind = request.headers.get("content-type", "")
+    return [*files_of_form(body, kind, service.settings.max_images)] if is_form(kind) else [body]
 
 
 def _labels(bundle: Bundle, outputs: Any, top: int) -> dict[str, Any]:
@@ -104,7 +101,10 @@ def _labels(bundle: Bundle, outputs: Any, top: int) -> dict[str, Any]:
         return {"error": outputs.message, "status": outputs.status}
     key = "value" if bundle.task == "regress" else "probability"
     (found,) = bundle.decode(torch.from_numpy(outputs)[None], top)
-    return {"predictions": [{"label": one.label, "index": one.index, key: one.score} for one in found]}
+    rows: list[dict[str, Any]] = [{"label": one.label, "index": one.index, key: one.score} for one in found]
+    if bundle.task == "multilabel":
+        rows = [{**row, "chosen": one.chosen} for row, one in zip(rows, found, strict=True)]
+    return {"predictions": rows}
 
 
 def _one_map(bundle: Bundle, batch: Tensor, layer: int, head: int | None, query: int) -> np.ndarray[Any, Any]:

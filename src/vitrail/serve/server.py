@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitrail.errors import VitrailError
 from vitrail.serve.app import create_app
+from vitrail.serve.protocol import protocol_class
 from vitrail.serve.service import Service
 
 
@@ -29,7 +29,8 @@ def serve(
     server_socket = _bind(host, port)
     config = uvicorn.Config(
         create_app(service, token=token, cors=cors),
-        http=_protocol(service.settings.upload_seconds),
+        http=protocol_class(service.settings.upload_seconds, service.settings.max_connections),
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -94,48 +95,6 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _protocol(seconds: float) -> type[H11Protocol]:
-    """Make a protocol that ends connections whose headers are not complete after so many seconds: uvicorn has no such limit."""
-
-    class Protocol(H11Protocol):
-        _timer: Any = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._timer = self.loop.call_later(seconds, self._cut_off)
-
-        def data_received(self, data: bytes) -> None:
-            if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-                self._timer = self.loop.call_later(seconds, self._cut_off)
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:  # the headers are complete
-                self._stop_timer()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
-
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _cut_off(self) -> None:
-            self._timer = None
-            if not self.transport.is_closing():
-                self.transport.write(_SLOW)
-                self.transport.close()
-
-    return Protocol
-
-
-_BODY = b'{"error":"The headers of the request were not received in time."}'
-_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (
-    len(_BODY),
-    _BODY,
-)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
+from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +17,7 @@ from vitrail.errors import VitrailError
 from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
+from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
 from vitrail.serve.worker import ModelWorker, Work
@@ -35,6 +39,7 @@ class Service:
         self.settings, self.metrics = settings, Metrics()
         self.workers = {name: ModelWorker(name, load, settings, self.metrics) for name, load in models.items()}
         self.pool = decoding_pool(settings)
+        self.bytes, self.pixels = ByteLimit(settings.max_upload), PixelLimit(settings.max_pixels)
         self.draining = False
         self.explorer_images: tuple[NamedImage, ...] = ()  # offered by the explorer; empty: its examples
 
@@ -50,6 +55,11 @@ class Service:
         for worker in self.workers.values():
             worker.join(self.settings.deadline)
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether a worker has not ended: one that loads cannot be stopped."""
+        return any(worker.is_alive for worker in self.workers.values())
 
     @property
     def failure(self) -> BaseException | None:
@@ -86,7 +96,8 @@ class Service:
             raise ServiceError(413, f"The request has {len(images)} images; at most {self.settings.max_images} are taken at once.")
         bundle = self.bundle(worker)
         worker.admit(len(images))
-        tasks = [asyncio.ensure_future(self._one(worker, bundle, work, image)) for image in images]
+        deadline = time.monotonic() + self.settings.deadline
+        tasks = [asyncio.ensure_future(self._one(worker, bundle, work, image, deadline)) for image in images]
         try:
             while True:
                 _, waiting = await asyncio.wait(tasks, timeout=0.25)
@@ -98,27 +109,41 @@ class Service:
             for task in tasks:
                 task.cancel()
 
-    async def _one(self, worker: ModelWorker, bundle: Bundle, work: Work, image: bytes | Tensor) -> Any:
-        held = True
+    async def _one(self, worker: ModelWorker, bundle: Bundle, work: Work, image: bytes | Tensor, deadline: float) -> Any:
+        """Decode and compute one image. Its place in the service is free when no thread has it any more."""
+        held: Future[Any] | None = None
         try:
             if isinstance(image, bytes):
-                decoding = self.pool.submit(decode, image, bundle.stored_preprocess(), self.settings)
-                try:
-                    image = await asyncio.wrap_future(decoding)
-                except asyncio.CancelledError:
-                    if not decoding.cancel():  # its place is free only when the thread has finished
-                        held = False
-                        decoding.add_done_callback(lambda _: worker.release(1))
-                    raise
-            job = worker.submit(work, image)
+                held = self.pool.submit(decode, image, bundle.stored_preprocess(), self.settings, self.pixels)
+                tensor: Tensor = await _before(held, deadline)
+            else:
+                tensor = image
+            job = worker.submit(work, tensor, deadline)
+            held = job.result
             try:
-                return await asyncio.wrap_future(job.result)
-            except asyncio.CancelledError:
+                return await _before(held, deadline, self.settings.deadline)
+            except BaseException:
                 worker.withdraw(job)
                 raise
         finally:
-            if held:
+            if held is None or held.done() or held.cancel():
                 worker.release(1)
+            else:
+                held.add_done_callback(lambda _: worker.release(1))
+
+
+async def _before(future: Future[Any], deadline: float, extra: float = 0.0) -> Any:
+    """Wait for another thread until the deadline, and for `extra` seconds more if it has begun; then give up."""
+    waiting = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait([waiting], timeout=deadline - time.monotonic())
+        if not waiting.done() and extra and future.running():
+            await asyncio.wait([waiting], timeout=extra)
+        if waiting.done():
+            return waiting.result()
+        raise unavailable("The image was not computed before its deadline.")
+    finally:
+        waiting.cancel()
 
 
 def _result(task: asyncio.Future[Any]) -> Any:
@@ -130,17 +155,38 @@ def _result(task: asyncio.Future[Any]) -> Any:
     raise error
 
 
+_NAME = re.compile(r"[\w.+-]{1,100}")
+_SUFFIXES = (".npz", ".pth", ".pt", ".bin", ".safetensors")
+
+
 def models_of(references: Sequence[str], preprocess: str | None) -> dict[str, Callable[[], Bundle]]:
-    """Map names to functions that load: NAME=REFERENCE, or a reference whose last part is the name."""
+    """Map names to functions that load: NAME=REFERENCE, or a reference that gives the name, such as the folder's."""
     models: dict[str, Callable[[], Bundle]] = {}
     for given in references:
         name, equals, reference = given.partition("=")
-        if not equals:
-            name, reference = PurePath(given.rpartition(":")[2]).stem or given, given
+        if not equals or "/" in name or Path(given).exists():  # a path may contain =
+            name, reference = _name_of(given), given
+        if not _NAME.fullmatch(name) or name in (".", ".."):
+            raise VitrailError(
+                f"{name!r} cannot be the name of a model in addresses: use letters, digits and - _ . +, as in model={reference}."
+            )
         if name in models:
             raise VitrailError(f"Two models have the name {name!r}; give one another, as in other={reference}.")
         models[name] = _loader(reference, preprocess)
     return models
+
+
+def _name_of(reference: str) -> str:
+    path = Path(reference)
+    if path.exists():
+        path = path.resolve()
+        return path.stem if path.suffix in _SUFFIXES else path.name
+    name = reference.rpartition(":")[2]
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    if reference.startswith("hf:"):  # owner/name
+        name = name.rpartition("/")[2]
+    return re.sub(r"[/@]", "-", name)  # published weights, such as ViT-B/16
 
 
 def _loader(reference: str, preprocess: str | None) -> Callable[[], Bundle]:

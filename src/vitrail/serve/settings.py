@@ -21,21 +21,29 @@ class ServeSettings:
     queue: int = 256
     """Most images in the service at a time, from upload to answer, per model; a request beyond that is answered with 429."""
     deadline: float = 30.0
-    """Seconds until an image that has not been computed is given up, with 503."""
+    """Seconds from the upload until an image whose computation has not begun is given up, with 503."""
     max_bytes: int = 32 << 20
     """Largest request in bytes; larger ones are answered with 413."""
     max_pixels: int = 64_000_000
-    """Largest image in pixels; larger ones are answered with 422 and never decoded."""
+    """Largest image in pixels; larger ones are answered with 422 and never decoded. All images that are being decoded at a time
+    have at most so many, too; others wait."""
+    max_upload: int = 512 << 20
+    """Most bytes of requests in memory at a time; requests beyond that are answered with 429."""
+    max_connections: int = 1024
+    """Most connections at a time; those beyond that are answered with 503 and closed."""
     max_images: int = 64
     """Most images in one request."""
     upload_seconds: float = 20.0
-    """Seconds a client has to send its headers, and again its body; slower ones are cut off."""
+    """Seconds a client has to send its headers, again to send its body, and to read the answer; slower ones are cut off."""
     decoders: int | None = None
-    """Threads that decode and resize images. None: one per CPU core, at most 16."""
+    """Threads that decode and resize images. None: one per CPU core that the process may use, at most 16."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "queue", "max_bytes", "max_pixels", "max_images", "deadline", "upload_seconds"):
-            if not getattr(self, name) > 0:
+        numbers = ("max_batch", "queue", "max_bytes", "max_pixels", "max_upload", "max_connections", "max_images")
+        for name in (*numbers, "deadline", "upload_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
                 raise VitrailError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0.")
+        if self.max_upload < self.max_bytes:
+            raise VitrailError(f"--max-upload is {self.max_upload}; it must be at least --max-bytes, which is {self.max_bytes}.")
         if self.decoders is not None and self.decoders < 1:
             raise VitrailError(f"--decoders is {self.decoders}; it must be at least 1.")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
+from vitrail.errors import VitrailError
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.models.inference import InferenceModel, for_inference
 from vitrail.serve.errors import ServiceError, queue_full, unavailable
@@ -30,6 +31,7 @@ from vitrail.train.parallel import choose_device
 log = logging.getLogger("vitrail.serve")
 Kind = Literal["logits", "embedding"]
 Work = Kind | Callable[[Bundle, Tensor], Any]
+_DEADLINE_SHARE = 0.75  # of the deadline may be spent waiting; the rest is for decoding and for computation that takes longer
 State = Literal["loading", "ready", "failed", "stopped"]
 
 
@@ -80,22 +82,31 @@ class ModelWorker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def admit(self, images: int) -> None:
         """Take places for so many images, from before their decoding until `release`; refuse if there are too few."""
         if self.state != "ready" or self._stopping:
             raise unavailable(f"{self.name} is {'loading' if self.state == 'loading' else 'not available'}.")
         with self._condition:
-            if self._in_flight + images > self.settings.queue:
-                raise queue_full(self._in_flight * self._seconds_per_image)
+            self.check_space(images)
             self._in_flight += images
 
     def release(self, images: int) -> None:
         with self._condition:
             self._in_flight -= images
 
-    def submit(self, work: Work, image: Tensor) -> Job:
+    def check_space(self, images: int = 1) -> None:
+        """Refuse images that have no place, or that would not be computed before their deadline."""
+        wait = self._in_flight * self._seconds_per_image
+        if self._in_flight + images > self.settings.queue or (self._in_flight and wait > _DEADLINE_SHARE * self.settings.deadline):
+            raise queue_full(wait)
+
+    def submit(self, work: Work, image: Tensor, deadline: float) -> Job:
         """Queue an image that was admitted."""
-        job = Job(work, image, time.monotonic() + self.settings.deadline)
+        job = Job(work, image, deadline)
         with self._condition:
             if not self._thread.is_alive():
                 raise unavailable(f"{self.name} is not available.")
@@ -104,7 +115,7 @@ class ModelWorker:
         return job
 
     def withdraw(self, job: Job) -> None:
-        """Take an image whose client has left from the queue, if it is still there."""
+        """Take an image whose client has left, or whose deadline has passed, from the queue, if it is still there."""
         with self._condition:
             if job in self._jobs:
                 self._jobs.remove(job)
@@ -133,26 +144,34 @@ class ModelWorker:
             return
         self.state = "ready"
         log.info("ready", extra={"model": self.name})
+        batch: list[Job] | None = None
         try:
             while (batch := self._next()) is not None:
                 now = time.monotonic()
                 for job in batch:
                     self.metrics.observe("vitrail_queue_seconds", now - job.arrived, model=self.name)
                 self._compute(batch)
+        except BaseException as error:  # nothing could be computed any more, so the process has to end
+            log.exception("the worker failed", extra={"model": self.name})
+            self.error = error
+            self._on_failure()
         finally:
             self.state = "stopped"
             with self._condition:
                 left, self._jobs = self._jobs, deque()
-            for job in left:
+            for job in [*(batch or ()), *left]:
                 _fail(job, unavailable(f"{self.name} has stopped."))
 
     def _warm_up(self) -> None:
         """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
         config = self._model.config
         for size in self._sizes() if self._model.device.type == "cuda" else (1,):
-            images = torch.zeros(size, config.channels, *config.image_size)
-            for _ in range(3 if self._model.device.type == "cuda" else 1):
-                self._model(images)
+            images, seconds = torch.zeros(size, config.channels, *config.image_size), []
+            for _ in range(3):
+                began = time.monotonic()
+                self._model(images).cpu()
+                seconds.append(time.monotonic() - began)
+            self._seconds_per_image = min(seconds) / size
 
     def _sizes(self) -> list[int]:
         sizes = [1]
@@ -204,18 +223,29 @@ class ModelWorker:
                 self._compute(batch[:middle])
                 self._compute(batch[middle:])
                 return
-            if not isinstance(error, ServiceError):
-                log.exception("computation failed", extra={"model": self.name})
-                error = ServiceError(500, "The image could not be computed.")
-            _fail(batch[0], error)
+            _fail(batch[0], self._as_answer(error))
             return
         seconds = time.monotonic() - began
-        self._seconds_per_image = seconds / len(batch)
+        share = seconds / len(batch)
+        self._seconds_per_image = share if not self._seconds_per_image else 0.8 * self._seconds_per_image + 0.2 * share
         self.metrics.observe("vitrail_compute_seconds", seconds, model=self.name)
         self.metrics.observe("vitrail_batch_size", len(batch), model=self.name)
         self.metrics.count("vitrail_images_total", len(batch), model=self.name)
         for job, result in zip(batch, results, strict=True):
-            job.result.set_result(result)
+            if isinstance(result, ServiceError):
+                job.result.set_exception(result)
+            else:
+                job.result.set_result(result)
+
+    def _as_answer(self, error: Exception) -> ServiceError:
+        if isinstance(error, ServiceError):
+            return error
+        if isinstance(error, VitrailError):  # a model without attention, for example
+            return ServiceError(422, str(error))
+        log.error("computation failed", exc_info=error, extra={"model": self.name})
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return unavailable("There is not enough memory to compute the image.")
+        return ServiceError(500, "The image could not be computed.")
 
     def _results(self, batch: Sequence[Job]) -> Sequence[Any]:
         work = batch[0].work
@@ -227,14 +257,17 @@ class ModelWorker:
             size = next(size for size in self._sizes() if size >= len(batch))
             images = torch.cat([images, images.new_zeros(size - len(batch), *images.shape[1:])])
         found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
-        if not np.isfinite(found).all() and len(batch) == 1:
-            raise ServiceError(422, "The model's output for this image is not finite.")
-        return list(found)
+        finite = np.isfinite(found).all(axis=1)
+        return [row if good else _not_finite() for row, good in zip(found, finite, strict=True)]
 
 
 def _outputs(model: InferenceModel, work: Kind, images: Tensor) -> Tensor:
     found: Tensor = model(images) if work == "logits" else FeatureSpec().compute(model, images)
     return found
+
+
+def _not_finite() -> ServiceError:
+    return ServiceError(422, "The model's output for this image is not finite.")
 
 
 def _fail(job: Job, error: ServiceError) -> None:

@@ -1,0 +1,53 @@
+"""Read the JSON body of a request into a pydantic model."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from vitrail.serve.errors import ServiceError
+from vitrail.serve.service import ClientLeft
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request) -> bytes:
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientLeft from None
+
+
+def parse_json(data: bytes, model: type[Body]) -> Body:
+    """Validate JSON; what is wrong first is the error. Depth, lone surrogates and so on are pydantic's to refuse."""
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise ServiceError(400, first_problem(problems)) from None
+
+
+def first_problem(errors: Any) -> str:
+    """Say what is wrong first, without repeating what was sent."""
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"][:6] if len(str(part)) <= 40)
+    return f"{where or 'The body'}: {str(first['msg'])[:200]}."
+
+
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what OpenAPI says about a body that is read with `parse_json`."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return resolved(definitions[value["$ref"].rpartition("/")[2]])
+        return {key: resolved(one) for key, one in value.items()}
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(schema)}}}}

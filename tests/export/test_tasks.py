@@ -1,0 +1,173 @@
+"""What is verified depends on the task, and on whether labels are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import vitrail
+from tests.export.test_export import TINY, bundle_of
+from vitrail.checkpoints import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import VitrailError
+from vitrail.export import Artefact, Comparison, ExportSettings, compare, export_model
+from vitrail.export.module import exported_module
+from vitrail.export.onnx_file import read_metadata
+from vitrail.export.verify import images_of, sample_photos
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return bundle_of(tmp_path, **TINY)
+
+
+def artefact(outputs: Any) -> Artefact:
+    """Return an exported model that gives these outputs, one row per image."""
+    rows = iter(np.asarray(outputs, np.float32))
+    opened = Artefact(Path("x"), "onnx", {"preprocess": None}, lambda batch: np.stack([next(rows) for _ in batch]))
+    object.__setattr__(opened, "prepare", lambda images: images)
+    return opened
+
+
+def logits_of(bundle: Bundle, images: list[Any]) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        return bundle.model.eval()(torch.stack([bundle.stored_preprocess()(image) for image in images])).numpy()
+
+
+def test_values_of_a_regression_are_compared_even_in_int8(bundle: Bundle) -> None:
+    bundle = dataclasses.replace(bundle, task="regress", classes=None)
+    photos = sample_photos(6)
+    expected = logits_of(bundle, photos)
+    good = compare(bundle, artefact(expected), photos)
+    assert good.agreement is None and not good.problems("int8") and not good.problems("fp32")
+    wrong = expected.copy()
+    wrong[:, 2] += 0.5 * np.ptp(expected[:, 2])
+    found = compare(bundle, artefact(wrong), photos)
+    assert found.problems("int8") and found.problems("fp16") and "values differ" in found.problems("fp16")[0]
+    small = dataclasses.replace(bundle, model=_scaled(bundle, 1e-4))  # small values are no reason to pass
+    expected = logits_of(small, photos)
+    assert compare(small, artefact(expected * 1.5), photos).problems("int8")
+
+
+def _scaled(bundle: Bundle, factor: float) -> Any:
+    model = vitrail.load(bundle.report.source).model
+    assert isinstance(model.head, nn.Linear)
+    with torch.no_grad():
+        model.head.weight.mul_(factor)
+        model.head.bias.mul_(factor)
+    return model
+
+
+def test_labels_of_a_multi_label_model_are_compared_at_its_thresholds(bundle: Bundle) -> None:
+    thresholds = [0.2, 0.9, 0.5, 0.5, 0.5]
+    bundle = dataclasses.replace(bundle, task="multilabel", provenance={"task": {"thresholds": thresholds}})
+    photos = sample_photos(4)
+    expected = logits_of(bundle, photos)
+    assert compare(bundle, artefact(expected), photos).agreement == 1.0
+    limits = np.log(np.array(thresholds) / (1 - np.array(thresholds)))
+    flipped = expected.copy()
+    flipped[:, 1] = np.where(expected[:, 1] >= limits[1], limits[1] - 1, limits[1] + 1)
+    found = compare(bundle, artefact(flipped), photos)
+    assert found.agreement == pytest.approx(0.8) and "labels are the same" in " ".join(found.problems("int8"))
+
+
+def test_a_loss_of_accuracy_beyond_max_drop_is_a_problem(tmp_path: Path, bundle: Bundle) -> None:
+    found = Comparison(100, "x", 1.0, 10.0, 0.97, accuracy=0.90, reference_accuracy=0.93)
+    assert found.problems("int8") == [] and found.problems("int8", 0.03) == []
+    assert found.problems("int8", 0.02) == ["accuracy falls by 3.0%, allowed is 2.0% (--max-drop)"]
+    better = Comparison(100, "x", 1.0, 10.0, 0.97, accuracy=0.95, reference_accuracy=0.93)
+    assert better.problems("int8", 0.0) == []
+
+
+@dataclasses.dataclass
+class Labelled:
+    """A split with labels, as far as it is read here."""
+
+    classes: tuple[str, ...]
+    targets: list[int]
+    task: str = "classify"
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def payload(self, number: int) -> str:
+        return f"image {number}"
+
+
+def test_labels_are_mapped_by_name() -> None:
+    split: Any = Labelled(("b", "a"), [0, 1, 1])
+    assert images_of(split, 10, ("a", "b", "c"))[1] == [1, 0, 0]
+    assert images_of(split, 10, ("a", "c"))[1] is None
+    assert images_of(split, 2, None) == (["image 0", "image 2"], None)
+
+
+@pytest.mark.slow
+def test_norms_of_half_precision_compute_in_float32(tmp_path: Path, bundle: Bundle) -> None:
+    with torch.no_grad():  # residuals whose squares do not fit into float16
+        bundle.model.patches.bias += 3000.0 * torch.tensor([1.0, -1.0]).repeat(16)  # type: ignore[operator]
+    export_model(bundle, tmp_path / "out", ExportSettings(precision="fp16"), images=sample_photos(3), force=True)
+    logits = Artefact.open(tmp_path / "out")
+    assert np.isfinite(logits.run(logits.prepare(sample_photos(2)))).all()
+    graph = onnx.load(str(tmp_path / "out" / "model.onnx")).graph
+    produced = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.op_type == "LayerNormalization":
+            cast = produced[node.input[0]]
+            assert cast.op_type == "Cast" and cast.attribute[0].i == onnx.TensorProto.FLOAT
+
+
+def test_half_precision_keeps_the_names_of_the_weights(bundle: Bundle) -> None:
+    half = exported_module(bundle.model, torch.float16).model
+    assert half.norm.norm.weight.dtype == torch.float32 and half.head.weight.dtype == torch.float16
+
+
+@pytest.mark.slow
+def test_weights_beyond_the_limit_of_protobuf_are_a_second_file(
+    tmp_path: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.export.onnx_file._MAX_FILE", 10_000)
+    comparison = export_model(bundle, tmp_path / "out", ExportSettings(), images=sample_photos(2))
+    assert comparison.cosine == pytest.approx(1.0)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.onnx", "model.onnx.data", "report.json"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["limits"]["max_drop"] == 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "bits"), [(1, 8), (1, 16), (3, 16)])
+def test_grey_and_16_bit_models(tmp_path: Path, channels: int, bits: int) -> None:
+    preprocess = Preprocess(size=(32, 32), channels=channels, bits=bits, mean=(0.5,) * channels, std=(0.5,) * channels)
+    bundle = bundle_of(tmp_path, preprocess=preprocess, channels=channels, **TINY)
+    export_model(bundle, tmp_path / "out", ExportSettings(), images=sample_photos(2))
+    assert read_metadata(tmp_path / "out" / "model.onnx")["preprocess"]["bits"] == bits
+    if bits == 16:
+        with pytest.raises(VitrailError, match="without --pixels"):
+            export_model(bundle, tmp_path / "pixels", ExportSettings(pixels=True))
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, bundle: Bundle) -> None:
+    with pytest.raises(VitrailError, match="have no effect on fp32"):
+        export_model(bundle, tmp_path / "out", calibrate=sample_photos(1))
+    with torch.no_grad():
+        bundle.model.head.weight.zero_()  # type: ignore[union-attr, operator]
+    with pytest.raises(VitrailError, match="only a backbone"):
+        export_model(bundle, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_source_that_looks_like_json_is_read_back(tmp_path: Path) -> None:
+    folder = tmp_path / "[1]"
+    folder.mkdir()
+    bundle = bundle_of(folder, **TINY)
+    bundle.report.source = "[1]/checkpoint"
+    export_model(bundle, tmp_path / "out", images=sample_photos(1))
+    assert Artefact.open(tmp_path / "out").metadata["source"] == "[1]/checkpoint"

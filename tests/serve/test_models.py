@@ -1,0 +1,140 @@
+"""Models other than a classifying ViT: without a head, without attention, of other tasks; and a process that is ended early."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vitrail
+from tests.serve.conftest import Client, running, until
+from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.native import save
+from vitrail.data.preprocess import Preprocess
+from vitrail.models import create_model
+
+
+def saved(folder: Path, name: str, *, head: bool = True, preprocess: Preprocess | None = None, **options: Any) -> Bundle:
+    model = create_model(name, outputs=4, seed=0, **options)
+    if head:
+        nn.init.normal_(model.head.weight, std=0.5, generator=torch.Generator().manual_seed(0))
+    save(folder, model, preprocess=preprocess or Preprocess(size=model.config.image_size), classes=["a", "b", "c", "d"])
+    return vitrail.load(folder)
+
+
+TINY = {"width": 32, "depth": 2, "heads": 2, "mlp": 64, "patch": 8, "image_size": 32}
+
+
+def test_a_model_without_a_head_has_embeddings_only(tmp_path: Path, jpegs: list[bytes]) -> None:
+    from tests.serve.test_answers import data_uri
+
+    bundle = saved(tmp_path / "x", "ViT-Ti/16", head=False, **TINY)
+    with running(lambda: bundle) as client:
+        encoded = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": ["eA=="]}
+        for path, body in (("/v1/predict", jpegs[0]), ("/v2/models/tiny/infer", {"inputs": [encoded]})):
+            status, answer, _ = client.call("POST", path, body)
+            assert status == 422 and "only a backbone" in answer["error"]
+        assert client.call("POST", "/v1/embeddings", {"input": data_uri(jpegs[0])})[0] == 200
+
+
+def test_a_model_without_attention_says_so(tmp_path: Path, jpegs: list[bytes]) -> None:
+    bundle = saved(tmp_path / "x", "BiT-R50x1", image_size=32, layers=(1, 1))
+    with running(lambda: bundle) as client:
+        assert client.call("POST", "/v1/predict", jpegs[0])[0] == 200
+        for query in ("", "?method=attention"):
+            status, answer, _ = client.call("POST", f"/v1/attention{query}", jpegs[0])
+            assert status == 422 and list(answer) == ["error"], answer
+
+
+def test_other_tasks(bundle: Bundle, jpegs: list[bytes]) -> None:
+    several = dataclasses.replace(bundle, task="multilabel")
+    with running(lambda: several) as client:
+        found = client.call("POST", "/v1/predict", jpegs[0])[1]["results"][0]["predictions"]
+        (expected,) = several.predict([jpegs[0]])
+        assert [(one["label"], one["chosen"]) for one in found] == [(one.label, one.chosen) for one in expected]
+    values = dataclasses.replace(bundle, task="regress")
+    with running(lambda: values) as client:
+        found = client.call("POST", "/v1/predict", jpegs[0])[1]["results"][0]["predictions"]
+        (expected,) = values.predict([jpegs[0]])
+        assert [one["value"] for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize(("channels", "bits"), [(1, 8), (1, 16)])
+def test_grey_and_16_bit_models(tmp_path: Path, jpegs: list[bytes], channels: int, bits: int) -> None:
+    preprocess = Preprocess(size=(32, 32), channels=channels, bits=bits, mean=(0.5,), std=(0.5,))
+    bundle = saved(tmp_path / "x", "ViT-Ti/16", preprocess=preprocess, channels=channels, **TINY)
+    with running(lambda: bundle) as client:
+        found = client.call("POST", "/v1/predict", jpegs[0])[1]["results"][0]["predictions"]
+        (expected,) = bundle.predict([jpegs[0]])
+        assert [one["probability"] for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
+
+
+def test_two_models_side_by_side(tmp_path: Path, bundle: Bundle, jpegs: list[bytes]) -> None:
+    other = saved(tmp_path / "x", "ViT-Ti/16", **{**TINY, "image_size": (32, 48)})
+    with running(lambda: bundle, second=lambda: other) as client:
+        assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 200)
+        for name, expected in (("tiny", bundle), ("second", other)):
+            found = client.call("POST", f"/v1/predict?model={name}&top=1", jpegs[0])[1]
+            assert found["model"] == name
+            assert found["results"][0]["predictions"][0]["label"] == expected.predict([jpegs[0]], top=1)[0][0].label
+        assert client.call("GET", "/v2/models/second")[1]["inputs"][0]["shape"] == [-1, 3, 32, 48]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loading", ["time.sleep(30)", "[torch.randn(600, 600) @ torch.randn(600, 600) for _ in range(10**7)]"])
+def test_sigterm_while_loading_ends_with_status_0(bundle: Bundle, loading: str) -> None:
+    script = (
+        "import time, torch, vitrail.serve.service as s\n"
+        f"s.load = lambda *given, **options: {loading}\n"
+        "from vitrail.cli import main\n"
+        f"main(['serve', {bundle.report.source!r}, '--port', '0'])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split(" at http://127.0.0.1:")[1].split()[0])
+        assert until(lambda: _status(port) == 503, 20)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, process.stderr.read()
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_a_failed_load_ends_with_status_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vitrail", "serve", str(tmp_path / "nothing"), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "vitrail: " in done.stderr and "Traceback" not in done.stderr
+
+
+def _status(port: int) -> int:
+    try:
+        return Client(None, port).call("GET", "/v2/health/ready")[0]  # type: ignore[arg-type]
+    except OSError:
+        return 0
+
+
+def test_a_worker_that_dies_ends_the_service(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.serve.worker import ModelWorker
+
+    with running(lambda: bundle) as client:
+
+        def die(*arguments: Any) -> None:
+            raise SystemExit("worker")
+
+        monkeypatch.setattr(ModelWorker, "_compute", die)
+        status, answer, _ = client.call("POST", "/v1/predict", jpegs[0])
+        assert status == 503 and list(answer) == ["error"]
+        assert until(lambda: client.service.workers["tiny"].error is not None)

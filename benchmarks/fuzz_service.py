@@ -114,16 +114,26 @@ def from_schema(port: int, model: str, count: int, seed: int) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     with urllib.request.urlopen(f"{address}/openapi.json") as answer:
         description = json.load(answer)
+    known = {"name": [model], "version": ["1", "2"], "number": [0, 1, 99], "key": [_analysed(address), "nothing"]}
     for operations_of_path in description["paths"].values():
         for described in operations_of_path.values():
             for parameter in described.get("parameters", []):
-                if parameter["in"] == "path":  # otherwise nearly all would be unknown models
-                    parameter["schema"]["enum"] = {"name": [model], "version": ["1", "2"]}[parameter["name"]]
+                if parameter["in"] == "path":  # otherwise nearly all would be unknown models and images
+                    parameter["schema"]["enum"] = known[parameter["name"]]
     operations = [found.ok() for found in schemathesis.openapi.from_dict(description).get_all_operations()]
     each = max(1, count // (2 * len(operations)))
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             yield from _from_operation(operation.as_strategy(generation_mode=mode), address, each, seed)
+
+
+def _analysed(address: str) -> str:
+    """Let the explorer analyse an image, and return its id."""
+    with urllib.request.urlopen(f"{address}/explorer/images/0") as answer:
+        image = answer.read()
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/explorer/analyse", image)) as answer:
+        key: str = json.load(answer)["id"]
+    return key
 
 
 def _from_operation(strategy: Any, address: str, count: int, seed: int) -> list[str]:

@@ -76,7 +76,7 @@ def explore(
     if save is not None:
         _save(save, references, images, preprocess, device)
         return
-    missing = [name for name in ("fastapi", "uvicorn", "multipart") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise VitrailError(f"The explorer needs {', '.join(missing)}: install the extra with pip install 'vitrail[serve]'.")
     from vitrail.serve.server import serve

@@ -94,7 +94,7 @@ def test_a_loader_warns_once(workers: int, tmp_path: Path, caplog: pytest.LogCap
     assert not expected
     with caplog.at_level(logging.WARNING, "vitrail.data"):
         list(EvalLoader(split, preprocess=preset("imagenet", size=16), batch=2, workers=workers))
-    assert "2.jpg" in caplog.text and "--preprocess imagenet+exif" in caplog.text
+    assert "2.jpg" in caplog.text and "--preprocess stored+exif" in caplog.text
 
 
 def test_predict_warns_and_stored_exif_turns_upright(photo: Path, caplog: pytest.LogCaptureFixture) -> None:

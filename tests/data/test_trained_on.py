@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,14 @@ def test_equal_file_names_in_folders_of_subjects(tmp_path: Path) -> None:
         for split in (open_source(one).splits["val"] for one in (f"csv:{tmp_path / 'table.csv'}", f"folder:{tmp_path / 'photos'}"))
     ]
     assert held_out[0] == held_out[1] and len(held_out[0]) == 4
+
+
+def test_a_hostile_record_is_refused_at_once() -> None:
+    """A pattern with nested repetitions took hours for such a text."""
+    began = time.monotonic()
+    with pytest.raises(VitrailError, match="corrupted"):
+        TrainedOn.from_dict({"source": "x", "images": 1, "sample": "a" * 96 * 40 + "x"})
+    for change in ({"fraction": float("nan")}, {"holdout": 2.0}):
+        with pytest.raises(VitrailError, match="corrupted"):
+            TrainedOn.from_dict({"source": "x", "images": 1, **change})
+    assert time.monotonic() - began < 5

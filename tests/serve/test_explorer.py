@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import vitrail
@@ -22,7 +26,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.models import create_model
 from vitrail.serve import exploration as compute
 from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps, signed_to_bytes
-from vitrail.serve.explorations import Explorations, example_images
+from vitrail.serve.explorations import Explorations, NamedImage, example_images
 
 ViT = {"width": 32, "depth": 2, "heads": 2, "mlp": 64}
 
@@ -151,7 +155,43 @@ def test_patches_off(served: Client, info: dict[str, Any], registers: Bundle, im
     changed[:, :, :8, :8] = changed[:, :, 8:16, 8:16] = changed[:, :, 40:, 24:] = 0
     expected = {one.index: one.score for one in registers.predict(changed, top=4)[0]}
     assert status == 200 and {one["index"]: pytest.approx(one["score"], abs=1e-5) for one in found["predictions"]} == expected
-    assert served.call("POST", f"/explorer/{info['id']}/masked", {"patches": [24]})[0] == 422
+    for patches, expected_status in (([24], 422), ([-1], 422), ([0] * 400_000, 413), (["a"], 400), ({}, 400)):
+        began = time.monotonic()
+        assert served.call("POST", f"/explorer/{info['id']}/masked", {"patches": patches})[0] == expected_status
+        assert time.monotonic() - began < 5
+
+
+def test_patches_off_are_computed_as_the_first_predictions_in_any_precision(registers: Bundle, jpegs: list[bytes]) -> None:
+    with running(lambda: registers, precision="int8") as client:
+        info = client.call("POST", "/explorer/analyse", jpegs[0])[1]
+        found = client.call("POST", f"/explorer/{info['id']}/masked", {"patches": []})[1]
+    before, after = ({one["index"]: one["score"] for one in part["predictions"]} for part in (info, found))
+    assert before.keys() == after.keys() and after == pytest.approx(before, abs=1e-6)
+
+
+def test_files_of_this_machine_are_shown_to_this_machine_only(registers: Bundle, jpegs: list[bytes]) -> None:
+    """A web page can let its own name point to 127.0.0.1 (DNS rebinding)."""
+    with running(lambda: registers) as client:
+        client.service.explorer_images = (NamedImage("private.jpg", jpegs[0]),)
+        for host, expected in (("localhost", 200), (f"127.0.0.1:{client.port}", 200), ("[::1]:80", 200), ("evil.example", 421)):
+            connection = client.connect()
+            connection.request("GET", "/explorer/images/0", headers={"Host": host})
+            assert connection.getresponse().status == expected
+            connection.close()
+
+
+def test_a_photo_that_stays_rotated_is_mentioned(registers: Bundle, jpegs: list[bytes]) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stream = io.BytesIO()
+    Image.open(io.BytesIO(jpegs[0])).save(stream, "JPEG", exif=exif)
+    assert registers.preprocess is not None
+    for ignored in (True, False):
+        bundle = dataclasses.replace(registers, preprocess=dataclasses.replace(registers.preprocess, exif=not ignored))
+        with running(lambda bundle=bundle: bundle) as client:  # type: ignore[misc]
+            result = client.call("POST", "/v1/predict", stream.getvalue())[1]["results"][0]
+            notes = client.call("POST", "/explorer/analyse", stream.getvalue())[1]["notes"]
+        assert ("warning" in result) is ignored and any("stored rotated" in note for note in notes) is ignored
 
 
 def test_errors_are_sentences(served: Client, info: dict[str, Any]) -> None:

@@ -359,3 +359,18 @@ def test_no_connection_is_lost_to_a_body_that_is_not_read(bundle: Bundle) -> Non
             connection.request("POST", "/v1/predict", base64.b64encode(b"x" * 300_000))
             answer = connection.getresponse()
             assert answer.status == 401 and answer.read()
+
+
+def test_a_file_of_two_formats_is_measured_as_it_is_decoded(client: Client) -> None:
+    """As a TIFF it has one pixel, as an IM file 169 million, which is what would be decoded."""
+    header = b"Image type: RGB\r\nImage size (x*y): 13000*13000\r\nFile size (no of images): 1\r\n"
+    status, found, _ = client.call("POST", "/v1/predict", header.ljust(511, b"\0") + b"\x1a" + b"\0" * 600)
+    assert status == 415 and "not an image of a known format" in found["error"]
+
+
+def test_a_wrong_method_says_which_is_right(client: Client) -> None:
+    connection = client.connect()
+    connection.request("GET", "/v1/predict")
+    response = connection.getresponse()
+    assert response.status == 405 and response.headers["Allow"] == "POST"
+    connection.close()

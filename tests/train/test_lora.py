@@ -92,7 +92,7 @@ def test_only_adapters_and_head_are_trained_and_the_saved_model_is_plain(start: 
     assert any("frozen" in note for note in recorder.notes)
     difference = after["blocks.0.attention.qkv.weight"].double() - before["blocks.0.attention.qkv.weight"].double()
     assert int((torch.linalg.svdvals(difference) > 1e-6).sum()) == 4  # the rank
-    assert load(tmp_path / "run").provenance["lora"] == {"rank": 4, "on": list(LORA_MATRICES), "merged": True}
+    assert load(tmp_path / "run").provenance["lora"] == {"rank": 4, "alpha": 4, "on": list(LORA_MATRICES), "merged": True}
 
 
 @pytest.mark.slow

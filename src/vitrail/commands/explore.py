@@ -16,6 +16,7 @@ import tyro
 
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import split_checkpoint
+from vitrail.commands.serve import run_and_end
 from vitrail.commands.terminal import Console
 from vitrail.data.preprocess import read_file
 from vitrail.data.types import BadImage
@@ -92,7 +93,8 @@ def explore(
         if not no_browser:
             threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()  # a text browser would block
 
-    serve(service, host="127.0.0.1", port=port, token=os.environ.get("VITRAIL_TOKEN") or None, cors=(), announce=announce)
+    token = os.environ.get("VITRAIL_TOKEN") or None
+    run_and_end(service, lambda: serve(service, host="127.0.0.1", port=port, token=token, cors=(), announce=announce))
 
 
 def _read(paths: Sequence[str]) -> tuple[NamedImage, ...]:

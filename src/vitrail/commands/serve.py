@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -14,6 +15,9 @@ from vitrail.commands.terminal import Console
 from vitrail.errors import VitrailError
 from vitrail.serve.settings import ServeSettings
 from vitrail.text import printable
+
+if TYPE_CHECKING:
+    from vitrail.serve.service import Service
 
 Models = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME=]CHECKPOINT …")]
 Settings = Annotated[ServeSettings, tyro.conf.arg(name="")]
@@ -66,9 +70,17 @@ def serve(
             f"serving {names} at {address} (loading; {address}/v2/health/ready tells when)", highlight=False, soft_wrap=True
         )
 
+    def start() -> None:
+        run(service, host=host, port=port, token=os.environ.get("VITRAIL_TOKEN") or None, cors=cors, announce=announce)
+
+    run_and_end(service, start)
+
+
+def run_and_end(service: Service, start: Callable[[], None]) -> None:
+    """Serve until the end, and end the process even if a model still loads."""
     status = 2
     try:
-        run(service, host=host, port=port, token=os.environ.get("VITRAIL_TOKEN") or None, cors=cors, announce=announce)
+        start()
         status = 0
     except VitrailError as error:
         if not service.has_threads:

@@ -137,10 +137,9 @@ class Preprocess:
 
     def rotated_note(self, name: str) -> str:
         """Return a warning that names the first image for which `leaves_rotated` is true."""
-        again = f"{self.name}+exif" if self.name in PRESETS else "stored+exif"
         return (
             f"{name} is stored rotated (EXIF orientation), and the preprocessing {self.name!r} ignores that, as its library does: "
-            f"the model sees it rotated. For upright photos use --preprocess {again}."
+            f"the model sees it rotated. For upright photos use --preprocess stored+exif."
         )
 
     def normalise(self, images: torch.Tensor) -> torch.Tensor:
@@ -274,7 +273,7 @@ def preset(name: str, *, size: int | tuple[int, int] | None = None, channels: in
 
     As in the library it comes from, the EXIF orientation is ignored (except for `cifar`); `timm+exif` applies it.
     """
-    name, plus, _ = name.partition(APPLY_EXIF)
+    plus, name = name.endswith(APPLY_EXIF), name.removesuffix(APPLY_EXIF)
     if name not in _PRESETS:
         raise VitrailError(f"There is no preprocessing {name!r}.{did_you_mean(name, PRESETS)} There are {', '.join(PRESETS)}.")
     if size is None:

@@ -67,7 +67,9 @@ class TrainedOn:
         sound = isinstance(values, Mapping) and values.keys() >= _REQUIRED
         known = {name: values[name] for name in _KINDS if name in values} if sound else {}
         sound = sound and all(isinstance(value, _KINDS[name]) for name, value in known.items())
-        if not sound or re.fullmatch("([0-9a-f]{32}([0-9a-f]{16})? ?)*", known.get("sample", "")) is None:
+        words = known.get("sample", "").split() if sound else ()
+        sound = sound and all(0 <= known.get(name, 0.5) <= 1 for name in ("holdout", "fraction"))
+        if not sound or not all(re.fullmatch("[0-9a-f]{32}([0-9a-f]{16})?", word) for word in words):
             raise VitrailError(
                 "The record of what this checkpoint was trained on is corrupted. Download or copy the checkpoint again."
             )

@@ -59,7 +59,9 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         nothing = f"There is nothing at {request.scope['path'][:200]}; see /openapi.json."
         message = nothing if error.status_code == 404 else str(error.detail)
-        return error_answer(ServiceError(error.status_code, message))
+        response = error_answer(ServiceError(error.status_code, message))
+        response.headers.update(error.headers or {})  # such as Allow
+        return response
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:

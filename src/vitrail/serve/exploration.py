@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from vitrail.inspect.rollout import Fusion, rollout
 from vitrail.models import ViT
 from vitrail.models.features import evaluating
 from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps, signed_to_bytes
+from vitrail.serve.limits import PixelLimit
 
 MAX_ATTENTION = 192 << 20
 """Most bytes of attention that are kept for one image; of larger models one layer is kept at a time."""
@@ -208,17 +210,24 @@ def rolled_out(bundle: Bundle, image: Tensor, fusion: Fusion, residual: bool) ->
     return weights
 
 
-def masked(image: Tensor, info: dict[str, Any], patches: list[int]) -> Tensor:
+def masked(image: Tensor, grid: Sequence[int], off: Collection[int]) -> Tensor:
     """Replace patches by the mean colour of the preprocessing, which is 0 after normalisation."""
-    (rows, columns), changed = info["grid"], image.clone()
-    bounds = [
-        np.linspace(0, length, count + 1).round().astype(int)
-        for length, count in zip(image.shape[1:], (rows, columns), strict=True)
-    ]
-    for patch in patches:
-        row, column = divmod(patch, columns)
-        changed[:, bounds[0][row] : bounds[0][row + 1], bounds[1][column] : bounds[1][column + 1]] = 0
-    return changed
+    hidden = np.zeros(grid[0] * grid[1], bool)
+    hidden[list(off)] = True
+    rows, columns = (
+        np.repeat(np.arange(count), np.diff(np.linspace(0, length, count + 1).round().astype(int)))
+        for length, count in zip(image.shape[1:], grid, strict=True)
+    )
+    pixels = hidden.reshape(tuple(grid))[rows[:, None], columns]
+    return image.masked_fill(torch.from_numpy(pixels), 0.0)
+
+
+def masked_outputs(grid: Sequence[int], off: Collection[int], bundle: Bundle, image: Tensor) -> Array:
+    """Return the outputs with patches switched off, of the same model that `analyse` uses, whatever the service's precision."""
+    batch = _batch(bundle, masked(image, grid, off))
+    with evaluating(bundle.model), torch.no_grad():
+        outputs: Array = bundle.model(batch)[0].float().cpu().numpy()
+    return outputs
 
 
 def picture(exploration: Exploration, preprocess: Preprocess) -> bytes:
@@ -227,15 +236,16 @@ def picture(exploration: Exploration, preprocess: Preprocess) -> bytes:
     return _encoded(pixels, "PNG")
 
 
-def photo(data: bytes, preprocess: Preprocess) -> bytes:
+def photo(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bytes:
     """Return the same crop of the file in up to about 720 pixels as JPEG; empty if it has no more pixels than the model's input."""
     with Image.open(io.BytesIO(data)) as source:
-        side = min(source.size)
+        side, pixels_of_file = min(source.size), source.size[0] * source.size[1]
     factor = int(min(PHOTO_SIDE, side) / max(preprocess.size))
     if factor < 2 or preprocess.resize == "none" or preprocess.pad or preprocess.channels != 3 or preprocess.bits != 8:
         return b""
     larger = preprocess.with_size((preprocess.size[0] * factor, preprocess.size[1] * factor))
-    pixels = larger.pixels(data, name="the image")
+    with limit.hold(pixels_of_file):
+        pixels = larger.pixels(data, name="the image")
     return _encoded(np.rint(np.clip(pixels, 0, 255)).astype(np.uint8), "JPEG")
 
 

@@ -6,8 +6,9 @@ import asyncio
 import functools
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
@@ -18,6 +19,8 @@ from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import EXAMPLE_CREDIT, Explorations, NamedImage, content_key, example_images
+from vitrail.serve.images import ROTATED
+from vitrail.serve.json_body import json_schema, parse_json, read_body
 from vitrail.serve.own import Model, uploaded
 from vitrail.serve.page_files import TYPES, page_files, position_bytes
 from vitrail.serve.service import Service
@@ -28,6 +31,15 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_MAX_PATCHES_BODY = 1 << 20
+
+
+class PatchesOff(BaseModel):
+    """Which patches are switched off."""
+
+    patches: list[int]
+
+
 Layer = Annotated[int, Query(ge=0, description="Counted from 0.")]
 Token = Annotated[int | None, Query(ge=0, description="One query token; by default all.")]
 
@@ -88,9 +100,12 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
             if isinstance(found, ServiceError):
                 raise found
             preprocess = service.bundle(worker).stored_preprocess()
-            found.photo = await _in_pool(service, compute.photo, files[0], preprocess)
-            found.info |= {"id": key, "model": worker.name, "photo": bool(found.photo)}
+            if preprocess.leaves_rotated(files[0]):
+                found.info["notes"] = [*found.info["notes"], ROTATED]
+            found.info |= {"id": key, "model": worker.name, "photo": False}
             kept.add(key, found)
+            found.photo = await _in_pool(service, compute.photo, files[0], preprocess, service.pixels)
+            found.info["photo"] = bool(found.photo)
         return JSONResponse(found.info)
 
     @router.get("/{key}/picture", response_class=Response)
@@ -181,18 +196,23 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         answer: dict[str, Any] = found.results["distance"]
         return answer
 
-    @router.post("/{key}/masked")
-    async def masked(request: Request, key: str, patches: Annotated[list[int], Body(embed=True)]) -> dict[str, Any]:
+    @router.post("/{key}/masked", openapi_extra=json_schema(PatchesOff))
+    async def masked(request: Request, key: str) -> dict[str, Any]:
         """Predict again with some patches replaced by the preprocessing's mean colour. Patches are counted by row from 0."""
         found = kept[key]
-        rows, columns = found.info["grid"]
-        if any(not 0 <= patch < rows * columns for patch in patches):
-            raise ServiceError(422, f"There are patches 0 to {rows * columns - 1}.")
         worker = service.worker(found.info["model"])
         bundle = service.bundle(worker)
         bundle.check_head()
-        image = compute.masked(found.image, found.info, patches)
-        (outputs,) = await service.compute(request, worker, "logits", [image])
+        worker.check_space()
+        body = await read_body(request)
+        if len(body) > _MAX_PATCHES_BODY:
+            raise ServiceError(413, f"The list of patches has {len(body):,} bytes; at most {_MAX_PATCHES_BODY:,} are read.")
+        off = set(parse_json(body, PatchesOff).patches)
+        rows, columns = found.info["grid"]
+        if off and (min(off) < 0 or max(off) >= rows * columns):
+            raise ServiceError(422, f"There are patches 0 to {rows * columns - 1}.")
+        masked_image = functools.partial(compute.masked_outputs, found.info["grid"], off)
+        (outputs,) = await service.compute(request, worker, masked_image, [found.image])
         if isinstance(outputs, ServiceError):
             raise outputs
         also = [one["index"] for one in found.info["predictions"]]

@@ -70,11 +70,18 @@ class Guard:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if not hmac.compare_digest(given.strip(), self.token.encode()) or scheme.lower() != b"bearer":
                 raise ServiceError(401, "A token is needed: send the header Authorization: Bearer TOKEN.")
+        if self.service.explorer_images and scope["path"].startswith("/explorer/") and not _is_local(headers.get(b"host", b"")):
+            raise ServiceError(421, "The explorer shows files of this machine, so it is reached only as localhost or 127.0.0.1.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
             raise ServiceError(400, "Content-Length is not a number.")
         if int(length) > self.service.settings.max_bytes:
             raise _too_large(self.service.settings)
+
+
+def _is_local(host: bytes) -> bool:
+    """Whether a Host header names this machine: a web page can let a name of its own point here (DNS rebinding)."""
+    return re.fullmatch(rb"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", host.lower()) is not None
 
 
 class _Answer:

@@ -24,6 +24,12 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _DATA_URI = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(;[\w=.+-]+)*?)(?P<base64>;base64)?,")
 
 
+ROTATED = (
+    "This photo is stored rotated (EXIF orientation), and the preprocessing of this model ignores that: the model sees it rotated. "
+    "A server started with --preprocess stored+exif turns photos upright."
+)
+
+
 def decoding_pool(settings: ServeSettings) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(settings.decoders or min(16, _cores()), thread_name_prefix="decode", initializer=_ignore_warnings)
 
@@ -56,8 +62,10 @@ def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
     if not data:
         raise ServiceError(422, "The image is empty.")
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            return image.size
+        with Image.open(io.BytesIO(data)) as image:  # as decoding opens it: a file can be of two formats at once
+            if image.format in (*_FORMATS, "MPO"):  # photos of phones that contain several JPEG pictures
+                return image.size
+            raise ValueError(image.format)
     except Image.DecompressionBombError as error:
         raise ServiceError(422, f"The image has too many pixels; at most {settings.max_pixels:,} are decoded.") from error
     except Exception as error:  # headers of corrupted files fail in many ways, too

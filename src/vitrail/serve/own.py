@@ -18,6 +18,7 @@ from vitrail.inspect.rollout import rollout
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.form import files_of_form, is_form
 from vitrail.serve.guard import error_answer
+from vitrail.serve.images import ROTATED
 from vitrail.serve.json_body import read_body
 from vitrail.serve.service import Service
 from vitrail.serve.worker import ModelWorker
@@ -49,7 +50,12 @@ def routes(service: Service) -> APIRouter:
         found = await service.compute(request, worker, "logits", images)
         if len(found) == 1 and isinstance(found[0], ServiceError):
             return error_answer(found[0])
-        return JSONResponse({"model": worker.name, "results": [_labels(bundle, one, top) for one in found]})
+        preprocess = bundle.stored_preprocess()
+        results = [_labels(bundle, one, top) for one in found]
+        for result, image in zip(results, images, strict=True):
+            if preprocess.leaves_rotated(image):
+                result["warning"] = ROTATED
+        return JSONResponse({"model": worker.name, "results": results})
 
     @router.post("/v1/attention", openapi_extra=_BODY, response_class=Response)
     async def attention(

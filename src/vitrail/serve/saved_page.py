@@ -14,12 +14,14 @@ from urllib.parse import quote
 import numpy as np
 
 from vitrail.checkpoints import Bundle
+from vitrail.data.decode import MAX_PIXELS
 from vitrail.errors import VitrailError
 from vitrail.inspect.rollout import Fusion
 from vitrail.serve import exploration as compute
 from vitrail.serve.byte_maps import MAX_REPLY
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import NamedImage, content_key
+from vitrail.serve.limits import PixelLimit
 from vitrail.serve.page_files import page_files, position_bytes
 
 MAX_MAPS = 12 << 20
@@ -57,7 +59,7 @@ def _explored(bundle: Bundle, name: str, image: NamedImage) -> Exploration:
         raise VitrailError(
             f"The attention of {found.info['name']} is too large for a saved page; run `vitrail explore` without --save."
         )
-    found.photo = compute.photo(image.data, preprocess)
+    found.photo = compute.photo(image.data, preprocess, PixelLimit(MAX_PIXELS))
     found.info |= {"id": content_key(name, image.data), "model": name, "photo": bool(found.photo)}
     if found.info["attention"] is not None:
         found.info["attention"]["send"] = "layer"  # a file has no limit per answer

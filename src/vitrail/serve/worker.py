@@ -23,6 +23,7 @@ from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.models.inference import InferenceModel, for_inference
+from vitrail.models.inference.capture import WARMUP_CALLS
 from vitrail.serve.errors import ServiceError, queue_full, unavailable
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
@@ -108,7 +109,7 @@ class ModelWorker:
         """Queue an image that was admitted."""
         job = Job(work, image, deadline)
         with self._condition:
-            if not self._thread.is_alive():
+            if self.state == "stopped" or not self._thread.is_alive():
                 raise unavailable(f"{self.name} is not available.")
             self._jobs.append(job)
             self._condition.notify()
@@ -136,6 +137,7 @@ class ModelWorker:
         try:
             self.bundle = self._load()
             device = choose_device(self.settings.device)
+            self.bundle.model.to(device)  # for attention maps, which the copy for inference does not have
             self._model = for_inference(self.bundle.model, self.settings.precision, device)
             self._warm_up()
         except BaseException as error:
@@ -156,18 +158,22 @@ class ModelWorker:
             self.error = error
             self._on_failure()
         finally:
-            self.state = "stopped"
             with self._condition:
+                self.state = "stopped"
                 left, self._jobs = self._jobs, deque()
+                pings, self._pings = self._pings, []
             for job in [*(batch or ()), *left]:
                 _fail(job, unavailable(f"{self.name} has stopped."))
+            for ping in pings:
+                if ping.set_running_or_notify_cancel():
+                    ping.set_exception(unavailable(f"{self.name} has stopped."))
 
     def _warm_up(self) -> None:
         """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
         config = self._model.config
         for size in self._sizes() if self._model.device.type == "cuda" else (1,):
             images, seconds = torch.zeros(size, config.channels, *config.image_size), []
-            for _ in range(3):
+            for _ in range(WARMUP_CALLS + 1):
                 began = time.monotonic()
                 self._model(images).cpu()
                 seconds.append(time.monotonic() - began)
@@ -226,8 +232,9 @@ class ModelWorker:
             _fail(batch[0], self._as_answer(error))
             return
         seconds = time.monotonic() - began
-        share = seconds / len(batch)
-        self._seconds_per_image = share if not self._seconds_per_image else 0.8 * self._seconds_per_image + 0.2 * share
+        if not callable(batch[0].work):  # an analysis takes longer, and says nothing about predictions
+            share = seconds / len(batch)
+            self._seconds_per_image = share if not self._seconds_per_image else 0.8 * self._seconds_per_image + 0.2 * share
         self.metrics.observe("vitrail_compute_seconds", seconds, model=self.name)
         self.metrics.observe("vitrail_batch_size", len(batch), model=self.name)
         self.metrics.count("vitrail_images_total", len(batch), model=self.name)

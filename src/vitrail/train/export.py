@@ -15,7 +15,7 @@ from vitrail.models import Model, build_model
 from vitrail.models.lora import merged_state
 from vitrail.tasks import Masked, Meter, Regress
 from vitrail.tasks.multilabel import LabelMeter
-from vitrail.train.config import Recipe, ScheduleSpec
+from vitrail.train.config import ModelSpec, Recipe, ScheduleSpec
 from vitrail.train.optimizers import explain
 from vitrail.train.parallel import World
 from vitrail.train.prepare import Prepared
@@ -54,7 +54,7 @@ def export_model(
     provenance = {
         "recipe": recipe.name,
         "start": recipe.model.start,
-        **({"lora": {"rank": recipe.model.lora, "on": list(recipe.model.lora_on), "merged": True}} if recipe.model.lora else {}),
+        **_lora(recipe.model),
         "data": prepared.source,
         "trained_on": prepared.trained_on,
         "steps": checkpoint["step"],
@@ -76,6 +76,12 @@ def export_model(
     )
 
 
+def _lora(spec: ModelSpec) -> dict[str, Any]:
+    if not spec.lora:
+        return {}
+    return {"lora": {"rank": spec.lora, "alpha": spec.lora_alpha or spec.lora, "on": list(spec.lora_on), "merged": True}}
+
+
 def record_images(recipe: Recipe, prepared: Prepared) -> list[dict[str, Any]]:
     """Return records of the images that this run trains on, then of those of its starting checkpoint and of its teacher."""
     spec = recipe.data
@@ -90,10 +96,16 @@ def record_images(recipe: Recipe, prepared: Prepared) -> list[dict[str, Any]]:
     return [one.to_dict() for one in (own, *others)]
 
 
+def with_earlier(saved: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of a resumed run: those of now, and those from before its images changed."""
+    names = {one.get("names") for one in now}
+    return [*now, *(one for one in saved or [] if one.get("names") not in names)]
+
+
 def changed_images(run: RunFolder, prepared: Prepared) -> str | None:
     """Return a warning if a run is resumed with other training images than it began with."""
     saved, own = run.saved_images(), prepared.trained_on
-    if not saved or prepared.opened is None or saved[0]["names"] == own[0]["names"]:
+    if not saved or prepared.opened is None or saved[0].get("names") == own[0]["names"]:
         return None
     counts = f"it had {saved[0]['images']:,} training images, and now has {own[0]['images']:,}"
     return (

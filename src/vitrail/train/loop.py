@@ -23,7 +23,7 @@ from vitrail.train.best_checkpoint import Selection, check_metric
 from vitrail.train.callbacks import Callback, MetricsFile, RunInfo
 from vitrail.train.config import Recipe
 from vitrail.train.determinism import deterministic, threads
-from vitrail.train.export import changed_images, record_images, resolved
+from vitrail.train.export import changed_images, record_images, resolved, with_earlier
 from vitrail.train.final_model import write_models
 from vitrail.train.fp8 import use_fp8
 from vitrail.train.interval_means import IntervalMeans
@@ -201,8 +201,10 @@ class Loop:
         find_micro_batch(self)
         if self.world.main:
             self.prepared.trained_on = record_images(self.recipe, self.prepared)
-            if self.done and (warning := changed_images(self.run, self.prepared)):
-                self.say(warning)
+            if self.done:
+                if warning := changed_images(self.run, self.prepared):
+                    self.say(warning)
+                self.prepared.trained_on = with_earlier(self.run.saved_images(), self.prepared.trained_on)
         facts = resolved(
             self.recipe,
             self.prepared,

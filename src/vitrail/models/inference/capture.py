@@ -34,7 +34,7 @@ from vitrail.models.inference.replaceable import runs_known_code
 log = logging.getLogger("vitrail")
 
 WARMUP_CALLS = 3  # of a shape as usual, in which kernels are compiled and chosen
-MAX_CAPTURES = 4  # each has memory of its own
+MAX_CAPTURES = 8  # each has memory of its own; powers of two up to 128
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}  # compared in other ways
 _MISSING = object()
 

@@ -48,7 +48,7 @@ function place(item, slot) {
 function fitState(item, fresh) {
   const changes = {};
   const tokens = item.tokens;
-  if (fresh && !given.layer) changes.layer = Math.floor(item.featureLayers * 0.55);
+  if (fresh && given.layer === undefined) changes.layer = Math.floor(item.featureLayers * 0.55);
   else changes.layer = Math.min(state.layer, item.featureLayers - 1);
   if ((fresh && given.query === undefined) || state.query >= tokens) changes.query = item.info.prefix.length + centre(item.info.grid);
   if (state.head !== "mean" && state.head >= item.info.heads) changes.head = "mean";

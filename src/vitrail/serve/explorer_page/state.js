@@ -53,8 +53,8 @@ export function readAddress() {
   for (const key of KEYS) {
     if (!given.has(key)) continue;
     const text = given.get(key);
-    if (key === "off") found.off = text.split(".").filter(Boolean).map(Number).filter(Number.isInteger);
-    else if (key === "head") found.head = text === "mean" ? "mean" : Math.max(0, Number(text) || 0);
+    if (key === "off") found.off = text.split(".").filter(Boolean).map(Number).filter((patch) => Number.isInteger(patch) && patch >= 0);
+    else if (key === "head") found.head = text === "mean" ? "mean" : Math.max(0, Math.floor(Number(text)) || 0);
     else if (typeof DEFAULTS[key] === "number") found[key] = Math.max(0, Math.floor(Number(text)) || 0);
     else if (typeof DEFAULTS[key] === "boolean") found[key] = text === "true";
     else found[key] = text;

@@ -320,7 +320,7 @@ def test_a_run_killed_between_stopping_and_ending_stops_again(tmp_path: Path, mo
     scripted(monkeypatch, RISE_AND_FALL)
     recipe = small(**EVERY_STEP, patience=3)
 
-    def die(self: Loop) -> Result:
+    def die(self: Loop, stop: object) -> Result:
         self.snapshots.finish()
         raise KeyboardInterrupt
 

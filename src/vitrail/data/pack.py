@@ -272,7 +272,7 @@ def _pack_chunk(
             return settings.image(split.payload(index), split.image_name(index))
         except BadImage as error:
             if bad_images == "error":
-                raise
+                raise error.skippable() from None
             return error
 
     digest, lengths, indices, skipped = hashlib.sha256(), [], [], []

@@ -85,3 +85,4 @@ def test_a_path_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_names_of_runs() -> None:
     assert _short_name("ViT-B/16") == "ViT-B-16" and _short_name("ViT-B/16@mae") == "ViT-B-16-mae"
     assert _short_name("weights/ViT-B_16.npz") == "ViT-B_16" and _short_name("hf:owner/name") == "name"
+    assert _short_name("https://me:secret@host/folder/ViT-B_16.npz?signature=secret") == "ViT-B_16"

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from vitrail.checkpoints.download import Checksum, cache_folder, fetch
+from vitrail.checkpoints.download import Checksum, cache_folder, fetch, hide_secrets
 from vitrail.checkpoints.download_progress import download_bar
 from vitrail.errors import VitrailError
 from vitrail.files import sha256
@@ -106,7 +106,7 @@ def _fetch_weights(repository: str, revision: str | None, label: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(repository, WEIGHTS, revision=revision, endpoint=_endpoint())
     unreachable = _network_errors()
@@ -184,7 +184,7 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise VitrailError(f"There is no repository {repository!r} on the Hub, or it is private. Check its name.") from error
     except others as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = hide_secrets(str(error).splitlines()[0]) if str(error) else type(error).__name__
         raise VitrailError(f"Cannot download {label}: {reason}. {how_to_get(repository)}") from error
 
 

@@ -108,8 +108,8 @@ def fetch(
         if expected is not None and _digits(part, expected.algorithm) != expected.digits:
             part.unlink(missing_ok=True)
             raise VitrailError(
-                f"The download of {shown_url(url)} is corrupted: its {expected.algorithm.upper()} is not {expected.digits}. It was deleted; "
-                "run again to download it anew."
+                f"The download of {shown_url(url)} is corrupted: its {expected.algorithm.upper()} is not {expected.digits}. It was "
+                "deleted; run again to download it anew."
             )
         with part.open("rb+") as file:  # else a power failure could leave an empty file under the final name
             os.fsync(file.fileno())

@@ -36,6 +36,6 @@ def download(address: str, *, label: str | None = None) -> Path:
 
 def _how_to_get(address: str, target: Path) -> str:
     return (
-        f"On a machine with a network connection download {shown_url(address)}, and copy it to {target}; or give the path of the file instead "
-        "of the name."
+        f"On a machine with a network connection download {shown_url(address)}, and copy it to {target}; or give the path of the "
+        "file instead of the name."
     )

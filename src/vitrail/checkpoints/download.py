@@ -53,6 +53,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitrail"
 
 
+def is_url(reference: str) -> bool:
+    return reference.startswith(("https://", "http://"))
+
+
 def cached_url(url: str) -> Path:
     """Return where the file of a URL is kept: by scheme, host, path and query. A login in the URL is not part of it."""
     parts = urlsplit(url)
@@ -279,7 +283,7 @@ def _quiet(name: str, done: int, total: int | None) -> None:
 @contextmanager
 def _locked(part: Path) -> Iterator[None]:
     """Let one process at a time write a part: the ranks of a run all ask for the same weights."""
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     part.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(_lock_file(part)):

@@ -6,13 +6,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vitrail.checkpoints import hub
-from vitrail.checkpoints.download import cached_url, fetch, shown_url
+from vitrail.checkpoints.download import cached_url, fetch, is_url, shown_url
 from vitrail.checkpoints.download_progress import download_bar
 from vitrail.errors import VitrailError
 
-
-def is_url(reference: str) -> bool:
-    return reference.startswith(("https://", "http://"))
+__all__ = ["download", "is_url"]
 
 
 def download(address: str, *, label: str | None = None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -132,6 +133,38 @@ def test_offline(server: HubServer, bundle: Bundle, monkeypatch: pytest.MonkeyPa
     server.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert vitrail.load("ViT-B/16").classes and vitrail.load(f"hf:{REPOSITORY}").classes and not server.requests
+
+
+def test_offline_advice_names_all_files(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(VitrailError, match="is not in the local cache") as raised:
+        vitrail.load("hf:owner/vit@v2")
+    files = "config.json preprocessor_config.json model.safetensors"
+    assert f"`hf download owner/vit {files} --revision v2 --local-dir vit`" in str(raised.value)
+    assert "model.safetensors.index.json" in str(raised.value)
+
+
+def test_the_cache_is_complete_only_with_all_shards_and_the_preprocessing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--vit" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text(COMMIT)
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    files = {
+        "config.json": '{"model_type": "vit"}',
+        "model.safetensors.index.json": json.dumps({"weight_map": {"a": shards[0], "b": shards[1]}}),
+        shards[0]: "",
+        shards[1]: "",
+        "preprocessor_config.json": "{}",
+    }
+    for name, text in files.items():
+        assert hub.cached("owner/vit") is None, name
+        (folder / name).write_text(text)
+    assert hub.cached("owner/vit") == folder
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "config.json").write_text('{"architecture": "vit_base_patch16_224"}')  # timm's
+    assert hub.cached("owner/vit") == folder
 
 
 def test_the_folder_that_the_message_asks_for_works(server: HubServer, bundle: Bundle, tmp_path: Path) -> None:

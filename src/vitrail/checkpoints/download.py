@@ -119,7 +119,7 @@ def fetch(
             os.fsync(file.fileno())
         part.replace(target)
         _state_file(part).unlink(missing_ok=True)
-        with suppress(OSError):  # Windows does not delete open files. Whoever waits for the lock will find the target.
+        with suppress(OSError):  # Windows does not delete open files. A process that waits for the lock finds the target.
             _lock_file(part).unlink()
     return target
 
@@ -180,7 +180,7 @@ def _request(url: str, part: Path, headers: dict[str, str], size: int | None, sh
         if continued and not _continues(response.headers, start, found.version, _version(part)):
             part.unlink(missing_ok=True)
             raise _Interrupted("the server sent another part of the file, or of another version, than asked for")
-        if not continued:  # before the version is stored: old bytes must never be taken for the new version
+        if not continued:  # before the version is stored: old bytes must never count as the new version
             part.write_bytes(b"")
         _state_file(part).write_text(found.version, encoding="utf-8")
         done = start if continued else 0

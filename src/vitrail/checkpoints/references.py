@@ -28,7 +28,7 @@ def is_name(reference: str) -> bool:
 
 
 def without_download(reference: str) -> str | Path:
-    """Return a reference from a file of somebody else: hf:owner/name and URLs as what the cache has of them, others as they are."""
+    """Return a reference that comes from a file: hf:owner/name and URLs as what the cache has of them, others as they are."""
     if is_url(reference):
         file = cached_url(reference)
         if file.is_file():

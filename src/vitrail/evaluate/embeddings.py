@@ -112,7 +112,7 @@ class Embeddings:
     def with_images(self, files: Sequence[str]) -> Embeddings:
         """Return these embeddings with a row per file behind, computed with the same checkpoint and settings.
 
-        The checkpoint is named by the embeddings file, so it is not downloaded: whoever made that file must not choose downloads.
+        The checkpoint is named by the embeddings file, so it is not downloaded: a file from others must not choose downloads.
         """
         from vitrail.checkpoints import load
 

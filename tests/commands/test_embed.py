@@ -86,11 +86,11 @@ def test_queries_inside_and_outside_of_the_file(
         return [(one["image"], [near["image"] for near in one["neighbours"]]) for one in json.loads(out)["queries"]]
 
     every = {"photos/a/1.jpg", "photos/b/2.jpg"}
+    (image, others), (again, _) = ask("1.jpg", "1.jpg")  # the file here, not photos/a/1.jpg
+    assert image == again == "1.jpg" and set(others) == every
     (inside, near), (outside, others) = ask("photos/a/1.jpg", "./q/z.jpg")
     assert inside == "photos/a/1.jpg" and near == ["photos/b/2.jpg"]  # not its own neighbour
     assert outside.endswith("q/z.jpg") and set(others) == every
-    (image, others), (again, _) = ask("1.jpg", "1.jpg")  # the file here, not photos/a/1.jpg
-    assert image == again == "1.jpg" and set(others) == every
     assert ask("./photos/a/1.jpg", str(tmp_path / "photos/b/2.jpg"))[1][0] == "photos/b/2.jpg"  # the same files
     assert ask("2.jpg")[0][0] == "photos/b/2.jpg"  # no such file here
 

@@ -29,8 +29,14 @@ class HubServer(ThreadingHTTPServer):
         self.cut_after: list[int] = []
         """Bytes after which each of the next downloads of a large file is cut off."""
         self.corrupt = False
+        self.honours_if_range = True
+        self.sends_hash = True
+        self.redirects: dict[str, str] = {}
+        """Path → Location."""
         self.requests: list[tuple[str, str, str]] = []
         """Method, path and Range of every request."""
+        self.headers: list[dict[str, str]] = []
+        """Headers of every request, in the same order."""
 
     @property
     def address(self) -> str:
@@ -57,14 +63,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         path = self.path.partition("?")[0]
         self.server.requests.append((self.command, path, self.headers.get("Range", "")))
-        if path.startswith("/api/models/"):
+        self.server.headers.append(dict(self.headers))
+        if path in self.server.redirects:
+            self._send(302, b"", {"Location": self.server.redirects[path]}, body)
+        elif path.startswith("/api/models/"):
             self._api(path.removeprefix("/api/models/"))
         elif path.startswith("/cdn/"):
             self._large(self._blob(path.removeprefix("/cdn/")), {"ETag": '"cdn"'}, body)
         elif path in self.server.files:
             content = self.server.files[path]
-            md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
-            self._large(content, {"ETag": f'"{len(content)}"', "x-goog-hash": f"crc32c=AAAAAA==,md5={md5}"}, body)
+            digest = hashlib.md5(content)
+            md5 = base64.b64encode(digest.digest()).decode()
+            goog = {"x-goog-hash": f"crc32c=AAAAAA==,md5={md5}"} if self.server.sends_hash else {}
+            self._large(content, {"ETag": f'"{digest.hexdigest()}"', **goog}, body)
         elif "/resolve/" in path:
             self._resolve(path, body)
         else:
@@ -121,10 +132,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _large(self, content: bytes, headers: dict[str, str], body: bool) -> None:
         if self.server.corrupt:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        changed = self.server.honours_if_range and self.headers.get("If-Range", headers["ETag"]) != headers["ETag"]
+        asked = "" if changed else self.headers.get("Range", "")
+        start = int(asked.removeprefix("bytes=").partition("-")[0] or 0)
         if start >= len(content):
             return self._error(416, "")
-        status = 206 if "Range" in self.headers else 200
+        status = 206 if asked else 200
         headers["Content-Length"] = str(len(content) - start)
         if status == 206:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"

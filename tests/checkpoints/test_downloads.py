@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ import torch
 import vitrail
 from tests.checkpoints.hub_server import COMMIT, HubServer, hub_server
 from tests.checkpoints.small_models import KINDS, bundle_of, images_for
-from vitrail.checkpoints import download, hub, published
+from vitrail.checkpoints import download, hub, published, url
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.conversion import write
 from vitrail.errors import VitrailError
@@ -131,6 +135,38 @@ def test_offline(server: HubServer, bundle: Bundle, monkeypatch: pytest.MonkeyPa
     assert vitrail.load("ViT-B/16").classes and vitrail.load(f"hf:{REPOSITORY}").classes and not server.requests
 
 
+def test_offline_advice_names_all_files(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(VitrailError, match="is not in the local cache") as raised:
+        vitrail.load("hf:owner/vit@v2")
+    files = "config.json preprocessor_config.json model.safetensors"
+    assert f"`hf download owner/vit {files} --revision v2 --local-dir vit`" in str(raised.value)
+    assert "model.safetensors.index.json" in str(raised.value)
+
+
+def test_the_cache_is_complete_only_with_all_shards_and_the_preprocessing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--vit" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text(COMMIT)
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    files = {
+        "config.json": '{"model_type": "vit"}',
+        "model.safetensors.index.json": json.dumps({"weight_map": {"a": shards[0], "b": shards[1]}}),
+        shards[0]: "",
+        shards[1]: "",
+        "preprocessor_config.json": "{}",
+    }
+    for name, text in files.items():
+        assert hub.cached("owner/vit") is None, name
+        (folder / name).write_text(text)
+    assert hub.cached("owner/vit") == folder
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "config.json").write_text('{"architecture": "vit_base_patch16_224"}')  # timm's
+    assert hub.cached("owner/vit") == folder
+
+
 def test_the_folder_that_the_message_asks_for_works(server: HubServer, bundle: Bundle, tmp_path: Path) -> None:
     config = tmp_path / "repository" / "config.json"
     config.write_text(config.read_text().replace('"custom_load"', '"tag": "augreg_in21k_ft_in1k", "custom_load"'))
@@ -227,16 +263,133 @@ def test_a_url_offline_says_where_to_put_the_file(
     assert vitrail.load("BiT-R50x1@goog-in1k").head == "set" and not server.requests
 
 
-def test_a_file_that_changed_on_the_server_is_not_continued(server: HubServer, tmp_path: Path) -> None:
-    target = tmp_path / "x.bin"
+@pytest.mark.parametrize("honours_if_range", [True, False])
+def test_a_file_that_changed_on_the_server_is_not_continued(server: HubServer, tmp_path: Path, honours_if_range: bool) -> None:
+    server.honours_if_range, server.sends_hash = honours_if_range, False  # nothing else would show the change
+    target, address = tmp_path / "x.bin", f"{server.address}/bucket/x.bin"
     server.files["/bucket/x.bin"] = bytes(9000)
     server.cut_after = [4000, *[0] * download.ATTEMPTS]
     with pytest.raises(VitrailError, match="run again to resume"):
-        download.fetch(f"{server.address}/bucket/x.bin", target)
-    target.with_name("x.bin.part.version").unlink()  # which version it was is unknown
+        download.fetch(address, target)
+    server.files["/bucket/x.bin"] = b"\x01" * 9000  # another content, so another ETag
     server.requests.clear()
-    assert download.fetch(f"{server.address}/bucket/x.bin", target).read_bytes() == bytes(9000)
+    assert download.fetch(address, target).read_bytes() == b"\x01" * 9000
+    assert server.ranges() == (["bytes=4000-"] if honours_if_range else ["bytes=4000-", ""])
+    assert sorted(file.name for file in tmp_path.glob("x.bin*")) == ["x.bin"]
+
+
+def test_a_part_of_an_unknown_version_is_not_continued(server: HubServer, tmp_path: Path) -> None:
+    server.files["/bucket/x.bin"] = bytes(9000)
+    (tmp_path / "x.bin.part").write_bytes(b"\x01" * 4000)
+    assert download.fetch(f"{server.address}/bucket/x.bin", tmp_path / "x.bin").read_bytes() == bytes(9000)
     assert server.ranges() == [""]
+
+
+def test_a_new_version_never_has_old_bytes(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted right after the version is stored, the part must not have the bytes of the old one."""
+    server.files["/bucket/x.bin"] = bytes(9000)
+    part = tmp_path / "x.bin.part"
+    part.write_bytes(b"\x01" * 4000)
+    part.with_name("x.bin.part.version").write_text('"old"')
+
+    def killed(part: Path, needed: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(download, "_check_space", killed)
+    with pytest.raises(KeyboardInterrupt):
+        download.fetch(f"{server.address}/bucket/x.bin", tmp_path / "x.bin")
+    assert part.read_bytes() == b"" and part.with_name("x.bin.part.version").read_text() != '"old"'
+
+
+def test_a_server_that_sends_another_range(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.files["/bucket/x.bin"] = content = bytes(range(250)) * 40
+    server.sends_hash = False
+    server.cut_after = [4000]
+    original = download._describe
+    ranges: list[str] = []
+
+    def shifted(headers: Message, start: int) -> object:
+        if "Content-Range" in headers:
+            ranges.append(headers["Content-Range"])
+            headers.replace_header("Content-Range", f"bytes 3000-9999/{len(content)}")
+        return original(headers, start)
+
+    monkeypatch.setattr(download, "_describe", shifted)
+    assert download.fetch(f"{server.address}/bucket/x.bin", tmp_path / "x.bin").read_bytes() == content
+    assert len(ranges) == 1 and server.ranges() == ["", "bytes=4000-", ""]
+
+
+def test_a_full_disk_is_not_an_error_of_the_network(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.files["/bucket/x.bin"] = bytes(9000)
+
+    def full(self: Path, *args: Any, **named: Any) -> Any:
+        if self.name.endswith(".part") and args == ("ab",):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, *args, **named)
+
+    original = Path.open
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(download.time, "sleep", lambda seconds: pytest.fail("tried again"))
+    with pytest.raises(VitrailError, match=r"Cannot write .*x\.bin: No space left on device"):
+        download.fetch(f"{server.address}/bucket/x.bin", tmp_path / "x.bin")
+    assert len(server.ranges()) == 1
+
+
+def test_bytes_are_on_the_disk_before_the_file_has_its_name(
+    server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.files["/bucket/x.bin"] = bytes(9000)
+    synced: list[bool] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append((tmp_path / "x.bin").exists()))
+    download.fetch(f"{server.address}/bucket/x.bin", tmp_path / "x.bin")
+    assert synced == [False] and not (tmp_path / "cache" / "locks").exists()
+
+
+def test_a_hash_that_is_not_base64_is_ignored() -> None:
+    headers = Message()
+    headers["x-goog-hash"] = "md5=a"
+    assert download._describe(headers, 0).checksum is None
+
+
+def test_a_login_is_not_sent_to_the_target_of_a_redirect(server: HubServer, tmp_path: Path) -> None:
+    server.files["/bucket/x.bin"] = bytes(100)
+    server.redirects["/bucket/old.bin"] = f"http://localhost:{server.server_port}/bucket/x.bin"
+    download.fetch(f"{server.address}/bucket/old.bin", tmp_path / "x.bin", headers={"authorization": "Bearer hf_secret"})
+    assert [one.get("Authorization") for one in server.headers] == ["Bearer hf_secret", None]
+    server.headers.clear()
+    with_login = server.address.replace("://", "://me:pass%20word@")
+    download.fetch(f"{with_login}/bucket/old.bin", tmp_path / "y.bin")
+    assert [one.get("Authorization") for one in server.headers] == ["Basic bWU6cGFzcyB3b3Jk", None]
+
+
+def test_two_queries_are_two_files(server: HubServer, bucket: Bundle) -> None:
+    address = f"{server.address}/bucket/BiT-S-R50x1.npz"
+    paths = [download.cached_url(f"{address}{query}") for query in ("", "?v=1", "?v=2")]
+    assert len(set(paths)) == 3 and {path.suffix for path in paths} == {".npz"}
+    assert paths[1].name == f"BiT-S-R50x1-{hashlib.sha256(b'v=1').hexdigest()[:12]}.npz"
+    first = url.download(f"{address}?v=1").read_bytes()
+    server.files["/bucket/BiT-S-R50x1.npz"] = b"other"
+    assert url.download(f"{address}?v=2").read_bytes() == b"other" != first == url.download(f"{address}?v=1").read_bytes()
+    cached = download.cached_url
+    assert cached("https://h/w.npz") != cached("http://h/w.npz") and cached("https://h/a/../w") == cached("https://h/w")
+    assert cached("https://me:secret@h/w.npz") == cached("https://h/w.npz#part") and cached("https://h/a:b") != cached(
+        "https://h/a_b"
+    )
+
+
+def test_messages_and_provenance_show_no_secrets(server: HubServer, bucket: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = server.address.removeprefix("http://")
+    loaded = vitrail.load(f"http://me:secret@{host}/bucket/BiT-S-R50x1.npz?signature=secret")
+    assert loaded.report.source == loaded.provenance["source"] == f"http://{host}/bucket/BiT-S-R50x1.npz?…"
+    for path in ("absent.npz", ""):
+        with pytest.raises(VitrailError, match=r"there is no such file|is not the URL") as raised:
+            vitrail.load(f"http://me:secret@{host}/{path}?signature=secret")
+        assert "secret" not in str(raised.value)
+    server.cut_after = [10, *[0] * download.ATTEMPTS]
+    with pytest.raises(VitrailError, match="run again to resume") as raised:
+        vitrail.load(f"http://{host}/bucket/BiT-S-R50x1.npz?signature=secret2")
+    assert "secret2" not in str(raised.value)
+    assert download.hide_secrets("403 for url 'https://u:p@h/x?sig=1'") == "403 for url 'https://h/x?…'"
 
 
 def test_progress_is_reported_in_bytes(server: HubServer, tmp_path: Path) -> None:

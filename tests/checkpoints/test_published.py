@@ -17,6 +17,7 @@ from vitrail.checkpoints.published import PublishedWeights, find, published_weig
 from vitrail.checkpoints.timm import TIMM
 from vitrail.errors import VitrailError
 from vitrail.models import BiTConfig, build_model
+from vitrail.models.variants import model_config
 
 HUB = [one for one in published_weights() if one.repository]
 
@@ -95,6 +96,8 @@ def test_names(word: str, reference: str) -> None:
         ("ViT-B/16@augreg", r"could be 6 tags: augreg-in21k-ft-in1k, .*Write one of them in full"),
         ("ViT-B/16@", r"tag after ViT-B/16@ is missing\..*without @ it is augreg-in21k-ft-in1k"),
         ("ViT-Q/16@mae", r"There is no model 'ViT-Q/16'"),
+        ("Q/16@mae", r"There is no model 'Q/16'"),
+        ("vit-g/15@mae", r"no published weights of ViT-g/15|capitals matter"),
         ("vit-g/14", "capitals matter|no published weights of ViT-g/14"),
     ],
 )
@@ -105,6 +108,17 @@ def test_what_does_not_exist_is_a_sentence_with_what_does(word: str, message: st
 
 def test_other_words_are_left_to_paths() -> None:
     assert find("runs/first") is None and find("ViT-B_16.npz") is None and find("digits") is None
+    paths = ("runs/exp@2", "photo@2x.jpg", "runs/ViT-B/16@mae/model", "me@host", "@", "", "timm/", "timm/@x")
+    for word in (*paths, "hf:owner/name@main", "hf:ViT-B/16@mae", "https://me@host/ViT-B/16@mae", "http://host/w@2.npz"):
+        assert find(word) is None, word
+
+
+@pytest.mark.parametrize("one", [one for one in published_weights() if not one.repository], ids=lambda one: one.reference)
+def test_files_of_googles_have_the_size_of_the_model(one: PublishedWeights) -> None:
+    with torch.device("meta"):
+        model = build_model(model_config(one.name, outputs=one.outputs, image_size=one.image_size))
+    assert sum(parameter.numel() for parameter in model.parameters()) == one.parameters
+    assert one.source.endswith(f"{one.name.removeprefix('BiT-').replace('/', '_')}.npz") and one.class_set == "1k"
 
 
 def test_published_accuracies_are_plausible() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from PIL import Image
 
 from tests.commands.test_eval import run
 from tests.evaluate.conftest import backbone, photos  # noqa: F401 - fixtures
+from vitrail.checkpoints import hub, load, url
+from vitrail.errors import VitrailError
+from vitrail.evaluate.embeddings import embed
 
 
 def test_from_images_to_neighbours(capsys: pytest.CaptureFixture[str], backbone: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -58,3 +62,57 @@ def test_a_file_that_was_not_embedded_is_a_query_too(
     (tmp_path / "bad.jpg").write_text("no image")
     status, _, err = run(capsys, "neighbours", file, tmp_path / "bad.jpg")
     assert status == 2 and "bad.jpg: a text file" in err
+
+
+def test_queries_inside_and_outside_of_the_file(
+    capsys: pytest.CaptureFixture[str],
+    backbone: Path,  # noqa: F811
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, original in (("photos/a/1.jpg", "red/red003.jpg"), ("photos/b/2.jpg", "blue/blue001.jpg")):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes((photos / "val" / original).read_bytes())
+    assert run(capsys, "embed", backbone, "photos", "--out", "e.npz")[0] == 0
+    Path("q").mkdir()
+    for name in ("1.jpg", "q/z.jpg"):
+        Path(name).write_bytes((photos / "val" / "green" / "green002.jpg").read_bytes())
+
+    def ask(*names: str) -> list[tuple[str, list[str]]]:
+        status, out, err = run(capsys, "neighbours", "e.npz", *names, "--sheet", "s.png", "--json")
+        assert status == 0 and "Infinity" not in out and "NaN" not in out, err
+        return [(one["image"], [near["image"] for near in one["neighbours"]]) for one in json.loads(out)["queries"]]
+
+    every = {"photos/a/1.jpg", "photos/b/2.jpg"}
+    (image, others), (again, _) = ask("1.jpg", "1.jpg")  # the file here, not photos/a/1.jpg
+    assert image == again == "1.jpg" and set(others) == every
+    (inside, near), (outside, others) = ask("photos/a/1.jpg", "./q/z.jpg")
+    assert inside == "photos/a/1.jpg" and near == ["photos/b/2.jpg"]  # not its own neighbour
+    assert outside.endswith("q/z.jpg") and set(others) == every
+    assert ask("./photos/a/1.jpg", str(tmp_path / "photos/b/2.jpg"))[1][0] == "photos/b/2.jpg"  # the same files
+    assert ask("2.jpg")[0][0] == "photos/b/2.jpg"  # no such file here
+
+
+def test_another_width_and_unknown_downloads_are_sentences(
+    backbone: Path,  # noqa: F811
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = embed(load(backbone), [photos / "val" / "red"])
+    file = str(photos / "val" / "blue" / "blue001.jpg")
+    other = dataclasses.replace(found, features=found.features[:, :7])
+    with pytest.raises(VitrailError, match=r"now has features of size 48, those of this file are of size 7"):
+        other.with_images([file])
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "download", lambda *args, **named: pytest.fail("downloads"))
+    monkeypatch.setattr(url, "download", lambda *args, **named: pytest.fail("downloads"))
+    for reference in ("hf:somebody/weights", "https://somebody.example/w.pth?signature=secret"):
+        about = {**found.about, "checkpoint": reference}
+        with pytest.raises(VitrailError, match=r"is not in the local cache, and is not downloaded because only a file") as raised:
+            dataclasses.replace(found, about=about).with_images([file])
+        assert "secret" not in str(raised.value)

@@ -82,6 +82,21 @@ def test_a_path_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert status == 2 and "is a folder without a checkpoint's config.json" in err
 
 
+def test_references_with_an_at_that_are_no_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_name("runs/exp@2") and not is_name("photo@2x.jpg") and is_name("hf:owner/name@v1")
+    for reference, message in (
+        ("hf:owner/name@v1", "is not in the local cache"),
+        ("https://host.invalid/w@2.npz", "downloads are disabled"),
+        ("runs/exp@2", "There is no checkpoint 'runs/exp@2'"),
+    ):
+        status, _, err = run(capsys, "info", reference)
+        assert status == 2 and message in " ".join(err.split()) and "There is no model" not in err, err
+
+
 def test_names_of_runs() -> None:
     assert _short_name("ViT-B/16") == "ViT-B-16" and _short_name("ViT-B/16@mae") == "ViT-B-16-mae"
     assert _short_name("weights/ViT-B_16.npz") == "ViT-B_16" and _short_name("hf:owner/name") == "name"
+    assert _short_name("https://me:secret@host/folder/ViT-B_16.npz?signature=secret") == "ViT-B_16"

@@ -84,6 +84,30 @@ def test_other_libraries_lists_are_recognised() -> None:
     assert imagenet.unique_names(("a", "a")) == ("a", "a")
 
 
+def test_lists_in_another_order_are_not_recognised() -> None:
+    from torchvision.models import ViT_B_16_Weights
+
+    ours, theirs = imagenet.labels("1k"), tuple(ViT_B_16_Weights.IMAGENET1K_V1.meta["categories"])
+    for names in (ours, theirs, imagenet.wordnet_ids("1k")):
+        for one, other in ((0, 1), (134, 0), (638, 639)):  # tench and goldfish; a crane; the two maillots
+            swapped = list(names)
+            swapped[one], swapped[other] = names[other], names[one]
+            assert imagenet.recognise(tuple(swapped)) is None, (one, other)
+            assert not imagenet.same_classes(tuple(swapped), ours)
+    assert imagenet.recognise((ours[1], *ours[1:])) is None  # a class twice
+    own = tuple(f"{name}!" if k < 40 else name for k, name in enumerate(ours))
+    assert imagenet.recognise(own) is not None and imagenet.same_classes(own, ours)
+
+
+def test_names_unknown_in_both_lists_must_be_equal() -> None:
+    ours = imagenet.labels("1k")
+    one, other = ("fish A", "fish B", *ours[2:]), ("fish B", "fish A", *ours[2:])
+    assert imagenet.recognise(one) and imagenet.recognise(other) and not imagenet.same_classes(one, other)
+    assert imagenet.same_classes(one, list(one)) and imagenet.same_classes(
+        one, ("fish A", "fish B", *imagenet.wordnet_ids("1k")[2:])
+    )
+
+
 def folder_of(root: Path, names: list[str]) -> Path:
     for k, name in enumerate(names):
         (root / "val" / name).mkdir(parents=True)

@@ -130,6 +130,14 @@ def test_neighbours_equal_scipy(metric: Any) -> None:
         assert np.allclose(values[line], 1 - shown if metric == "cosine" else shown, atol=1e-5)
 
 
+def test_an_image_is_never_its_own_neighbour() -> None:
+    """Row 3 is a query from outside: it has three neighbours, a row of the file only two."""
+    rows = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32)
+    order, values = Embeddings(rows, tuple("abcd")).nearest([0, 3], 9, among=3)
+    assert [set(found.tolist()) for found in order] == [{1, 2}, {0, 1, 2}]
+    assert all(np.isfinite(line).all() for line in values)
+
+
 def test_the_contact_sheet_shows_images_and_red_frames(bundle: Bundle, mixed: Path, tmp_path: Path) -> None:
     found = embed(bundle, [mixed])
     Path(found.names[1]).unlink()

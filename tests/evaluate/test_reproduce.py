@@ -17,7 +17,7 @@ from vitrail.cli import main
 from vitrail.data import imagenet
 from vitrail.data.preprocess import preset
 from vitrail.errors import VitrailError
-from vitrail.evaluate.imagenet_sets import ALEXNET_ERROR, open_set
+from vitrail.evaluate.imagenet_sets import ALEXNET_ERROR, SETS, ImageNetSet, open_set
 from vitrail.evaluate.reproduce import ReproducedMetric, Reproduction, reproduce
 from vitrail.models import ViTConfig, build_model
 
@@ -97,6 +97,29 @@ def test_the_verdict_is_within_where_the_interval_has_the_published_value(bundle
         place(tmp_path, k, IDS[best(bundle, k)])
     one = metric(run(bundle, "ViT-B/16", folders={"imagenet": tmp_path}), "ImageNet")
     assert one.value == 100 and one.low is not None and one.low < 84.532 and one.verdict == "within"
+
+
+def test_training_images_are_never_evaluated(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(tmp_path / "imagenet" / "train", 0, IDS[best(bundle, 0)])
+    (tmp_path / "link").symlink_to(tmp_path / "imagenet" / "train")
+    for folder in (tmp_path / "imagenet", tmp_path / "imagenet" / "train", tmp_path / "link"):
+        with pytest.raises(VitrailError, match="has training images; ImageNet is evaluated on 50,000 others"):
+            open_set("imagenet", folder)
+    monkeypatch.chdir(tmp_path / "imagenet" / "train")
+    with pytest.raises(VitrailError, match="has training images"):
+        open_set("imagenet", ".")
+    place(tmp_path / "imagenet" / "val", 1, IDS[3])
+    assert open_set("imagenet", tmp_path / "imagenet").targets.tolist() == [3]
+    place(tmp_path / "training" / "val", 1, IDS[4])  # the name of a folder above does not matter
+    assert open_set("imagenet", tmp_path / "training").targets.tolist() == [4]
+
+
+def test_more_images_than_the_set_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for k in range(3):
+        place(tmp_path, k, IDS[k])
+    monkeypatch.setitem(SETS, "imagenet", ImageNetSet("ImageNet", 2))
+    with pytest.raises(VitrailError, match="has 3 images, but ImageNet has 2"):
+        open_set("imagenet", tmp_path)
 
 
 def test_v2_folders_are_the_numbers_of_the_outputs(bundle: Bundle, tmp_path: Path) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import http.client
 import os
+import posixpath
+import re
 import shutil
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
 from vitrail.errors import VitrailError
 from vitrail.files import disk_errors
@@ -24,6 +28,8 @@ TIMEOUT = 30.0  # seconds without a byte
 ATTEMPTS = 5  # in a row without a byte
 PAUSE = 1.0
 _CHUNK = 1 << 20
+_PRIVATE = ("authorization", "cookie")
+_URL = re.compile(r"https?://[^\s'\"<>]+")
 
 
 class Progress(Protocol):
@@ -47,11 +53,35 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitrail"
 
 
+def is_url(reference: str) -> bool:
+    return reference.startswith(("https://", "http://"))
+
+
 def cached_url(url: str) -> Path:
-    """Return where the file of a URL is kept."""
-    host, _, path = url.partition("://")[2].partition("/")
-    safe = [part for part in f"{host}/{path}".replace(":", "_").split("/") if part not in ("", ".", "..")]
-    return cache_folder().joinpath("weights", *safe)
+    """Return where the file of a URL is kept: by scheme, host, path and query. A login in the URL is not part of it."""
+    parts = urlsplit(url)
+    path = posixpath.normpath(f"/{parts.path}").replace(":", "%3A").replace("\\", "%5C")
+    *folders, name = [part for part in path.split("/") if part] or ["index"]
+    if parts.query:
+        stem, dot, suffix = name.rpartition(".")
+        digits = hashlib.sha256(parts.query.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        name = f"{stem or suffix}-{digits}{dot if stem else ''}{suffix if stem else ''}"
+    return cache_folder().joinpath("weights", parts.scheme, _host(url).replace(":", "_"), *folders, name)
+
+
+def shown_url(url: str) -> str:
+    """Return a URL for messages and files: without a login, and without its query, which may be a signature."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{_host(url)}{parts.path}{'?…' if parts.query else ''}"
+
+
+def hide_secrets(text: str) -> str:
+    """Replace each URL in the message of another library by `shown_url` of it."""
+    return _URL.sub(lambda found: shown_url(found[0]), text)
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).netloc.rpartition("@")[2].casefold()
 
 
 def fetch(
@@ -70,10 +100,9 @@ def fetch(
     """
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     show = progress or _quiet
-    with disk_errors(target), _locked(part):
+    with _write_errors(target), _locked(part):
         if target.exists():  # another process has downloaded it meanwhile
             return target
         if checksum is None and not _version(part):
@@ -83,11 +112,15 @@ def fetch(
         if expected is not None and _digits(part, expected.algorithm) != expected.digits:
             part.unlink(missing_ok=True)
             raise VitrailError(
-                f"The download of {url} is corrupted: its {expected.algorithm.upper()} is not {expected.digits}. It was deleted; "
-                "run again to download it anew."
+                f"The download of {shown_url(url)} is corrupted: its {expected.algorithm.upper()} is not {expected.digits}. It was "
+                "deleted; run again to download it anew."
             )
+        with part.open("rb+") as file:  # else a power failure could leave an empty file under the final name
+            os.fsync(file.fileno())
         part.replace(target)
         _state_file(part).unlink(missing_ok=True)
+        with suppress(OSError):  # Windows does not delete open files. A process that waits for the lock finds the target.
+            _lock_file(part).unlink()
     return target
 
 
@@ -98,6 +131,10 @@ class _Response:
     total: int | None = None
     version: str = ""  # ETag, or else the date: a changed file must not be continued
     checksum: Checksum | None = None
+
+
+class _Interrupted(Exception):
+    """The network failed, or sent something else than asked for: worth another attempt, unlike an error of the disk."""
 
 
 def _receive(url: str, part: Path, headers: dict[str, str], size: int | None, show: Progress, name: str) -> _Response:
@@ -117,15 +154,15 @@ def _receive(url: str, part: Path, headers: dict[str, str], size: int | None, sh
                 reason = {401: "it needs a login", 403: "access is denied", 404: "there is no such file"}.get(
                     error.code, error.reason
                 )
-                raise VitrailError(f"Cannot download {url}: {reason} (HTTP {error.code}).") from error
+                raise VitrailError(f"Cannot download {shown_url(url)}: {reason} (HTTP {error.code}).") from error
             last = f"HTTP {error.code}"
-        except (OSError, http.client.HTTPException) as error:
-            last = str(getattr(error, "reason", None) or error or type(error).__name__)
+        except _Interrupted as error:
+            last = str(error)
         failures = 0 if _length(part) > before else failures + 1
         if failures < ATTEMPTS:
             time.sleep(PAUSE)
     done = f" {_length(part):,} bytes are kept in {part}: run again to resume." if _length(part) else ""
-    raise VitrailError(f"Cannot download {url}: {last}.{done}")
+    raise VitrailError(f"Cannot download {shown_url(url)}: {last}.{done}")
 
 
 def _request(url: str, part: Path, headers: dict[str, str], size: int | None, show: Progress, name: str) -> _Response:
@@ -135,21 +172,61 @@ def _request(url: str, part: Path, headers: dict[str, str], size: int | None, sh
         asked["Range"] = f"bytes={start}-"
         if version := _version(part):
             asked["If-Range"] = version
-    with urllib.request.urlopen(urllib.request.Request(url, headers=asked), timeout=TIMEOUT) as response:
+    with _open(url, asked) as response:
         continued = response.status == 206
         found = _describe(response.headers, start if continued else 0)
         if size is not None and found.total is not None and found.total != size:
-            raise VitrailError(f"{url} has {found.total:,} bytes; {size:,} are expected. Nothing was stored; run again.")
+            raise VitrailError(f"{shown_url(url)} has {found.total:,} bytes; {size:,} are expected. Nothing was stored; run again.")
+        if continued and not _continues(response.headers, start, found.version, _version(part)):
+            part.unlink(missing_ok=True)
+            raise _Interrupted("the server sent another part of the file, or of another version, than asked for")
+        if not continued:  # before the version is stored: old bytes must never count as the new version
+            part.write_bytes(b"")
         _state_file(part).write_text(found.version, encoding="utf-8")
         done = start if continued else 0
         _check_space(part, (found.total or 0) - done)
-        with part.open("ab" if continued else "wb") as file:
+        with part.open("ab") as file:
             show(name, done, found.total)
-            while chunk := response.read(_CHUNK):
+            while chunk := _read(response):
                 file.write(chunk)
                 done += len(chunk)
                 show(name, done, found.total)
     return found
+
+
+def _open(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+    """Send a request. Logins are for the host of the URL only: a redirect elsewhere does not get them."""
+    parts = urlsplit(url)
+    login, at, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host, fragment="").geturl())
+    if at:
+        headers = {"Authorization": f"Basic {base64.b64encode(unquote(login).encode()).decode()}", **headers}
+    for key, value in headers.items():
+        (request.add_unredirected_header if key.casefold() in _PRIVATE else request.add_header)(key, value)
+    try:
+        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError:
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _Interrupted(_reason(error)) from error
+    return response
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    try:
+        return response.read(_CHUNK)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Interrupted(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return hide_secrets(str(getattr(error, "reason", None) or error or type(error).__name__))
+
+
+def _continues(headers: Message, start: int, version: str, stored: str) -> bool:
+    """Tell whether the bytes of an answer follow those that are there. Not every server honours If-Range."""
+    begins = re.match(r"bytes (\d+)-", headers.get("Content-Range") or "")
+    return begins is not None and int(begins[1]) == start and (not version or not stored or version == stored)
 
 
 def _describe(headers: Message, start: int) -> _Response:
@@ -157,11 +234,19 @@ def _describe(headers: Message, start: int) -> _Response:
     total = start + int(length) if length and length.isdigit() else None
     if (whole := (headers.get("Content-Range") or "").rpartition("/")[2]).isdigit():
         total = int(whole)
-    md5 = next((one.strip()[4:] for line in headers.get_all("x-goog-hash", []) for one in line.split(",") if "md5=" in one), None)
-    checksum = Checksum("md5", base64.b64decode(md5).hex()) if md5 else None
+    hashes = [one.strip() for line in headers.get_all("x-goog-hash", []) for one in line.split(",")]
+    checksum = next((_md5(one.removeprefix("md5=")) for one in hashes if one.startswith("md5=")), None)
     # A weak ETag cannot be used with If-Range.
     version = headers.get("ETag") or headers.get("Last-Modified") or ""
     return _Response(total, "" if version.startswith("W/") else version, checksum)
+
+
+def _md5(text: str) -> Checksum | None:
+    try:
+        digest = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return Checksum("md5", digest.hex()) if len(digest) == 16 else None
 
 
 def _check_space(part: Path, needed: int) -> None:
@@ -198,9 +283,23 @@ def _quiet(name: str, done: int, total: int | None) -> None:
 @contextmanager
 def _locked(part: Path) -> Iterator[None]:
     """Let one process at a time write a part: the ranks of a run all ask for the same weights."""
-    from huggingface_hub.utils._fixes import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-    lock = cache_folder() / "locks" / f"{hashlib.sha256(os.fsencode(part.absolute())).hexdigest()[:32]}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(_lock_file(part)):
         yield
+
+
+def _lock_file(part: Path) -> Path:
+    """Next to the part, so that everyone who shares the folder has the same lock."""
+    return part.with_name(f"{part.name}.lock")
+
+
+@contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
+    """Raise errors of writing as sentences; those of the network are `_Interrupted`."""
+    try:
+        with disk_errors(target):
+            yield
+    except OSError as error:
+        raise VitrailError(f"Cannot write {target}: {error.strerror or error}. Check the permissions of its folder.") from error

@@ -14,13 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from vitrail.checkpoints.download import Checksum, cache_folder, fetch
+from vitrail.checkpoints.download import Checksum, cache_folder, fetch, hide_secrets
 from vitrail.checkpoints.download_progress import download_bar
+from vitrail.checkpoints.native import read_json, weight_files
 from vitrail.errors import VitrailError
 from vitrail.files import sha256
 
 WEIGHTS = "model.safetensors"
-_SAFE = ["config.json", "preprocessor_config.json", WEIGHTS, "model-*.safetensors", "model.safetensors.index.json"]
+_INDEX = "model.safetensors.index.json"
+_SAFE = ["config.json", "preprocessor_config.json", WEIGHTS, "model-*.safetensors", _INDEX]
 _PICKLED = ["pytorch_model.bin"]
 _ETAG_SECONDS = 10.0
 
@@ -45,16 +47,28 @@ def download(name: str, *, label: str | None = None, cache_first: bool = False) 
 
 
 def cached(repository: str, revision: str | None = None) -> Path | None:
-    """Return the folder in the cache if it has a config.json and weights; never uses the network."""
+    """Return the folder in the cache if it has all that loading needs; never uses the network.
+
+    That is config.json, the weights with all their shards, and preprocessor_config.json of a repository of transformers.
+    """
     for patterns in (_SAFE, [_SAFE[0], *_PICKLED]):
         try:
             folder = _snapshot(repository, revision, patterns, local=True)
         except (OSError, ValueError):  # not there, or not complete
             continue
-        weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model.bin")]
-        if (folder / "config.json").is_file() and weights and all(file.is_file() for file in weights):
+        if _is_complete(folder):
             return folder
     return None
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        config = read_json(folder / "config.json")
+        weights = weight_files(folder)
+    except (OSError, VitrailError):  # not there, or corrupted: download it again
+        return False
+    needed = [*weights, *(["preprocessor_config.json"] if "model_type" in config else [])]
+    return all((folder / name).is_file() for name in needed)
 
 
 def is_offline() -> bool:
@@ -75,12 +89,17 @@ def cache_root() -> Path:
     return Path(given or constants.HF_HUB_CACHE).expanduser()
 
 
-def how_to_get(repository: str) -> str:
+def how_to_get(repository: str, revision: str = "") -> str:
     """Say how to bring the weights to a machine without a network."""
     folder = repository.partition("/")[2] or repository
+    timm = repository.startswith("timm/")  # timm's config.json has the preprocessing
+    files = f"config.json {WEIGHTS}" if timm else f"config.json preprocessor_config.json {WEIGHTS}"
+    option = f" --revision {revision}" if revision else ""
+    shards = f"If it has {_INDEX}, name this and the files that it lists instead of {WEIGHTS}. "
     return (
-        f"On a machine with a network connection run `hf download {repository} config.json {WEIGHTS} --local-dir {folder}`, copy "
+        f"On a machine with a network connection run `hf download {repository} {files}{option} --local-dir {folder}`, copy "
         f"the folder {folder} to this machine, and give its path instead of the name: `vitrail finetune --from PATH/{folder}`."
+        f"{'' if timm else f' {shards}If it has no preprocessor_config.json, leave that out.'}"
     )
 
 
@@ -106,7 +125,7 @@ def _fetch_weights(repository: str, revision: str | None, label: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     url = hf_hub_url(repository, WEIGHTS, revision=revision, endpoint=_endpoint())
     unreachable = _network_errors()
@@ -176,7 +195,9 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
         raise
     except LocalEntryNotFoundError as error:
         why = "the Hub is disabled (HF_HUB_OFFLINE)" if is_offline() else "the Hub cannot be reached"
-        raise VitrailError(f"{label} is not in the local cache ({cache_root()}), and {why}. {how_to_get(repository)}") from error
+        raise VitrailError(
+            f"{label} is not in the local cache ({cache_root()}), and {why}. {how_to_get(repository, revision)}"
+        ) from error
     except GatedRepoError as error:
         raise VitrailError(f"hf:{repository} is gated: accept its terms on the Hub and log in with `hf auth login`.") from error
     except RevisionNotFoundError as error:
@@ -184,8 +205,8 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise VitrailError(f"There is no repository {repository!r} on the Hub, or it is private. Check its name.") from error
     except others as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise VitrailError(f"Cannot download {label}: {reason}. {how_to_get(repository)}") from error
+        reason = hide_secrets(str(error).splitlines()[0]) if str(error) else type(error).__name__
+        raise VitrailError(f"Cannot download {label}: {reason}. {how_to_get(repository, revision)}") from error
 
 
 def _network_errors() -> tuple[type[Exception], ...]:

@@ -15,6 +15,7 @@ from vitrail.checkpoints import adapt, hub, native, published, url
 from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.class_names import known_classes
+from vitrail.checkpoints.download import shown_url
 from vitrail.checkpoints.flax import strip_prefix
 from vitrail.checkpoints.format import Format
 from vitrail.checkpoints.formats import detect_format
@@ -121,7 +122,7 @@ def locate(ref: str | os.PathLike[str]) -> Found:
     if name.startswith("hf:"):
         return _folder(name, hub.download(name.removeprefix("hf:")))
     if url.is_url(name):
-        return Found(name, url.download(name), "file")
+        return Found(shown_url(name), url.download(name), "file")
     path = Path(name).expanduser()
     with wrap_errors(name):
         restore_folder(path)

@@ -8,17 +8,20 @@ preprocessing on ImageNet's 50,000 validation images.
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from vitrail.checkpoints.download import is_url
 from vitrail.data.imagenet import SETS, ClassSet
 from vitrail.errors import VitrailError, counted, did_you_mean
-from vitrail.models.variants import canonical_name
+from vitrail.models.variants import AmbiguousName, canonical_name
 
 SEPARATOR = "@"
 FIGURES = "timm's results-imagenet.csv (commit 0173a13)"
+_LIKE_A_NAME = re.compile(r"(R\d*\+)?ViT-\w+([/_]\d+)?|(BiT-)?R\d+x\d+|\w{1,6}[/_]\d+", re.IGNORECASE)
 _FILE = Path(__file__).with_name("published.csv")
 
 
@@ -90,18 +93,23 @@ def default(name: str) -> PublishedWeights:
 def find(reference: str) -> PublishedWeights | None:
     """Return the weights that `NAME`, `NAME@TAG` or timm's own name (`vit_base_patch16_224.mae`) stands for.
 
-    None if it is not the name of a model. A model without published weights, or without that tag, is an error that lists them.
+    None if it is not the name of a model, such as a path, a URL or hf:owner/name. A model without published weights, or without
+    that tag, is an error that lists them.
     """
-    by_timm_name = {_timm_name(one): one for one in published_weights()}
+    if reference.startswith("hf:") or is_url(reference):
+        return None
+    by_timm_name = {_timm_name(one): one for one in published_weights() if one.repository}
     if reference.removeprefix("timm/") in by_timm_name:
         return by_timm_name[reference.removeprefix("timm/")]
     word, separator, tag = reference.partition(SEPARATOR)
     try:
         name = canonical_name(word)
-    except VitrailError as error:
-        if "capitals matter" in str(error) or separator:
+    except AmbiguousName:
+        raise
+    except VitrailError:
+        if separator and _LIKE_A_NAME.fullmatch(word):
             raise
-        return None
+        return None  # a path may have an @, too: photo@2x.jpg
     known = tags(name)
     if not known:
         raise VitrailError(_no_weights(name))

@@ -6,21 +6,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vitrail.checkpoints import hub
-from vitrail.checkpoints.download import cached_url, fetch
+from vitrail.checkpoints.download import cached_url, fetch, is_url, shown_url
 from vitrail.checkpoints.download_progress import download_bar
 from vitrail.errors import VitrailError
 
-
-def is_url(reference: str) -> bool:
-    return reference.startswith(("https://", "http://"))
+__all__ = ["download", "is_url"]
 
 
 def download(address: str, *, label: str | None = None) -> Path:
     """Return the file of a URL in the local cache; download it if needed."""
     parts = urlsplit(address)
     if not parts.netloc or not Path(parts.path).name:
-        raise VitrailError(f"{address} is not the URL of a file. Give one such as https://host/folder/weights.npz.")
-    target, label = cached_url(parts._replace(query="", fragment="").geturl()), label or address
+        raise VitrailError(f"{shown_url(address)} is not the URL of a file. Give one such as https://host/folder/weights.npz.")
+    target, label = cached_url(address), label or shown_url(address)
     if target.exists():
         return target
     if hub.is_offline():
@@ -28,7 +26,7 @@ def download(address: str, *, label: str | None = None) -> Path:
             f"{label} is not in the local cache, and downloads are disabled (HF_HUB_OFFLINE). {_how_to_get(address, target)}"
         )
     try:
-        with download_bar(f"{label} from {parts.netloc}") as show:
+        with download_bar(f"{label} from {parts.netloc.rpartition('@')[2]}") as show:
             return fetch(address, target, progress=show)
     except VitrailError as error:
         raise VitrailError(f"{error} {_how_to_get(address, target)}") from error
@@ -36,6 +34,6 @@ def download(address: str, *, label: str | None = None) -> Path:
 
 def _how_to_get(address: str, target: Path) -> str:
     return (
-        f"On a machine with a network connection download {address}, and copy it to {target}; or give the path of the file instead "
-        "of the name."
+        f"On a machine with a network connection download {shown_url(address)}, and copy it to {target}; or give the path of the "
+        "file instead of the name."
     )

@@ -6,8 +6,10 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from vitrail.checkpoints.references import is_name
+from vitrail.checkpoints.url import is_url
 from vitrail.commands.options import progress_bar
 from vitrail.commands.terminal import Console
 from vitrail.commands.train import parsed, run
@@ -118,7 +120,9 @@ def _recipe(given: dict[str, str]) -> Recipe:
 
 
 def _short_name(start: str) -> str:
-    """Return a name for the run's folder: `ViT-B-16-mae` for published weights, else the file's name without its suffix."""
+    """Return a name for the run's folder: `ViT-B-16-mae` for published weights, else the stem of the file or URL."""
+    if is_url(start):
+        return Path(unquote(urlsplit(start).path)).stem or "weights"
     return start.replace("/", "-").replace("@", "-") if is_name(start) and not start.startswith("hf:") else Path(start).stem
 
 

@@ -74,11 +74,15 @@ def neighbours(
 
 
 def _with_queries(loaded: Embeddings, images: tuple[str, ...]) -> tuple[Embeddings, list[int]]:
-    """Return the rows of the queries; files that are not in the embeddings are embedded and added behind them."""
-    outside = [name for name in images if name not in loaded.names and not loaded.matches(name) and Path(name).is_file()]
-    if outside:
-        loaded = loaded.with_images(outside)
-    return loaded, [loaded.find(name) for name in images]
+    """Return the rows of the queries; files that are not in the embeddings are embedded and added behind them.
+
+    A file that exists is this file, not another of the same name in the embeddings.
+    """
+    found = {name: loaded.row_of_file(name) if Path(name).is_file() else loaded.find(name) for name in images}
+    rows = {name: row for name, row in found.items() if row is not None}
+    outside = [name for name in found if name not in rows]
+    rows |= {name: len(loaded.names) + k for k, name in enumerate(outside)}
+    return loaded.with_images(outside) if outside else loaded, [rows[name] for name in images]
 
 
 def _print_json(found: Neighbours, metric: str, sheet: Path | None) -> None:

@@ -7,6 +7,7 @@ ImageNet-1k is sorted by WordNet ID. ImageNet-21k is in the order of Google's we
 from __future__ import annotations
 
 import gzip
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,21 +62,30 @@ def subset(name: Literal["a", "r"]) -> tuple[int, ...]:
 def recognise(names: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the WordNet ID of each class name, if the names are a whole set of ImageNet in its order; otherwise None.
 
-    A name may be the WordNet ID, the label, any of the words or all of them: other libraries' lists are recognised, too.
+    A name may be the WordNet ID, the label, any of the words or all of them: other libraries' lists are recognised, too. A few
+    unknown spellings are accepted, but not the name of another class: then the order is another one.
     """
     which = SETS.get(len(names))
     if which is None:
         return None
-    known = classes(which)
-    agreeing = sum(_plain(name) in _spellings(one) for name, one in zip(names, known, strict=True))
-    return wordnet_ids(which) if agreeing >= _AGREEMENT * len(names) else None
+    unknown = _unrecognised(names, which)
+    if len(unknown) > (1 - _AGREEMENT) * len(names):
+        return None
+    every = _all_spellings(which)
+    return None if any(_plain(names[k]) in every for k in unknown) else wordnet_ids(which)
 
 
 def same_classes(one: Sequence[str] | None, other: Sequence[str] | None) -> bool:
     """Tell whether two lists name the same classes in the same order; WordNet IDs and words of ImageNet are the same."""
     if one is None or other is None or len(one) != len(other):
         return False
-    return tuple(one) == tuple(other) or (recognise(tuple(one)) is not None and recognise(tuple(other)) is not None)
+    first, second = tuple(one), tuple(other)
+    if first == second:
+        return True
+    if recognise(first) is None or recognise(second) is None:
+        return False
+    which = SETS[len(first)]
+    return all(first[k] == second[k] for k in set(_unrecognised(first, which)) & set(_unrecognised(second, which)))
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -87,12 +97,25 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(one.label if counts[name] > 1 else name for name, one in zip(names, classes(which), strict=True))
 
 
+@lru_cache(maxsize=8)
+def _unrecognised(names: tuple[str, ...], which: ClassSet) -> tuple[int, ...]:
+    """Return the positions whose name is no spelling of the class there."""
+    pairs = zip(names, classes(which), strict=True)
+    return tuple(k for k, (name, one) in enumerate(pairs) if _plain(name) not in _spellings(one))
+
+
+@lru_cache
+def _all_spellings(which: ClassSet) -> frozenset[str]:
+    return frozenset(word for one in classes(which) for word in _spellings(one))
+
+
 def _spellings(one: ImageNetClass) -> set[str]:
     return {_plain(name) for name in (one.wordnet_id, one.label, one.words, *one.words.split(", "))}
 
 
 def _plain(name: str) -> str:
-    return name.casefold().replace("_", " ").strip()
+    """Return a name without what published lists write differently: `crane (bird)` is `crane bird` in torchvision's."""
+    return " ".join(re.sub(r"[_,()]", " ", name).casefold().split())
 
 
 def _labels(chosen: Sequence[tuple[str, str]]) -> list[str]:

@@ -14,12 +14,13 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.references import without_download
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import FeatureSpec, extract_features
-from vitrail.evaluate.predictor import find_images
+from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.npy import read_npz
@@ -54,10 +55,10 @@ class Embeddings:
 
     def nearest(
         self, queries: Sequence[int], count: int, metric: Metric = "cosine", *, among: int | None = None
-    ) -> tuple[Array, Array]:
+    ) -> tuple[list[Array], list[Array]]:
         """Find the `count` nearest other rows of each query row, among the first `among` rows.
 
-        Returns the rows and their similarity or distance.
+        Returns the rows and their similarity or distance for each query: less than `count` if there are not as many.
         """
         if self.features.ndim != 2:
             raise VitrailError(
@@ -74,10 +75,10 @@ class Embeddings:
             scores = -np.sqrt(np.maximum(squares[np.asarray(queries)][:, None] + squares - 2 * scores, 0))
         scores[np.arange(len(query_rows)), np.asarray(queries)] = -np.inf  # an image is not its own neighbour
         scores[:, len(rows) if among is None else among :] = -np.inf
-        others = len(rows) - 1 if among is None else min(among, len(rows) - 1)
-        order = np.argsort(-scores, axis=1, kind="stable")[:, : min(count, others)]
-        nearest_scores = np.take_along_axis(scores, order, 1)
-        return order, nearest_scores if metric == "cosine" else -nearest_scores
+        order = [np.argsort(-line, kind="stable")[:count] for line in scores]
+        order = [found[np.isfinite(line[found])] for found, line in zip(order, scores, strict=True)]
+        values = [line[found] for found, line in zip(order, scores, strict=True)]
+        return order, values if metric == "cosine" else [-line for line in values]
 
     def matches(self, name: str) -> list[int]:
         """Return the rows of images whose path ends so."""
@@ -100,19 +101,37 @@ class Embeddings:
             f"{did_you_mean(name, self.names)}"
         )
 
+    def row_of_file(self, file: str) -> int | None:
+        """Return the row of an image by its path, or by that of the same file on this machine; None if it is not here."""
+        if file in self.names:
+            return self.names.index(file)
+        same_name, real = Path(file).name, os.path.realpath(file)
+        rows = (row for row, one in enumerate(self.names) if Path(one).name == same_name)
+        return next((row for row in rows if os.path.realpath(self.names[row]) == real), None)
+
     def with_images(self, files: Sequence[str]) -> Embeddings:
-        """Return these embeddings with those of more files behind, computed with the same checkpoint and settings."""
+        """Return these embeddings with a row per file behind, computed with the same checkpoint and settings.
+
+        The checkpoint is named by the embeddings file, so it is not downloaded: a file from others must not choose downloads.
+        """
         from vitrail.checkpoints import load
 
         try:
             spec = FeatureSpec(**self.about["features"])
-            bundle = load(self.about["checkpoint"], preprocess=Preprocess.from_dict(self.about["preprocess"]))
+            checkpoint = without_download(self.about["checkpoint"])
+            bundle = load(checkpoint, preprocess=Preprocess.from_dict(self.about["preprocess"]))
         except (KeyError, TypeError, VitrailError) as error:
             raise VitrailError(
                 f"{files[0]} is not in this file, and cannot be embedded now: {error} "
                 "Embed it together with the others, or give a name that is in the file."
             ) from error
-        more = embed(bundle, files, spec, default_context(bundle.model, bad_images="error"))
+        more = embed(bundle, file_split(files), spec, default_context(bundle.model, bad_images="error"))
+        if more.features.shape[1:] != self.features.shape[1:]:
+            was, now = ("×".join(map(str, one.features.shape[1:])) for one in (self, more))
+            raise VitrailError(
+                f"{files[0]} cannot be compared: {self.about['checkpoint']} now has features of size {now}, those of this file are "
+                f"of size {was}. Is it another checkpoint than at that time? Embed all images again."
+            )
         return Embeddings(np.concatenate([self.features, more.features]), (*self.names, *more.names), self.about)
 
 
@@ -210,9 +229,11 @@ def _as_text(name: str | bytes) -> str:
     return name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
 
 
-def contact_sheet(path: Path, embeddings: Embeddings, queries: Sequence[int], neighbours: Array, values: Array) -> list[str]:
+def contact_sheet(
+    path: Path, embeddings: Embeddings, queries: Sequence[int], neighbours: Sequence[Array], values: Sequence[Array]
+) -> list[str]:
     """Write a PNG with a row per query: the image, then its neighbours. Returns the files that could not be read."""
-    width = _GAP + (1 + neighbours.shape[1]) * (_CELL + _GAP) + _GAP
+    width = _GAP + (1 + max(map(len, neighbours), default=0)) * (_CELL + _GAP) + _GAP
     sheet = Image.new("RGB", (width, _GAP + len(queries) * (_CELL + _CAPTION + _GAP)), (250, 250, 247))
     draw, font, missing = ImageDraw.Draw(sheet), ImageFont.load_default(11), []
     for line, query in enumerate(queries):

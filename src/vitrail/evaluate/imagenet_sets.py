@@ -94,14 +94,24 @@ def open_corruptions(folders: dict[str, Path]) -> Iterator[tuple[str, int, FileS
 
 
 def _top(root: Path, which: ImageNetSet) -> Path:
-    """Return the folder of the class folders: the folder itself, its validation folder, or its only folder."""
-    inner = subfolders(root)
+    """Return the folder of the class folders: itself, its validation folder, or its only folder; never training images."""
+    every = subfolders(root)
+    validation = [name for name in every if split_name(name) == "val"]
+    inner = [name for name in every if split_name(name) != "train"]
+    if not validation and (_is_train(root) or (every and not inner)):
+        raise VitrailError(
+            f"{root} has training images; {which.title} is evaluated on {which.images:,} others, which the model was not trained "
+            "on. Give their folder (if these are they, rename it: it must not be called train)."
+        )
     if any(_output(name, which) is not None for name in inner):
         return root
-    validation = [name for name in inner if split_name(name) == "val"]
     if len(validation) == 1:
         return root / validation[0]
     return _top(root / inner[0], which) if len(inner) == 1 else root
+
+
+def _is_train(folder: Path) -> bool:
+    return "train" in (split_name(folder.name), split_name(folder.resolve().name))
 
 
 def _class_folders(top: Path, which: ImageNetSet) -> FileSplit:
@@ -122,6 +132,10 @@ def _class_folders(top: Path, which: ImageNetSet) -> FileSplit:
     targets = np.repeat([outputs[name] for name in names], [len(files[name]) for name in names]).astype(np.int64)
     if not len(targets):
         raise VitrailError(f"{top} has class folders, but no images in them.")
+    if len(targets) > which.images:
+        raise VitrailError(
+            f"{top} has {len(targets):,} images, but {which.title} has {which.images:,}. Does it have training images or copies?"
+        )
     paths = (f"{name}/{file}" for name in names for file in files[name])
     return FileSplit("val", "classify", top, paths, targets, imagenet.labels("1k"))
 

@@ -41,6 +41,10 @@ _VIT = re.compile(rf"ViT-({'|'.join(SIZES)})/([1-9]\d*)")
 _BIT = re.compile(rf"BiT-R({'|'.join(map(str, STAGES))})x([1-9]\d*)")
 
 
+class AmbiguousName(VitrailError):
+    """Without regard to case, the name is that of several models: g and G."""
+
+
 def model_config(name: str, *, outputs: int = 1000, image_size: int | Pair = 224, **changes: Any) -> ModelConfig:
     """Return the configuration a name stands for, with any field changed. See `create_model`."""
     plain = _named(canonical_name(name))
@@ -65,7 +69,7 @@ def canonical_name(name: str) -> str:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise VitrailError(f"{name!r} could be {' or '.join(matches)}: here capitals matter.")
+            raise AmbiguousName(f"{name!r} could be {' or '.join(matches)}: here capitals matter.")
     raise VitrailError(f"There is no model {name!r}.{did_you_mean(name, VARIANTS)} `vitrail models` lists them all.")
 
 

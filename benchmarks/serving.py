@@ -191,9 +191,12 @@ class Connection:
     port: int
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = field(default=None, repr=False)
+    used: float = 0.0
 
     async def send(self, photo: bytes, request: str) -> Answer:
         began = time.perf_counter()
+        if began - self.used > 30:  # as clients do: a server closes idle connections, maybe just now
+            self.close()
         try:
             if self.writer is None:
                 self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -203,6 +206,7 @@ class Connection:
             answer = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 120)).lower()
             length = re.search(rb"content-length: (\d+)", answer)
             await self.reader.readexactly(int(length[1]) if length else 0)
+            self.used = time.perf_counter()
             if b"connection: close" in answer:
                 self.close()
             return Answer(int(answer[9:12]), time.perf_counter() - began, request)

@@ -34,7 +34,7 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=10,
+        timeout_keep_alive=65,  # longer than clients and proxies usually keep a connection, which then close it first
         timeout_graceful_shutdown=round(service.settings.deadline) + 5,
     )
     server = _Server(config, service)

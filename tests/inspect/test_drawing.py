@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
+from scipy import ndimage
 
 from tests.inspect.known_attention import images, tiny, trained
 from vitrail import VitrailError, inspect
-from vitrail.inspect import draw, draw_maps, style
+from vitrail.drawing import style
+from vitrail.inspect import draw, draw_maps, pictures
 
 
 def check(figure: Figure) -> Image.Image:
@@ -77,21 +79,36 @@ def test_maps_over_images(count: int) -> None:
 def test_the_mask_is_brightest_where_attention_is_highest() -> None:
     values = np.zeros((4, 6))
     values[3, 1] = 0.2
-    mask = style.attention_mask(values, (64, 96), blur=16)
+    mask = pictures.attention_mask(values, (64, 96), blur=16)
     assert mask.shape == (64, 96) and mask.min() == 0 and mask.max() == 1
     row, column = np.unravel_index(mask.argmax(), mask.shape)
     assert row >= 44 and 12 <= column <= 36
 
 
+def test_the_mask_is_smooth() -> None:
+    """It was computed in 8 bits, so that a weak map had few levels of brightness."""
+    values = np.full((4, 4), 0.0625)
+    values[1, 2] = 0.0635
+    mask = pictures.attention_mask(values, (64, 64), blur=16)
+    assert mask.min() == 0 and mask.max() == 1 and len(np.unique(mask.round(9))) > 1000
+    assert max(np.abs(np.diff(mask, axis=axis)).max() for axis in (0, 1)) < 0.1  # in 8 bits: steps of a quarter
+
+
+def test_the_mask_is_blurred_as_scipy_does() -> None:
+    values = np.random.default_rng(0).random((40, 56))
+    expected = ndimage.gaussian_filter(values, 6.0, mode="nearest", truncate=4.0)
+    np.testing.assert_allclose(pictures._blurred(values, 6.0), expected, atol=1e-12)
+
+
 def test_a_constant_map_is_not_rescaled() -> None:
-    assert (style.attention_mask(np.full((3, 3), 0.1), (24, 24), blur=8) == 1).all()
-    assert (style.attention_mask(np.zeros((3, 3)), (24, 24), blur=8) == 0).all()
+    assert (pictures.attention_mask(np.full((3, 3), 0.1), (24, 24), blur=8) == 1).all()
+    assert (pictures.attention_mask(np.zeros((3, 3)), (24, 24), blur=8) == 0).all()
 
 
 def test_gaps_of_a_mosaic_are_nan() -> None:
-    sheet = style.mosaic(np.ones((2, 3, 2, 2)), gap=1)
+    sheet = pictures.mosaic(np.ones((2, 3, 2, 2)), gap=1)
     assert sheet.shape == (5, 8) and np.isnan(sheet).sum() == 5 * 8 - 24
-    assert style.even_steps(7, 16) == list(range(7)) and style.even_steps(37, 16) == list(range(0, 37, 3))
+    assert pictures.even_steps(7, 16) == list(range(7)) and pictures.even_steps(37, 16) == list(range(0, 37, 3))
 
 
 @pytest.mark.slow

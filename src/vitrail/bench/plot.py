@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from vitrail.bench.results import Row, by_comparison
+from vitrail.drawing.style import COLOURS, rendered, styled
 from vitrail.files import atomic_file
 
-# Okabe and Ito's palette, which is safe for colour-blind readers.
-_COLOURS = {"vitrail": "#0072B2", "timm": "#E69F00", "torchvision": "#009E73", "hf": "#CC79A7"}
+_COLOURS = {"vitrail": COLOURS[0], "timm": COLOURS[4], "torchvision": COLOURS[2], "hf": COLOURS[3]}
 _X_LABELS = {"throughput": "images/s", "latency": "ms per image (median, line to the 95th percentile)"}
 _BAR_INCHES = 0.34
 
@@ -23,14 +23,18 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     comparisons = by_comparison(row for row in rows if row.score)
     if not comparisons:
         return
+    with atomic_file(file) as temporary:
+        temporary.write_bytes(rendered(_figure(comparisons), "png", dpi=160))
+
+
+@styled
+def _figure(comparisons: Mapping[Any, list[Row]]) -> Figure:
     counts = [len(entries) for entries in comparisons.values()]
     figure = Figure(figsize=(7.2, sum(0.95 + _BAR_INCHES * count for count in counts)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(counts), 1, squeeze=False, height_ratios=[1.6 + count for count in counts])[:, 0]
     for axes, entries in zip(panels, comparisons.values(), strict=True):
         _panel(axes, entries)
-    with atomic_file(file) as temporary:
-        figure.savefig(temporary, format="png", dpi=160)
+    return figure
 
 
 def _panel(axes: Axes, rows: list[Row]) -> None:
@@ -46,8 +50,6 @@ def _panel(axes: Axes, rows: list[Row]) -> None:
     axes.set_yticks(heights, [f"{row.library} {row.mode}" for row in rows], fontsize=8.5)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.4 * largest)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel(_X_LABELS.get(first.metric, "largest batch"), fontsize=8.5)
     batch = {"throughput": f", batch {first.batch}", "latency": ", batch 1"}.get(first.metric, "")
     title = f"{first.model} {first.task}, {first.image_size} px, {first.precision}{batch}\n{first.hardware}"

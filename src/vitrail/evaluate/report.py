@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from vitrail.data.types import Split
+from vitrail.drawing.page import PageSection, Paragraph, Plot, Strip, Table
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate import multilabel, plots, regression
 from vitrail.evaluate.classification import calibration, confusion_matrix, per_class, worst_confusions
 from vitrail.evaluate.evaluator import EvalResult
-from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, page, plot, section, strip, table
+from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, page
 from vitrail.evaluate.thumbnails import data_uri, split_thumbnail
 from vitrail.files import atomic_folder
-from vitrail.text import printable, to_csv, to_json
+from vitrail.text import to_csv, to_json
 
 _MAX_CLASSES_CSV = 2000  # a larger confusion matrix is not readable
 _MAX_CLASSES_PLOT = 300
@@ -50,10 +50,10 @@ def write_report(folder: Path, results: Sequence[EvalResult], split: Split, abou
             (temporary / name).write_bytes(to_csv(rows))
         for name, content in images.items():
             (temporary / name).write_bytes(content)
-        (temporary / "report.html").write_text(printable(page(main, split, about, sections)), encoding="utf-8")
+        (temporary / "report.html").write_text(page(main, split, about, sections), encoding="utf-8")
 
 
-Parts = tuple[dict[str, bytes], dict[str, Iterable[Sequence[Any]]], list[str]]
+Parts = tuple[dict[str, bytes], dict[str, Iterable[Sequence[Any]]], list[PageSection]]
 
 
 def _classification(result: EvalResult, split: Split) -> Parts:
@@ -77,18 +77,19 @@ def _classification(result: EvalResult, split: Split) -> Parts:
         "per-class.csv": [headings, *rows],
         "predictions.csv": _predictions(result, split),
     }
-    sections = []
+    sections = list[PageSection]()
     if count <= _MAX_CLASSES_CSV:
         matrix = confusion_matrix(predictions.targets, predictions.predicted, count)
         tables["confusion.csv"] = [["true \\ predicted", *classes], *([classes[k], *matrix[k].tolist()] for k in range(count))]
         if count <= _MAX_CLASSES_PLOT:
             images["confusion.png"] = plots.confusion(matrix, classes)
-            sections.append(section("Confusion matrix", plot(images["confusion.png"], "confusion matrix"), "confusion.csv"))
-    diagram = plot(images["reliability.png"], "reliability diagram")
+            matrix_plot = Plot(images["confusion.png"], "confusion matrix")
+            sections.append(PageSection("Confusion matrix", [matrix_plot], file="confusion.csv"))
+    diagram = Plot(images["reliability.png"], "reliability diagram")
     sections += [
-        section("Most frequent confusions", _confusions(result, split)),
-        section("Classes", table(headings, rows, sortable=True), "per-class.csv"),
-        section("Calibration", diagram + _calibration_text(calibrated.ece, calibrated.mce)),
+        PageSection("Most frequent confusions", _confusions(result, split)),
+        PageSection("Classes", [Table(headings, rows, sortable=True)], file="per-class.csv"),
+        PageSection("Calibration", [diagram, _calibration_text(calibrated.ece, calibrated.mce)]),
     ]
     return images, tables, sections
 
@@ -103,13 +104,13 @@ def _predictions(result: EvalResult, split: Split) -> Iterable[Sequence[Any]]:
         yield [name, classes[true], classes[predicted], probability, int(true == predicted)]
 
 
-def _confusions(result: EvalResult, split: Split) -> str:
+def _confusions(result: EvalResult, split: Split) -> list[Strip | Paragraph]:
     predictions, classes = result.predictions, result.classes
     assert predictions is not None
     worst = worst_confusions(predictions, len(classes))
     if not worst:
-        return "<p>All predictions are correct.</p>"
-    strips = []
+        return [Paragraph("All predictions are correct.")]
+    blocks = list[Strip | Paragraph]()
     for one in worst:
         examples = []
         for row in one.examples:
@@ -117,19 +118,16 @@ def _confusions(result: EvalResult, split: Split) -> str:
             image = split_thumbnail(split, index, _THUMBNAIL)
             caption = f"{split.image_name(index)} ({predictions.confidence[row]:.0%})"
             examples.append((data_uri(image) if image is not None else "", caption))
-        title = (
-            f"<b>{escape(classes[one.true])}</b> predicted as <b>{escape(classes[one.predicted])}</b>: "
-            f"{counted(one.count, 'image')}, {one.fraction:.1%} of the class"
-        )
-        strips.append(strip(title, examples))
-    note = "<p class='faint'>Examples are the errors with the highest confidence. Hover over an image for name and confidence.</p>"
-    return "".join(strips) + note
+        text = f"{counted(one.count, 'image')}, {one.fraction:.1%} of the class"
+        blocks.append(Strip(classes[one.true], classes[one.predicted], text, examples))
+    note = "Examples are the errors with the highest confidence. Hover over an image for name and confidence."
+    return [*blocks, Paragraph(note, faint=True)]
 
 
-def _calibration_text(ece: float, mce: float) -> str:
-    return (
-        f"<p>Expected calibration error: the mean gap between confidence and accuracy is {ece:.1%}. "
-        f"The largest gap of the 15 bins is {mce:.1%}. Bars below the dashed line mean that the model is overconfident.</p>"
+def _calibration_text(ece: float, mce: float) -> Paragraph:
+    return Paragraph(
+        f"Expected calibration error: the mean gap between confidence and accuracy is {ece:.1%}. "
+        f"The largest gap of the 15 bins is {mce:.1%}. Bars below the dashed line mean that the model is overconfident."
     )
 
 
@@ -139,12 +137,9 @@ def _multilabel(result: EvalResult, split: Split) -> Parts:
     headings = ["label", "images", "average precision", "precision", "recall", "f1", "threshold", "best threshold"]
     columns = (scores.average_precision, scores.precision, scores.recall, scores.f1, scores.threshold, scores.best_threshold)
     rows = [[name, int(scores.support[k]), *(float(one[k]) for one in columns)] for k, name in enumerate(result.classes)]
-    note = "<p class='faint'>The best threshold gives the highest F1 on these same images, so that F1 is optimistic.</p>"
-    return (
-        {},
-        {"per-label.csv": [headings, *rows]},
-        [section("Labels", table(headings, rows, sortable=True) + note, "per-label.csv")],
-    )
+    note = Paragraph("The best threshold gives the highest F1 on these same images, so that F1 is optimistic.", faint=True)
+    labels = PageSection("Labels", [Table(headings, rows, sortable=True), note], file="per-label.csv")
+    return {}, {"per-label.csv": [headings, *rows]}, [labels]
 
 
 def _regression(result: EvalResult, split: Split) -> Parts:
@@ -157,17 +152,20 @@ def _regression(result: EvalResult, split: Split) -> Parts:
         f"scatter-{k}.png": plots.scatter(result.outputs[:, k], result.truth[:, k], name)
         for k, name in enumerate(result.classes[:12])
     }
-    scatters = "".join(plot(content, "predicted against true values") for content in images.values())
-    sections = [section("Targets", table(headings, rows), "per-target.csv"), section("Predicted against true values", scatters)]
+    scatters = [Plot(content, "predicted against true values") for content in images.values()]
+    sections = [
+        PageSection("Targets", [Table(headings, rows)], file="per-target.csv"),
+        PageSection("Predicted against true values", scatters),
+    ]
     return images, {"per-target.csv": [headings, *rows]}, sections
 
 
-def _sizes(results: Sequence[EvalResult]) -> tuple[bytes, str]:
+def _sizes(results: Sequence[EvalResult]) -> tuple[bytes, PageSection]:
     headline = next(iter(results[0].metrics))
     sizes = [f"{one.size[0]}×{one.size[1]}" for one in results]
     values, intervals = [one.metrics[headline] for one in results], [one.intervals[headline] for one in results]
     image = plots.sizes(sizes, values, intervals, METRIC_NAMES.get(headline, headline))
     shared = [name for name in results[0].metrics if name in METRIC_NAMES]
     rows = [[METRIC_NAMES[name], *(format_metric(name, one.metrics[name]) for one in results)] for name in shared]
-    body = table(["metric", *sizes], rows) + plot(image, f"{METRIC_NAMES.get(headline, headline)} at several input sizes")
-    return image, section("Input sizes", body)
+    plot = Plot(image, f"{METRIC_NAMES.get(headline, headline)} at several input sizes")
+    return image, PageSection("Input sizes", [Table(["metric", *sizes], rows), plot])

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from vitrail.drawing.style import COLOURS, MAP, MARKERS, WIDTH, bare, fitted, styled, tight
 from vitrail.errors import VitrailError
 from vitrail.inspect.inputs import Array
-from vitrail.inspect.style import COLOURS, MAP, MARKERS, WIDTH, bare, even_steps, filled_grid, fitted, mosaic, styled, tight
+from vitrail.inspect.pictures import even_steps, filled_grid, mosaic
 from vitrail.inspect.weights import Filters
 
 _MAX_TILES = 16  # small maps along an axis of the position figure

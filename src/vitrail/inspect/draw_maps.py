@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from vitrail.drawing.style import MAP, WIDTH, bare, fitted, styled, tight
 from vitrail.inspect.inputs import Array
-from vitrail.inspect.style import MAP, WIDTH, attention_mask, bare, dimmed, fitted, mosaic, styled, tight
+from vitrail.inspect.pictures import attention_mask, dimmed, mosaic
 
 _HEAD_TILE = 0.6  # maximum size of one head's map in inches
 
@@ -34,7 +35,7 @@ def draw_rollout(pictures: Sequence[Array], maps: Array, *, labels: Sequence[str
     rows = -(-len(pictures) // pairs)
     height, width = pictures[0].shape[:2]
     wide, tall = fitted(height, width, (min(WIDTH / (2 * pairs), 1.7), 2.4))
-    line = 0.16 if labels else 0.02
+    line = 0.28 if labels else 0.02
     figure = Figure(figsize=(max(2 * pairs * wide, 3.4), rows * (tall + line) + 0.3), layout="constrained")
     tight(figure, 0.012)
     axes = figure.subplots(rows, pairs, squeeze=False).flat
@@ -45,7 +46,7 @@ def draw_rollout(pictures: Sequence[Array], maps: Array, *, labels: Sequence[str
             separator = np.ones((height, max(1, width // 60), 3))
             one.imshow(np.concatenate([picture, separator, overlay(picture, maps[number])], axis=1))
             if labels:
-                one.set_title(labels[number], fontsize=6.5, loc="left", pad=2, color="#444444")
+                one.set_title(labels[number], fontsize=6, loc="left", pad=2, color="#444444", linespacing=1.15)
     figure.suptitle(f"{title}Input (left) and attention rollout (right)", fontsize=9)
     return figure
 
@@ -71,7 +72,7 @@ def draw_columns(pictures: Sequence[Array], columns: Sequence[Column], *, labels
         for number, column in enumerate(columns):
             _draw_map(axes[row, number + 1], column, row)
         if labels:
-            axes[row, 0].set_ylabel(labels[row], fontsize=6.5, color="#444444")
+            axes[row, 0].set_ylabel(labels[row], fontsize=6, color="#444444", linespacing=1.2)
     for one in axes.flat:
         bare(one)
     for one, heading in zip(axes[0], ["input", *(column.heading for column in columns)], strict=True):

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
+from vitrail.drawing.style import WIDTH, bare, fitted, styled, tight
 from vitrail.inspect.images import PreprocessedImages
 from vitrail.inspect.inputs import Array
 from vitrail.inspect.page import NOT_IN_PAPER
 from vitrail.inspect.report import Panel, Section
-from vitrail.inspect.style import WIDTH, bare, fitted, styled, tight
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.features import evaluating
 from vitrail.models.masked import MaskedPatches, Pretraining, at

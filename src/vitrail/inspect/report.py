@@ -13,6 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from vitrail.checkpoints import Bundle
+from vitrail.drawing.style import rendered
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_folder
 from vitrail.inspect.distance import attention_distances, head_attention, uniform_distance
@@ -21,11 +22,10 @@ from vitrail.inspect.draw_maps import Column, draw_columns, draw_heads, draw_rol
 from vitrail.inspect.images import PreprocessedImages
 from vitrail.inspect.inputs import Array, UntrainedWarning, check_patch, in_batches, untrained
 from vitrail.inspect.page import NOT_IN_PAPER, page
-from vitrail.inspect.rollout import gradient_rollout, highest_outputs, rollout, token_similarity
-from vitrail.inspect.style import rendered
+from vitrail.inspect.rollout import gradient_rollout, rollout, token_similarity
 from vitrail.inspect.weights import filters, position_similarity
 from vitrail.models import ViT
-from vitrail.models.features import chosen_layers
+from vitrail.models.features import chosen_layers, evaluating
 from vitrail.text import printable, to_csv, to_json
 
 _MAX_ROWS = 5  # images in figures with one row per image
@@ -162,7 +162,7 @@ def _attention(
 ) -> None:
     chosen = chosen_layers(options.layers, len(model.blocks))
     shown = inputs.images[: len(inputs.pictures)]
-    labels = _top_labels(bundle, model, shown)
+    labels = _labels(bundle, model, inputs, shown)
     progress("attention distance")
     section.panels.append(_distance(model, inputs, chosen, options.batch))
     progress("rollout")
@@ -186,12 +186,20 @@ def _start(model: ViT) -> str:
     return "the class and distillation tokens" if model.config.distill_token else starts[model.config.pooling]
 
 
-def _top_labels(bundle: Bundle, model: ViT, images: torch.Tensor) -> list[str]:
-    """Return the predicted class of each image, or nothing if there is no trained classification head."""
+def _labels(bundle: Bundle, model: ViT, inputs: PreprocessedImages, images: torch.Tensor) -> list[str]:
+    """Return for each image what is predicted, with its probability, and the file name; only the name without a trained head."""
+    names = [_shortened(Path(name).name) for name in inputs.names[: len(images)]]
     if bundle.head != "set" or bundle.task != "classify":
-        return []
-    found = (int(index) for part in in_batches(model, images) for index in highest_outputs(model, part))
-    return [printable(bundle.label(index), one_line=True)[:28] for index in found]
+        return names
+    with evaluating(model):
+        found = [row[0] for part in in_batches(model, images) for row in bundle.decode(model(part), top=1)]
+    predicted = [f"predicted: {_shortened(printable(one.label, one_line=True))} {one.score:.0%}" for one in found]
+    return [f"{text}\n{name}" for text, name in zip(predicted, names, strict=True)]
+
+
+def _shortened(text: str, limit: int = 26) -> str:
+    """Leave out the middle of a long name: its beginning and end tell most."""
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-(limit // 2 - 1) :]}"
 
 
 def _distance(model: ViT, inputs: PreprocessedImages, chosen: tuple[int, ...], batch: int | None) -> Panel:
@@ -315,7 +323,7 @@ def write_report(folder: Path, sections: Sequence[Section], about: Mapping[str, 
                     (target / f"{panel.name}.csv").write_bytes(to_csv(panel.table))
         summary = {**about, "sections": [_summary(section) for section in sections]}
         (temporary / "inspection.json").write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
-        (temporary / INDEX).write_text(printable(page(sections, about)), encoding="utf-8")
+        (temporary / INDEX).write_text(page(sections, about), encoding="utf-8")
 
 
 def _summary(section: Section) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from vitrail.inspect.style import COLOURS, MARKERS, WIDTH, styled
+from vitrail.drawing.style import COLOURS, MARKERS, WIDTH, styled
 from vitrail.study.definition import Metric
 from vitrail.study.summary import Summary, Value, metric_name
 

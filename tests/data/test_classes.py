@@ -57,6 +57,12 @@ def test_an_unknown_class_is_an_error_even_if_the_counts_agree() -> None:
         align(dict(splits), ("a", "b", "c"))
 
 
+def test_other_names_for_as_many_classes_may_be_in_the_same_order() -> None:
+    splits = {"val": split_of("val", ("n1", "n2", "n3"), [0, 1, 2])}
+    with pytest.raises(VitrailError, match="both have 3 classes: if their order is the same, evaluate with --match order"):
+        align(dict(splits), ("a", "b", "c"))
+
+
 def test_unknown_classes_can_be_skipped(caplog: pytest.LogCaptureFixture) -> None:
     val = split_of("val", ("b", "d"), [0, 1, 0, 1])
     aligned = align({"val": val}, ("a", "b"), ignore_unknown=True)["val"]

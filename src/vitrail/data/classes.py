@@ -73,9 +73,13 @@ def _remap(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: b
     if unknown and not ignore_unknown:
         others = len(unknown) - 1
         more = f" {counted(others, 'more class is', 'more classes are')} unknown." if others else ""
+        advice = "Remove it, or pass --ignore-unknown-classes to skip its images."
+        if len(split.classes) == len(classes) and not any(name in index for name in split.classes):
+            advice = (
+                f"No name is known, but both have {len(classes)} classes: if their order is the same, evaluate with --match order."
+            )
         raise VitrailError(
-            f"{split.name} has class {unknown[0]!r}, which {owner} does not have ({_abbreviate(classes)})."
-            f"{more} Remove it, or pass --ignore-unknown-classes to skip its images."
+            f"{split.name} has class {unknown[0]!r}, which {owner} does not have ({_abbreviate(classes)}).{more} {advice}"
         )
     new = np.array([index.get(name, -1) for name in split.classes], dtype=np.int64)
     mapped = copy.copy(split)

@@ -5,6 +5,7 @@ Without a GPU they run in Triton's interpreter (tests/conftest.py switches it on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -110,6 +111,22 @@ def test_the_fused_path_is_really_used(fusing: None, blocks_fused: list[nn.Modul
     assert blocks_fused == list(model.blocks)
     results(model, torch.randn(1, 3, 48, 48, device=DEVICE), "plain")
     assert len(blocks_fused) == 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"registers": 2, "position_prefix": False}, {"position_at": "every-layer"}], ids=str)
+def test_images_of_another_size_get_their_own_positions(
+    fields: dict[str, Any], fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    """As many tokens as the model's own size has, so that its table would fit: the kernel must not take it."""
+    model, images = small(any_size=True, position_std=1.0, **fields), torch.randn(2, 3, 16, 144, device=DEVICE)
+    plain, plain_gradients = results(model, images, "plain")
+    fused, fused_gradients = results(model, images, "auto")
+    assert bool(blocks_fused) == (not fields or "registers" in fields)
+    assert near(fused, plain)
+    assert all(near(fused_gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
+    with torch.no_grad():
+        resized = copy.deepcopy(model).resize((16, 144))
+        assert near(fused, resized(images))
 
 
 @pytest.mark.slow

@@ -140,6 +140,19 @@ def test_resize_and_a_new_head() -> None:
     assert error(made(random_images(made)), uncaptured(made, random_images(made))) < CLOSE
 
 
+def test_images_of_any_size_have_captures_of_their_own() -> None:
+    made = make(any_size=True)
+    batches = [torch.randn(2, 3, *size).to(DEVICE) for size in ((64, 64), (32, 128), (128, 32), (96, 48))]
+    for images in batches:
+        captured(made, images)
+    for images in batches:
+        assert error(made(images), uncaptured(made, images)) < CLOSE
+    assert GraphClass.captured == 4
+    nn.init.normal_(made.model.positions.table)
+    for images in batches:
+        assert error(made(images), uncaptured(made, images)) < CLOSE
+
+
 def in_place(made: InferenceModel) -> None:
     made.model.blocks[1].attention.out.weight.mul_(1.5)
 

@@ -11,7 +11,7 @@ from scipy.ndimage import zoom
 
 from vitrail import VitrailError, create_model
 from vitrail.models import RULES, resize_grid
-from vitrail.models.positions import sincos_table
+from vitrail.models.resample import sincos_table
 
 SMALL = {"width": 16, "heads": 2, "depth": 2, "mlp": 32, "outputs": 5, "patch": 4}
 sides = st.integers(1, 32)

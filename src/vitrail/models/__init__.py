@@ -13,7 +13,8 @@ from vitrail.models.cost import flops, needed_flops, parameters
 from vitrail.models.features import Features
 from vitrail.models.fused.whitelist import class_methods
 from vitrail.models.initialise import initialise
-from vitrail.models.positions import RULES, SinCosPositions, resize_grid
+from vitrail.models.positions import SinCosPositions
+from vitrail.models.resample import RULES, resize_grid
 from vitrail.models.variants import VARIANTS, canonical_name, model_config
 from vitrail.models.vit import ViT
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.models.config import ViTConfig
+from vitrail.models.config import Pair, ViTConfig
 from vitrail.models.layers import Mlp
 
 # Not cuDNN's: its backward pass gave NaN for 64 tokens on an H200 where these did not, and it is no faster (docs/log.md).
@@ -32,18 +32,18 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = config.attention_dropout
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, num_queries: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, num_queries: int | None = None, *grid: Pair) -> Tensor:
         """With `num_queries` only for so many of the first tokens, which must be prefix tokens: these attend to all tokens."""
         q, k, v = self._split(x)
         if num_queries is None:
-            return self._merge(self._fused(q, k, v, bias))
+            return self._merge(self._fused(q, k, v, bias, *grid))
         bias = None if bias is None else bias[..., :num_queries, :]
         return self._merge(Attention._fused(self, q[:, :, :num_queries], k, v, bias))
 
-    def with_weights(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def with_weights(self, x: Tensor, bias: Tensor | None = None, *grid: Pair) -> tuple[Tensor, Tensor]:
         """Return the output, and the attention [batch, head, query, key] that produced it. Without dropout."""
         q, k, v = self._split(x)
-        weights = _scores(q, k, self._with_mask(bias, x)).softmax(dim=-1)
+        weights = _scores(q, k, self._with_mask(bias, x, *grid)).softmax(dim=-1)
         return self._merge(weights.to(v.dtype) @ v), weights
 
     def scores(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         q, k, _ = self._split(x)
         return _scores(q, k, self._with_mask(bias, x))
 
-    def _with_mask(self, bias: Tensor | None, x: Tensor) -> Tensor | None:
+    def _with_mask(self, bias: Tensor | None, x: Tensor, *grid: Pair) -> Tensor | None:
         return bias
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +70,7 @@ class Attention(nn.Module):
     def _merge(self, x: Tensor) -> Tensor:
         return self.out(x.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
         # The kernel does not know about eval mode: dropout must be switched off here, or inference is random.
         dropout = self.dropout if self.training else 0.0
         if q.requires_grad and q.dtype is torch.bfloat16 and q.device.type == "cpu" and type(q) is Tensor:
@@ -93,7 +93,8 @@ class AxialAttention(Attention):
     """Attention along one axis of the grid (App. D.6): a patch sees its row, or its column, and the prefix tokens.
 
     Prefix tokens see everything, so that a class token can still gather the whole image. The paper does not say what it does
-    with its class token; this keeps the axial cost for the patches, which are nearly all of the tokens.
+    with its class token; this keeps the axial cost for the patches, which are nearly all of the tokens. `grid` is that of the
+    tokens, where it is not `self.grid`.
     """
 
     def __init__(self, config: ViTConfig, axis: int) -> None:
@@ -102,51 +103,49 @@ class AxialAttention(Attention):
         self.prefix = config.prefix
         self.grid = config.grid
 
-    def _with_mask(self, bias: Tensor | None, x: Tensor) -> Tensor:
-        outside = ~self.neighbourhood(x.device)
+    def _with_mask(self, bias: Tensor | None, x: Tensor, *grid: Pair) -> Tensor:
+        outside = ~self.neighbourhood(x.device, *grid)
         mask = torch.zeros(outside.shape, dtype=x.dtype, device=x.device).masked_fill(outside, float("-inf"))
         return mask if bias is None else mask + bias
 
-    def neighbourhood(self, device: torch.device) -> Tensor:
+    def neighbourhood(self, device: torch.device, *grid: Pair) -> Tensor:
         """True where a query [row] may look at a key [column]."""
-        rows, columns = self.grid
+        rows, columns = grid[0] if grid else self.grid
         index = torch.arange(rows * columns, device=device)
         line = index // columns if self.axis == 0 else index % columns
         visible = torch.ones(self.prefix + len(index), self.prefix + len(index), dtype=torch.bool, device=device)
         visible[self.prefix :, self.prefix :] = line[:, None] == line[None, :]
         return visible
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        count = self.prefix
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
+        count, size = self.prefix, grid[0] if grid else self.grid
+        prefix_k, prefix_v = (part[:, :, :count].repeat_interleave(size[self.axis], dim=0) for part in (k, v))
         patches = super()._fused(
-            self._lines(q[:, :, count:]),
-            torch.cat([self._repeat(k[:, :, :count]), self._lines(k[:, :, count:])], dim=2),
-            torch.cat([self._repeat(v[:, :, :count]), self._lines(v[:, :, count:])], dim=2),
-            None if bias is None else self._line_bias(bias).repeat(q.shape[0], 1, 1, 1),
+            self._lines(q[:, :, count:], size),
+            torch.cat([prefix_k, self._lines(k[:, :, count:], size)], dim=2),
+            torch.cat([prefix_v, self._lines(v[:, :, count:], size)], dim=2),
+            None if bias is None else self._line_bias(bias, size).repeat(q.shape[0], 1, 1, 1),
         )
-        patches = self._unline(patches)
+        patches = self._unline(patches, size)
         if not count:
             return patches
         prefix = super()._fused(q[:, :, :count], k, v, None if bias is None else bias[..., :count, :])
         return torch.cat([prefix, patches], dim=2)
 
-    def _lines(self, x: Tensor) -> Tensor:
+    def _lines(self, x: Tensor, grid: Pair) -> Tensor:
         """[batch, head, patch, d] → [batch · line, head, patch in the line, d]."""
-        x = x.reshape(*x.shape[:2], *self.grid, x.shape[-1])
+        x = x.reshape(*x.shape[:2], *grid, x.shape[-1])
         x = x.permute(0, 2, 1, 3, 4) if self.axis == 0 else x.permute(0, 3, 1, 2, 4)
         return x.flatten(0, 1)
 
-    def _unline(self, x: Tensor) -> Tensor:
-        x = x.reshape(-1, self.grid[self.axis], *x.shape[1:])
+    def _unline(self, x: Tensor, grid: Pair) -> Tensor:
+        x = x.reshape(-1, grid[self.axis], *x.shape[1:])
         x = x.permute(0, 2, 1, 3, 4) if self.axis == 0 else x.permute(0, 2, 3, 1, 4)
         return x.flatten(2, 3)
 
-    def _repeat(self, x: Tensor) -> Tensor:
-        return x.repeat_interleave(self.grid[self.axis], dim=0)
-
-    def _line_bias(self, bias: Tensor) -> Tensor:
+    def _line_bias(self, bias: Tensor, grid: Pair) -> Tensor:
         """Select from a full bias [head, token, token] what the patches of a line use: [line, head, patch, prefix + patch]."""
-        count, (rows, columns) = self.prefix, self.grid
+        count, (rows, columns) = self.prefix, grid
         bias = bias[:, count:]
         own = bias[..., count:].reshape(self.heads, rows, columns, rows, columns)
         first = bias[..., :count].reshape(self.heads, rows, columns, count)
@@ -194,6 +193,11 @@ class AttentionPool(nn.Module):
 def attention_for(config: ViTConfig, block: int) -> Attention:
     """Return the attention of one block: axial attention alternates between rows and columns."""
     return AxialAttention(config, axis=block % 2) if config.attention == "axial" else Attention(config)
+
+
+def grid_for(block: nn.Module, other: tuple[Pair, ...]) -> tuple[Pair, ...]:
+    """Return the argument by which a block gets another grid than the model's: only axial attention has to know it."""
+    return other if other and isinstance(getattr(block, "attention", None), AxialAttention) else ()
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

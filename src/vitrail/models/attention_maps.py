@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
-from vitrail.models.features import check_images, chosen_layers, evaluating
+from vitrail.models.attention import grid_for
+from vitrail.models.config import Pair
+from vitrail.models.features import check_images, chosen_layers, evaluating, other_grid
 
 if TYPE_CHECKING:
     from vitrail.models.vit import ViT
@@ -30,22 +32,23 @@ def attention(model: ViT, images: Tensor, layers: Iterable[int] | None = None, *
     Layers that are not in `layers` run as in `forward`, and nothing runs past the last one in it. With `pooling` one more
     comes at the end, numbered as if it were the next layer: how the pooled output weighs the last tokens, [batch, head, 1, key].
     """
-    check_images(images, name=model.config.name, channels=model.config.channels, size=model.config.image_size)
+    check_images(images, model.config)
     return _attention(model, images, chosen_layers(layers, len(model.blocks)), pooling)
 
 
 @torch.no_grad()
 def _attention(model: ViT, images: Tensor, layers: tuple[int, ...], pooling: bool) -> Maps:
+    other = other_grid(model.config, images)
     with evaluating(model):
-        x = model.add_prefix_and_positions(model.embed_patches(images))
+        x = model.add_prefix_and_positions(model.embed_patches(images), *other)
     for number in range(len(model.blocks) if pooling else layers[-1] + 1):
         block = model.blocks[number]
-        x, bias = model.positions.before_layer(x, number), model.positions.bias(number)
+        x, bias = model.positions.before_layer(x, number, *other), model.positions.bias(number, *other)
         with evaluating(block):  # only while computing: between layers the caller finds the model as it was
             if number not in layers:
-                x = block(x, bias)
+                x = _run(block, x, bias, other)
                 continue
-            x, weights = block.with_attention(x, bias)  # type: ignore[operator]
+            x, weights = block.with_attention(x, bias, *grid_for(block, other))  # type: ignore[operator]
         yield number, weights
     if pooling:
         with evaluating(model):
@@ -60,7 +63,7 @@ def attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWith
     time. Parameters get no gradients.
     """
     config = model.config
-    check_images(images, name=config.name, channels=config.channels, size=config.image_size)
+    check_images(images, config)
     if not config.outputs:
         raise VitrailError(f"{config.name} has no head, so it has no output to take gradients of.")
     if outputs.shape != images.shape[:1] or not 0 <= int(outputs.min()) <= int(outputs.max()) < config.outputs:
@@ -69,12 +72,12 @@ def attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWith
 
 
 def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWithGradients:
-    inputs: list[Tensor] = []
+    inputs, other = list[Tensor](), other_grid(model.config, images)
     with evaluating(model), torch.no_grad():
-        x = model.add_prefix_and_positions(model.embed_patches(images))
+        x = model.add_prefix_and_positions(model.embed_patches(images), *other)
         for number, block in enumerate(model.blocks):
-            inputs.append(model.positions.before_layer(x, number))
-            x = block(inputs[-1], model.positions.bias(number))
+            inputs.append(model.positions.before_layer(x, number, *other))
+            x = _run(block, inputs[-1], model.positions.bias(number, *other), other)
         pooling = _pooling_weights(model, x)
     yield len(model.blocks), pooling, None
     with evaluating(model), torch.enable_grad():
@@ -84,10 +87,15 @@ def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWit
     for number in reversed(range(len(model.blocks))):
         block = model.blocks[number]
         with evaluating(block), torch.enable_grad():
-            x, bias = inputs.pop().requires_grad_(), model.positions.bias(number)
-            x_after, weights = block.with_attention(x, bias)  # type: ignore[operator]
+            x, bias = inputs.pop().requires_grad_(), model.positions.bias(number, *other)
+            x_after, weights = block.with_attention(x, bias, *grid_for(block, other))  # type: ignore[operator]
             grad_weights, grad_x = torch.autograd.grad(x_after, (weights, x), grad_x)
         yield number, weights.detach(), grad_weights
+
+
+def _run(block: nn.Module, x: Tensor, bias: Tensor | None, other: tuple[Pair, ...]) -> Tensor:
+    grid = grid_for(block, other)
+    return block(x, bias, None, *grid) if grid else block(x, bias)  # type: ignore[no-any-return]
 
 
 def normed_tokens(model: ViT, x: Tensor) -> Tensor:

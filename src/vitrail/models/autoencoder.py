@@ -14,7 +14,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.fused.dispatch import ResidualStream
 from vitrail.models.initialise import initialise_parts, small_normal_
 from vitrail.models.masked import Pretraining, gather_tokens, num_masked_of, prefix_indices, unread_flops
-from vitrail.models.positions import sincos_table
+from vitrail.models.resample import sincos_table
 from vitrail.models.vit import Block, ViT
 
 _HEAD = 32  # channels of a decoder's head, as its authors have it
@@ -66,7 +66,7 @@ class MaskedAutoencoder(Pretraining):
 
     def encode(self, images: Tensor, seen: Tensor) -> Tensor:
         """Encode the prefix tokens and the patches with indices `seen` [image, index], and nothing else."""
-        tokens, prefix = self.encoder.add_prefix_and_positions(self.encoder.embed_patches(images)), self.config.prefix
+        tokens, prefix = self.encoder.add_prefix_and_positions(self._embed(images)), self.config.prefix
         visible = gather_tokens(tokens, torch.cat([prefix_indices(seen, prefix), seen + prefix], dim=1))
         return self._normed(self.encoder.encode(visible))
 

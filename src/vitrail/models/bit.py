@@ -84,7 +84,7 @@ class BiT(nn.Module):
         return surgery.checkpoint_activations(self, sum(self.config.resnet.layers), blocks, keep)
 
     def _map(self, images: Tensor, kept: dict[int, Tensor] | None = None) -> Tensor:
-        check_images(images, name=self.config.name, channels=self.config.channels, size=None)
+        check_images(images, self.config)
         x, number = max_pool(self.root(in_precision_of(images, self.root.weight)), self.config.resnet), 0
         for index, stage in enumerate(self.stages):
             for unit in stage:  # type: ignore[attr-defined]

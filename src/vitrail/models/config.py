@@ -23,8 +23,7 @@ class _Fields:
     """Checks and JSON round trip shared by the configurations below."""
 
     def _check(self) -> None:
-        hints = get_type_hints(type(self))
-        for name, hint in hints.items():
+        for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 choices = ", ".join(map(repr, get_args(hint)))
                 raise VitrailError(f"{name} is {getattr(self, name)!r}; it can be {choices}.")
@@ -148,6 +147,7 @@ class ViTConfig(ModelConfig):
     position_at: Literal["input", "every-layer", "shared"] = "input"
     position_prefix: bool = True  # whether the position table covers the prefix tokens
     position_resize: PositionRule = "reference"
+    any_size: bool = False  # accept images of other sizes; positions are resampled for each, and the table stays as it is
     position_std: float | None = 0.02  # of the initial table; None: 1/√width, as big_vision
 
     pooling: Literal["class", "mean", "map"] = "class"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
-from vitrail.models.config import Pair
+from vitrail.models.config import BiTConfig, Pair, ViTConfig, check_image_size
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,20 @@ def in_precision_of(images: Tensor, weight: Tensor) -> Tensor:
     return images
 
 
-def check_images(images: Tensor, *, name: str, channels: int, size: Pair | None) -> None:
+def grid_of(config: ViTConfig, images: Tensor) -> Pair:
+    """Return the rows and columns of tokens that a batch of images has."""
+    return images.shape[2] // config.stride[0], images.shape[3] // config.stride[1]
+
+
+def other_grid(config: ViTConfig, images: Tensor) -> tuple[Pair, ...]:
+    """Return the grid of these images as one more argument for positions and attention; () where it is the model's own."""
+    grid = grid_of(config, images)
+    return () if grid == config.grid else (grid,)
+
+
+def check_images(images: Tensor, config: ViTConfig | BiTConfig) -> None:
     """Say what is wrong with a batch before torch does."""
+    name, channels = config.name, config.channels
     if images.ndim != 4:
         raise VitrailError(
             f"{name} takes a batch [images, channels, height, width]; this tensor is {list(images.shape)}. "
@@ -82,9 +94,18 @@ def check_images(images: Tensor, *, name: str, channels: int, size: Pair | None)
             f"{name} has {channels} input channels, these images have {images.shape[1]}. "
             f"Convert the images, or build the model with channels={images.shape[1]}."
         )
-    if size is not None and tuple(images.shape[2:]) != size:
-        height, width = images.shape[2:]
-        raise VitrailError(
-            f"{name} expects {size[0]}×{size[1]} images, these are {height}×{width}. "
-            f"Resize the images, or the model with model.resize(({height}, {width}))."
-        )
+    if isinstance(config, ViTConfig):
+        _check_size(config, (images.shape[2], images.shape[3]))
+
+
+def _check_size(config: ViTConfig, given: Pair) -> None:
+    own = config.image_size
+    if given == own:
+        return
+    if config.any_size:
+        check_image_size(given, config.stride)
+        return
+    raise VitrailError(
+        f"{config.name} expects {own[0]}×{own[1]} images, these are {given[0]}×{given[1]}. Resize the images, or the model with "
+        f"model.resize(({given[0]}, {given[1]})), or load or create it with any_size=True."
+    )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import flops
+from vitrail.models.features import other_grid
 from vitrail.models.fused import whitelist
 from vitrail.models.initialise import lecun_normal_, small_normal_
 from vitrail.models.vit import ViT
@@ -63,6 +64,14 @@ class Pretraining(nn.Module, ABC):
     def flops(self) -> int:
         """Return the FLOPs of one image's forward pass, counted as `models.flops` does."""
 
+    def _embed(self, images: Tensor) -> Tensor:
+        """Return patch embeddings. Noise and targets are those of the model's own image size, also where it accepts others."""
+        patches = self.encoder.embed_patches(images)
+        if other_grid(self.config, images):
+            (height, width), given = self.config.image_size, images.shape[2:]
+            raise VitrailError(f"{self.config.name} is pre-trained on {height}×{width} images, these are {given[0]}×{given[1]}.")
+        return patches
+
     def _normed(self, tokens: Tensor) -> Tensor:
         """Encoded tokens after the final norm, also where the model has it after pooling."""
         normed = self.config.final_norm == "before-pool"
@@ -95,7 +104,7 @@ class MaskedPatches(Pretraining):
 
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         order = noise[..., 0].argsort(dim=1)
-        corrupted = self.corrupt(self.encoder.embed_patches(images), order, noise[..., 1])
+        corrupted = self.corrupt(self._embed(images), order, noise[..., 1])
         # Only masked patches go through the head: with 16 × 512 outputs it is as large as a block.
         return self.head(self.encode(corrupted, order)), order[:, : self.num_masked]
 

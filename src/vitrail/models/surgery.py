@@ -23,7 +23,7 @@ def resize(model: ViT, size: int | Pair, rule: PositionRule | None = None) -> Vi
     """Let a model take images of another size (height, width); positions are resampled by the rule, or the model's own."""
     old, rule = model.config.grid, rule or model.config.position_resize
     model.config = model.config.replace(image_size=size, position_resize=rule)
-    grid = model.config.grid
+    grid, model.positions.rule = model.config.grid, rule
     if grid != old:
         model.positions.resize(grid, rule)
         log.info("positions %d×%d → %d×%d (%s, rule %r)", *old, *grid, model.config.position, rule)

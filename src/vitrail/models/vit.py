@@ -11,7 +11,7 @@ from vitrail.errors import VitrailError
 from vitrail.models import attention_maps, surgery
 from vitrail.models.attention import AttentionPool, attention_for
 from vitrail.models.config import Pair, PositionRule, ViTConfig
-from vitrail.models.features import Features, check_images, chosen_layers
+from vitrail.models.features import Features, check_images, chosen_layers, grid_of, other_grid
 from vitrail.models.fused import dispatch
 from vitrail.models.fused.encoder import BlockOptions, PendingResidual, run_block
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
@@ -35,18 +35,18 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.skip = StochasticDepth(config.stochastic_depth * number / max(config.blocks - 1, 1))
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, num_queries: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None, num_queries: int | None = None, *grid: Pair) -> Tensor:
         """With `num_queries`, only so many of the first tokens come out, though they still attend to all."""
-        attended = self.attention(self.norm1(x), bias, num_queries)
+        attended = self.attention(self.norm1(x), bias, num_queries, *grid)
         return self._add_branches(x if num_queries is None else x[:, :num_queries], attended)
 
     def forward_pending(self, pending: PendingResidual, options: BlockOptions) -> PendingResidual:
         """`forward` in fused kernels: finishes the last addition of the block before, and leaves its own to the block after."""
         return run_block(self, pending, options)
 
-    def with_attention(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def with_attention(self, x: Tensor, bias: Tensor | None = None, *grid: Pair) -> tuple[Tensor, Tensor]:
         """Return the block's output, and its attention [batch, head, query, key]."""
-        attended, weights = self.attention.with_weights(self.norm1(x), bias)
+        attended, weights = self.attention.with_weights(self.norm1(x), bias, *grid)
         return self._add_branches(x, attended), weights
 
     def _add_branches(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -92,32 +92,31 @@ class ViT(nn.Module):
         """Compute everything by name in one pass; `layers` also keeps the tokens after those blocks."""
         kept = dict.fromkeys(chosen_layers(wanted, len(self.blocks)) if (wanted := list(layers)) else (), images)
         tokens, prefix = self._encode_images(images, kept), self.config.prefix
-        pooled = self._pool(tokens)
-        patches = tokens[:, prefix:].reshape(-1, *self.config.grid, self.config.width)
+        pooled, patches = self._pool(tokens), tokens[:, prefix:].unflatten(1, grid_of(self.config, images))
         return Features(tokens, tokens[:, :prefix], patches, pooled, self._represent(pooled), kept)
 
     def embed_patches(self, images: Tensor) -> Tensor:
         """Compute the patch embeddings xE [batch, patch, width], before positions."""
-        check_images(images, name=self.config.name, channels=self.config.channels, size=self.config.image_size)
+        check_images(images, self.config)
         images = dispatch.patchify(self, images)
         return self.patches(images if self.resnet is None else self.resnet(images))  # type: ignore[no-any-return]
 
-    def add_prefix_and_positions(self, patches: Tensor) -> Tensor:
-        """z₀ of equation 1: prefix tokens, then patch embeddings, with their positions."""
+    def add_prefix_and_positions(self, patches: Tensor, *other: Pair) -> Tensor:
+        """z₀ of equation 1: prefix tokens, then patch embeddings, with positions; `other`: their grid if not the model's own."""
         prefix = [token for token in (self.class_token, self.distill_token, self.registers) if token is not None]
         if dispatch.fuses_positions(self, patches):
-            x = dispatch.add_prefix_and_positions(self, patches, prefix)
+            x = dispatch.add_prefix_and_positions(self, patches, prefix, *other)
         else:
             expanded = [token.expand(patches.shape[0], -1, -1).to(patches.dtype) for token in prefix]
-            x = self.positions.at_input(torch.cat([*expanded, patches], dim=1) if expanded else patches)
+            x = self.positions.at_input(torch.cat([*expanded, patches], dim=1) if expanded else patches, *other)
         return self.dropout(x)  # type: ignore[no-any-return]
 
-    def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None, num_queries: int | None = None) -> Tensor:
+    def encode(self, x: Tensor, kept: dict[int, Tensor] | None = None, num_queries: int | None = None, *other: Pair) -> Tensor:
         """Run all blocks, then the final norm if it comes before pooling. `kept` gets the tokens after the blocks it names.
 
-        With `num_queries` the last block computes only so many of the first tokens.
+        With `num_queries` the last block computes only so many of the first tokens. `other` as above.
         """
-        stream = dispatch.ResidualStream(x, self.kernels, self.recompute, fp8=self.kernels == "fp8" and self.training)
+        stream = dispatch.ResidualStream(x, self.kernels, self.recompute, *other, fp8=self.kernels == "fp8" and self.training)
         for number, block in enumerate(self.blocks):
             stream.run(number, block, self.positions, num_queries if number == len(self.blocks) - 1 else None)
             if kept and number in kept:
@@ -150,7 +149,8 @@ class ViT(nn.Module):
         return surgery.checkpoint_activations(self, len(self.blocks), blocks, keep)
 
     def _encode_images(self, images: Tensor, kept: dict[int, Tensor] | None = None, num_queries: int | None = None) -> Tensor:
-        return self.encode(self.add_prefix_and_positions(self.embed_patches(images)), kept, num_queries)
+        patches, other = self.embed_patches(images), other_grid(self.config, images)
+        return self.encode(self.add_prefix_and_positions(patches, *other), kept, num_queries, *other)
 
     @property
     def _num_read(self) -> int | None:

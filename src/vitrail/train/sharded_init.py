@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vitrail.models.autoencoder import MaskedAutoencoder
-from vitrail.models.positions import SinCosPositions, sincos_table
+from vitrail.models.positions import SinCosPositions
+from vitrail.models.resample import sincos_table
 from vitrail.train.shards import whole
 
 Initialise = Callable[[Any], None]

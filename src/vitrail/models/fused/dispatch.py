@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from vitrail.models.attention import grid_for
+from vitrail.models.config import Pair
 from vitrail.models.features import in_precision_of
 from vitrail.models.fused import encoder, launch, self_test, whitelist
 from vitrail.models.fused.encoder import PendingResidual
@@ -55,29 +57,29 @@ def fuses_positions(model: ViT, patches: Tensor) -> bool:
     return whitelist.are_plain_positions(model.positions) and can_fuse(patches)
 
 
-def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tensor]) -> Tensor:
+def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tensor], *other: Pair) -> Tensor:
     """z₀ of equation 1 in one pass: what all images share is computed once, and each image's patches are added to it."""
     from vitrail.models.fused import branches
 
     blank = torch.zeros(1, *patches.shape[1:], device=patches.device, dtype=model.patches.weight.dtype)
     # Times one, so that a token's gradient is not a slice of all tokens': DDP warns of strides other than the parameter's.
     shared = torch.cat([*(token * 1 for token in prefix), blank], dim=1)
-    return branches.add_prefix_and_positions(patches, model.positions.at_input(shared)[0])
+    return branches.add_prefix_and_positions(patches, model.positions.at_input(shared, *other)[0])
 
 
 class ResidualStream:
     """The tokens on their way through the blocks, and through the norm after them.
 
     A block that is plain takes over the pending addition of the one before (`Block.forward_pending`); any other gets whole tokens
-    and is called as a module, hooks and all.
+    and is called as a module, hooks and all. `other` is the grid of these tokens where it is not the model's own.
     """
 
-    def __init__(self, x: Tensor, kernels: Kernels, recompute: Recompute | None = None, *, fp8: bool = False) -> None:
+    def __init__(self, x: Tensor, kernels: Kernels, recompute: Recompute | None = None, *other: Pair, fp8: bool = False) -> None:
         self._pending = PendingResidual(x)
         self._recompute = recompute or Recompute()
         self._uses_autocast = encoder.uses_autocast(x)
         self._dtype = encoder.matmul_dtype(x) if kernels != "plain" and can_fuse(x) else None
-        self._fp8 = fp8
+        self._fp8, self._other = fp8, other
 
     def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
         """Run block `number`, with what positions add before it or inside it."""
@@ -91,9 +93,9 @@ class ResidualStream:
             return
         x, bias = self.tokens, None
         if positions is not None:
-            x, bias = positions.before_layer(x, number), positions.bias(number)
+            x, bias = positions.before_layer(x, number, *self._other), positions.bias(number, *self._other)
         if hasattr(block, "with_attention"):
-            x = self._recompute.run(number, block, x, bias, num_queries)
+            x = self._recompute.run(number, block, x, bias, num_queries, *grid_for(block, self._other))
         else:  # a module of a user's own, which takes tokens and returns all of them
             x = self._recompute.run(number, block, *((x,) if bias is None else (x, bias)))[:, :num_queries]
         self._pending = PendingResidual(x)

@@ -137,9 +137,7 @@ class InferenceModel(nn.Module):
 
     def _check(self, images: Tensor) -> None:
         """Refuse wrong images as the model does, before they are converted to what it takes."""
-        config = self.config
-        size = None if isinstance(self.model, BiT) else config.image_size
-        check_images(images, name=config.name, channels=config.channels, size=size)
+        check_images(images, self.config)
 
     def _moved(self, images: Tensor) -> Tensor:
         return images.to(self.device, self.dtype)

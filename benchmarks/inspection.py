@@ -44,7 +44,7 @@ def main() -> None:
     torch.nn.init.normal_(model.norm.bias, std=0.01)  # avoids the warning about untrained models
     torch.nn.init.normal_(model.head.weight, std=0.02)
     images = torch.randn(options.images, 3, *model.config.image_size)
-    batch = options.batch or min(fitting_batch(model), options.images)
+    batch = options.batch or min(fitting_batch(model.config), options.images)
     report(benchmark(model, images, batch, options), batch, options)
 
 

@@ -113,6 +113,7 @@ def test_the_fused_path_is_really_used(fusing: None, blocks_fused: list[nn.Modul
     assert len(blocks_fused) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"registers": 2, "position_prefix": False}, {"position_at": "every-layer"}], ids=str)
 def test_images_of_another_size_get_their_own_positions(
     fields: dict[str, Any], fusing: None, blocks_fused: list[nn.Module]

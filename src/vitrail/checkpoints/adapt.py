@@ -35,7 +35,7 @@ def change_size(bundle: Bundle, size: int | tuple[int, int]) -> None:
     if bundle.preprocess is not None:
         bundle.preprocess = bundle.preprocess.with_size(new)
     rule = getattr(bundle.model.config, "position_resize", None)
-    how = f", position embedding resampled with rule {rule!r}" if rule else ""
+    how = f", position embedding resampled with rule {rule!r}" if rule and new != old else ""
     bundle.report.notes.append(f"image size {old[0]}×{old[1]} → {new[0]}×{new[1]}{how}")
 
 

@@ -15,7 +15,8 @@ from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import Preprocess, read_file
 from vitrail.errors import VitrailError, counted
 from vitrail.models import Model, ViTConfig
-from vitrail.models.features import evaluating
+from vitrail.models.features import evaluating, stride_of
+from vitrail.models.surgery import accepting_any_size
 
 if TYPE_CHECKING:
     from vitrail.data.trained_on import TrainedOn
@@ -80,18 +81,24 @@ class Bundle:
         saved = self.task_info.get("thresholds")
         return tuple(saved) if saved is not None else (0.5,) * self.model.config.outputs
 
-    def predict(self, images: Any, top: int = 5) -> list[list[Prediction]]:
+    def predict(self, images: Any, top: int = 5, *, any_size: bool = False, max_size: int | None = None) -> list[list[Prediction]]:
         """Return the `top` predictions per image, best first.
 
         `images` is one image or a sequence of images: paths, file contents, Pillow images or arrays, which are preprocessed
-        with `self.preprocess`; or a preprocessed float tensor [images, channels, height, width].
+        with `self.preprocess`; or a preprocessed float tensor [images, channels, height, width]. With `any_size` each image keeps
+        its aspect ratio (`Preprocess.keep_aspect`), and a tensor may have any size; `max_size` limits the long side.
         """
+        if max_size is not None and not any_size:
+            raise VitrailError(
+                f"max_size={max_size} limits the long side of images that keep their aspect ratio; add any_size=True."
+            )
         self.check_head()
         if top < 1:
             raise VitrailError(f"top is {top}; it must be at least 1.")
         predictions: list[list[Prediction]] = []
-        for batch in self._batches(images):
-            predictions += self._predict_batch(batch, top)
+        model = accepting_any_size(self.model) if any_size else self.model
+        for batch in self._batches(images, any_size, max_size):
+            predictions += self._predict_batch(model, batch, top)
         return predictions
 
     def label(self, index: int) -> str:
@@ -127,13 +134,15 @@ class Bundle:
             )
         return given
 
-    def _batches(self, images: Any) -> Iterator[Tensor]:
+    def _batches(self, images: Any, any_size: bool, max_size: int | None) -> Iterator[Sequence[Tensor]]:
         if isinstance(images, Tensor):
-            yield from (images if images.ndim == 4 else images[None]).split(_BATCH)
+            yield from map(list, (images if images.ndim == 4 else images[None]).split(_BATCH))
             return
         is_single = isinstance(images, (str, bytes, os.PathLike)) or not isinstance(images, Sequence)
         items = [images] if is_single else list(images)
         preprocess, warned = self.stored_preprocess(), False
+        if any_size:
+            preprocess = preprocess.keep_aspect(stride_of(self.model.config), max_size)
         for start in range(0, len(items), _BATCH):
             names = [_name(image, start + i) for i, image in enumerate(items[start : start + _BATCH])]
             contents = [read_file(one) if isinstance(one, (str, os.PathLike)) else one for one in items[start : start + _BATCH]]
@@ -141,13 +150,20 @@ class Bundle:
             if rotated is not None and not warned:
                 warned = True
                 log.warning("%s", preprocess.rotated_note(rotated))
-            yield torch.stack([preprocess(image, name=name) for image, name in zip(contents, names, strict=True)])
+            yield [preprocess(image, name=name) for image, name in zip(contents, names, strict=True)]
 
     @torch.no_grad()
-    def _predict_batch(self, batch: Tensor, top: int) -> list[list[Prediction]]:
-        weight = self.model.norm.weight
-        with evaluating(self.model):
-            return self.decode(self.model(batch.to(weight.device, weight.dtype)), top)
+    def _predict_batch(self, model: Model, batch: Sequence[Tensor], top: int) -> list[list[Prediction]]:
+        """Predict images [channel, height, width], those of one size together."""
+        weight, found, rows_of = model.norm.weight, list[list[Prediction]]([[]] * len(batch)), dict[torch.Size, list[int]]()
+        for row, image in enumerate(batch):
+            rows_of.setdefault(image.shape, []).append(row)
+        with evaluating(model):
+            for rows in rows_of.values():
+                images = torch.stack([batch[row] for row in rows]).to(weight.device, weight.dtype)
+                for row, predictions in zip(rows, self.decode(model(images), top), strict=True):
+                    found[row] = predictions
+        return found
 
     def scores(self, outputs: Tensor) -> Tensor:
         """Turn the model's outputs into probabilities, by softmax or sigmoid; the values of a regression stay as they are."""

@@ -133,7 +133,8 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sizes(config: ModelConfig) -> str:
-    image = f"image {config.image_size[0]}×{config.image_size[1]}×{config.channels}"
+    any_size = " (accepts any size)" if isinstance(config, ViTConfig) and config.any_size else ""
+    image = f"image {config.image_size[0]}×{config.image_size[1]}×{config.channels}{any_size}"
     if isinstance(config, BiTConfig):
         return f"{image}, blocks {config.resnet.layers}, width ×{config.resnet.multiplier}"
     assert isinstance(config, ViTConfig)

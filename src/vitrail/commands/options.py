@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vitrail.checkpoints import Bundle, load
 from vitrail.commands.terminal import Console
 from vitrail.data.trained_on import Overlap
+from vitrail.errors import VitrailError
 from vitrail.evaluate.context import BadImages, EvalContext, Precision, no_progress
 from vitrail.evaluate.features import FeatureSpec
+from vitrail.models.features import stride_of
 from vitrail.train.parallel import World
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
@@ -41,13 +44,35 @@ class RunOptions:
     preprocess: str | None = None
     """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing. With +exif
     (timm+exif, or stored+exif for the checkpoint's own) photos are turned upright, which most libraries do not."""
+    image_size: str | None = None
+    """Input size in pixels: 384, or height and width as 384x512. Position embeddings are resampled. None: the checkpoint's own."""
+    any_size: bool = False
+    """Let each image keep its aspect ratio instead of being cropped or stretched: the short side gets the input size, and both
+    sides are rounded to whole patches. Images of one size are computed together."""
+    max_size: int | None = None
+    """With --any-size: the longest side in pixels. None: twice the short side."""
 
     def bundle(self, ref: str, world: World) -> Bundle:
         """Load the checkpoint on its device, and say on stderr what its file does not show and was assumed."""
-        bundle = load(ref, preprocess=self.preprocess, device=world.device)
+        size = None if self.image_size is None else parse_size(self.image_size)
+        bundle = load(ref, preprocess=self.preprocess, image_size=size, device=world.device)
         if world.main:
             show_assumptions(bundle)
+            self._show_sizes(bundle)
         return bundle
+
+    def _show_sizes(self, bundle: Bundle) -> None:
+        """Print on stderr how the position embedding is resampled."""
+        console = Console(stderr=True)
+        if self.image_size is not None:
+            note = next(note for note in reversed(bundle.report.notes) if note.startswith("image size"))
+            console.print(note, highlight=False, soft_wrap=True)
+        if self.any_size and bundle.preprocess is not None:
+            kept = bundle.preprocess.keep_aspect(stride_of(bundle.model.config), self.max_size)
+            sides = f"short side {kept.resize_to}, long side up to {kept.max_size}, in steps of {_times(kept.multiple)} pixels"
+            rule = getattr(bundle.model.config, "position_resize", None)
+            how = f"; position embedding resampled for each size with rule {rule!r}" if rule else ""
+            console.print(f"images keep their aspect ratio: {sides}{how}", highlight=False, soft_wrap=True)
 
     def eval_context(self, world: World, progress: Callable[[int], None] = no_progress) -> EvalContext:
         return EvalContext(
@@ -56,12 +81,26 @@ class RunOptions:
             workers=self.workers,
             precision=self.precision,
             bad_images=self.bad_images,
+            any_size=self.any_size,
+            max_size=self.max_size,
             progress=progress,
         )
 
 
 Options = Annotated[RunOptions, tyro.conf.arg(name="")]
 DEFAULT = RunOptions()
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Read 384, or 384x512: height and width."""
+    match = re.fullmatch(r"([1-9]\d{0,4})(?:[x×]([1-9]\d{0,4}))?", text)
+    if match is None:
+        raise VitrailError(f"--image-size is {text!r}; it takes a number of pixels, or height and width such as 384x512.")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _times(pair: tuple[int, int] | None) -> str:
+    return "" if pair is None else str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}×{pair[1]}"
 
 
 def show_assumptions(bundle: Bundle) -> None:

@@ -24,6 +24,9 @@ class HostBatch:
     bad: tuple[BadImage, ...] = ()
     rotated: str | None = None
     """For evaluation: the first image whose EXIF orientation the preprocessing ignores."""
+    groups: tuple[tuple[int, int, int], ...] = ()
+    """Where images differ in size: how many of which height and width follow each other. `images` are then their pixels [H, W, C]
+    in one row."""
 
     def pin_memory(self) -> HostBatch:
         """Return a copy in page-locked memory, which a GPU can copy from asynchronously."""

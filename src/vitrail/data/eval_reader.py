@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import numpy as np
 import torch
 
@@ -9,7 +12,7 @@ from vitrail.data.batch import HostBatch
 from vitrail.data.buffers import BatchBuffers
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import BatchSlice
-from vitrail.data.types import BadImage, Split
+from vitrail.data.types import Array, BadImage, Split
 
 
 class EvalReader:
@@ -33,15 +36,35 @@ class EvalReader:
                 if not self.skip_bad:
                     raise error.skippable() from None
                 bad.append(error)
-        indices = np.array(read, dtype=np.int64)
         # uint8 is a quarter of the bytes to copy; 16-bit and unrounded pixels need float32.
         dtype = torch.uint8 if all(array.dtype == np.uint8 for array in arrays) else torch.float32
-        images = self.buffers.empty((len(arrays), *self.preprocess.size, self.preprocess.channels), dtype)
-        for row, array in enumerate(arrays):
-            images.numpy()[row] = array
+        groups: tuple[tuple[int, int, int], ...] = ()
+        if self.preprocess.resize == "keep-aspect":
+            order = sorted(range(len(arrays)), key=lambda k: arrays[k].shape)
+            read, arrays = [read[k] for k in order], [arrays[k] for k in order]
+            images, groups = _one_row(arrays, dtype), tuple(_count_sizes(arrays))
+        else:
+            images = self.buffers.empty((len(arrays), *self.preprocess.size, self.preprocess.channels), dtype)
+            for row, array in enumerate(arrays):
+                images.numpy()[row] = array
+            images = images.permute(0, 3, 1, 2)
+        indices = np.array(read, dtype=np.int64)
         targets = torch.from_numpy(self.split.targets[indices])
-        images = images.permute(0, 3, 1, 2)
-        return HostBatch(images, targets, torch.from_numpy(indices), batch_slice, bad=tuple(bad), rotated=rotated)
+        return HostBatch(images, targets, torch.from_numpy(indices), batch_slice, bad=tuple(bad), rotated=rotated, groups=groups)
+
+
+def _one_row(arrays: list[Array], dtype: torch.dtype) -> torch.Tensor:
+    """Copy pixels of images of any size one after the other: a single tensor to pass on from a worker and to copy to a GPU."""
+    row, start = torch.empty(sum(array.size for array in arrays), dtype=dtype), 0
+    for array in arrays:
+        row.numpy()[start : start + array.size] = array.reshape(-1)
+        start += array.size
+    return row
+
+
+def _count_sizes(arrays: list[Array]) -> Iterator[tuple[int, int, int]]:
+    for (height, width), same in groupby(arrays, key=lambda array: array.shape[:2]):
+        yield len(list(same)), height, width
 
 
 def eval_slices(length: int, batch: int, rank: int, ranks: int) -> list[BatchSlice]:

@@ -265,14 +265,25 @@ class EvalLoader(_Loader):
         return len(range(self.rank, len(self.split), self.ranks))
 
     def __iter__(self) -> Iterator[Batch]:
+        for host in self.host_batches():
+            yield from self.batches_of(host)
+
+    def host_batches(self) -> Iterator[HostBatch]:
+        """Read this rank's images; `batches_of` prepares them for the model."""
         self.data_wait.reset(idle=True)
         for host in self._host_batches(self._slices()):
             self.warn_of_rotated(host)
-            if len(host.indices) == 0:
-                continue  # all its images were bad
-            images = self.preprocess.normalise(host.images.to(self.device, non_blocking=True))
-            targets = host.targets.to(self.device, non_blocking=True)
-            yield Batch(images, targets, host.indices, 0, host.slice.step, 0, 1, host.slice.total)
+            yield host
+
+    def batches_of(self, host: HostBatch) -> Iterator[Batch]:
+        """Yield the images normalised and on the device: one batch, none if all were bad, or one for each size that they have."""
+        if len(host.indices) == 0:
+            return
+        pixels = host.images.to(self.device, non_blocking=True)
+        targets = host.targets.to(self.device, non_blocking=True)
+        for images, rows in _same_size(pixels, host.groups, self.preprocess.channels):
+            total = host.slice.total
+            yield Batch(self.preprocess.normalise(images), targets[rows], host.indices[rows], 0, host.slice.step, 0, 1, total)
 
     def warn_of_rotated(self, host: HostBatch) -> None:
         """Warn once of an image that the model sees rotated."""
@@ -282,6 +293,19 @@ class EvalLoader(_Loader):
 
     def _slices(self) -> list[BatchSlice]:
         return eval_slices(len(self.split), self.batch, self.rank, self.ranks)
+
+
+def _same_size(
+    pixels: torch.Tensor, groups: tuple[tuple[int, int, int], ...], channels: int
+) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Yield images [n, C, H, W] of one size, and which of the batch's they are."""
+    if not groups:
+        yield pixels, slice(None)
+    start, first = 0, 0
+    for count, height, width in groups:
+        end = start + count * height * width * channels
+        yield pixels[start:end].view(count, height, width, channels).permute(0, 3, 1, 2), slice(first, first + count)
+        start, first = end, first + count
 
 
 # These are functions, not methods: a reference back to the loader would be a cycle, and the garbage collector then frees

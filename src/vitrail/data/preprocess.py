@@ -23,7 +23,7 @@ from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.regular_files import read_bytes
 
-Resize = Literal["square", "short-side", "none"]
+Resize = Literal["square", "short-side", "none", "keep-aspect"]
 Geometry = Literal["torchvision", "tensorflow"]
 
 
@@ -34,9 +34,14 @@ class Preprocess:
     size: tuple[int, int] = (224, 224)
     """(height, width) of the model's input."""
     resize: Resize = "square"
-    """`square` stretches to `size`; `short-side` keeps the aspect ratio, then crops the centre; `none` only crops."""
+    """`square` stretches to `size`; `short-side` keeps the aspect ratio, then crops the centre; `none` only crops; `keep-aspect`
+    (see `keep_aspect`) keeps the aspect ratio and the whole image, so that images differ in size."""
     resize_to: int | None = None
-    """With `short-side`: the length of the short side before the centre crop."""
+    """With `short-side`: the length of the short side before the centre crop. With `keep-aspect`: in the model's input."""
+    max_size: int | None = None
+    """With `keep-aspect`: the longest the long side may be; where it would be longer, the whole image is smaller."""
+    multiple: tuple[int, int] | None = None
+    """With `keep-aspect`: height and width are rounded to the nearest multiples of these."""
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
     """Whether the filter is widened when downscaling, as in Pillow; by default TensorFlow does not."""
@@ -66,14 +71,15 @@ class Preprocess:
                 raise VitrailError(f"Preprocess.{field} is {getattr(self, field)!r}; it must be one of {allowed}.")
         if len(self.size) != 2 or min(self.size) < 1:
             raise VitrailError(f"Preprocess.size is {self.size}; it must be (height, width), both at least 1.")
-        if (self.resize_to is not None) != (self.resize == "short-side"):
+        if (self.resize_to is not None) != (self.resize in ("short-side", "keep-aspect")):
             raise VitrailError(
                 f"resize_to goes with resize='short-side', but resize is {self.resize!r} and resize_to is {self.resize_to}."
             )
-        if self.resize_to is not None and self.resize_to < min(self.size):
+        if self.resize == "short-side" and self.resize_to is not None and self.resize_to < min(self.size):
             raise VitrailError(f"resize_to={self.resize_to} is smaller than the {_times(self.size)} crop.")
-        if self.pad and self.resize == "short-side":
-            raise VitrailError("pad has no effect with resize='short-side'. Use resize='square' or 'none'.")
+        if self.pad and self.resize in ("short-side", "keep-aspect"):
+            raise VitrailError(f"pad has no effect with resize={self.resize!r}. Use resize='square' or 'none'.")
+        self._check_keep_aspect()
         for field in ("mean", "std"):
             if len(getattr(self, field)) != self.channels:
                 raise VitrailError(
@@ -81,6 +87,25 @@ class Preprocess:
                 )
         if min(self.std) <= 0:
             raise VitrailError(f"Preprocess.std is {self.std}; every value must be above 0.")
+
+    def _check_keep_aspect(self) -> None:
+        if self.multiple is not None:
+            object.__setattr__(self, "multiple", tuple(int(value) for value in self.multiple))
+        keeps = self.resize == "keep-aspect"
+        if keeps != (self.max_size is not None) or keeps != (self.multiple is not None):
+            raise VitrailError(
+                f"max_size and multiple go with resize='keep-aspect', but resize is {self.resize!r}, max_size is {self.max_size} "
+                f"and multiple is {self.multiple}."
+            )
+        if self.max_size is None or self.multiple is None or self.resize_to is None:
+            return
+        if len(self.multiple) != 2 or min(self.multiple) < 1 or self.resize_to < 1:
+            raise VitrailError(f"multiple is {self.multiple} and resize_to {self.resize_to}; all of them must be at least 1.")
+        if self.max_size < max(self.multiple):
+            raise VitrailError(
+                f"The longest side is limited to {self.max_size} pixels, but the model's patches have {max(self.multiple)}: "
+                f"allow {max(self.multiple)} or more."
+            )
 
     @property
     def max_value(self) -> int:
@@ -117,6 +142,8 @@ class Preprocess:
             antialias=self.antialias,
             rounding=self.rounding,
         )
+        if self.resize == "keep-aspect":
+            return scaled
         if min(height - self.size[0], width - self.size[1]) < 0 and not self.pad:
             raise VitrailError(
                 f"{name} is {_times((height, width))}, but the model expects {_times(self.size)} and resize is 'none'. "
@@ -157,12 +184,29 @@ class Preprocess:
     def with_size(self, size: int | tuple[int, int]) -> Preprocess:
         """Return the same preprocessing for another input size, with `resize_to` scaled in proportion."""
         new = (size, size) if isinstance(size, int) else size
-        resize_to = None if self.resize_to is None else round(self.resize_to * min(new) / min(self.size))
-        return dataclasses.replace(self, size=new, resize_to=resize_to)
+        scale = min(new) / min(self.size)
+        resize_to, max_size = (None if side is None else round(side * scale) for side in (self.resize_to, self.max_size))
+        return dataclasses.replace(self, size=new, resize_to=resize_to, max_size=max_size)
+
+    def keep_aspect(self, multiple: tuple[int, int], max_size: int | None = None) -> Preprocess:
+        """Return the same preprocessing for a model that accepts any size: no image is cropped, padded or stretched to a square.
+
+        The short side gets the length that it has in `size`, or less where the long side would be longer than `max_size`
+        (default: twice that length). Then both are rounded to multiples of `multiple`, which is at most half a patch of stretching.
+        """
+        side = min(self.size)
+        limit = max(2 * side, *multiple) if max_size is None else max_size
+        fields: dict[str, Any] = {"resize_to": side, "max_size": limit, "multiple": multiple, "pad": False}
+        return dataclasses.replace(self, resize="keep-aspect", **fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(self).items()}
+        """Return plain values for JSON. Fields of `keep-aspect` are there only with it."""
+        values = dataclasses.asdict(self).items()
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in values
+            if value is not None or key not in ("max_size", "multiple")
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
@@ -181,7 +225,9 @@ class Preprocess:
     def describe(self) -> str:
         """Return one line for the log."""
         crop = f"{self.resize} {_times(self.size)}"
-        if self.resize_to:
+        if self.resize == "keep-aspect":
+            crop = f"aspect ratio kept, short side {self.resize_to}, long side up to {self.max_size}"
+        elif self.resize_to:
             crop = f"short side {self.resize_to}, centre crop {_times(self.size)}"
         filters = f"{self.interpolation}{'' if self.antialias else ' without antialias'}"
         orientation = "" if self.exif else ", EXIF orientation ignored"
@@ -195,6 +241,8 @@ class Preprocess:
             fit = min(self.size[0] / height, self.size[1] / width)
             letterbox = (max(1, round(height * fit)), max(1, round(width * fit)))
             return letterbox if self.pad else self.size
+        if self.resize == "keep-aspect":
+            return self._keeping_aspect(height, width)
         assert self.resize_to is not None
         sides, box = (height, width), tuple(self.resize_to * side / min(self.size) for side in self.size)
         tight = 0 if box[0] * width >= box[1] * height else 1  # the side along which the image exactly fills the box
@@ -206,6 +254,17 @@ class Preprocess:
             other = int(exact * sides[1 - tight] / sides[tight])
         other = max(other, self.size[1 - tight])
         return (exact, other) if tight == 0 else (other, exact)
+
+    def _keeping_aspect(self, height: int, width: int) -> tuple[int, int]:
+        """In whole numbers, so that no platform rounds another way; halves are rounded up."""
+        assert self.resize_to is not None and self.max_size is not None and self.multiple is not None
+        short, long = min(height, width), max(height, width)
+        new, old = (self.resize_to, short) if self.resize_to * long <= self.max_size * short else (self.max_size, long)
+        sides = []
+        for side, multiple in zip((height, width), self.multiple, strict=True):
+            nearest = (2 * side * new + old * multiple) // (2 * old * multiple)
+            sides.append(max(1, min(nearest, self.max_size // multiple)) * multiple)
+        return sides[0], sides[1]
 
     def _crop(self, image: Array) -> Array:
         rows, columns = self.size

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from vitrail.data.sampler import BatchSlice
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.models import Model
-from vitrail.models.features import evaluating
+from vitrail.models.features import evaluating, stride_of
 from vitrail.models.inference import InferenceModel, choose, for_inference
+from vitrail.models.surgery import accepting_any_size
 from vitrail.train.parallel import World
 from vitrail.train.step import autocast
 
@@ -37,7 +38,7 @@ def no_progress(images: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalContext:
-    """Where and how a model runs over images. Only `precision` affects the results, by rounding."""
+    """Where and how a model runs over images. Only `any_size` affects the results and, by rounding, `precision`."""
 
     world: World = field(default_factory=lambda: World(torch.device("cpu")))
     batch: int | None = None
@@ -46,12 +47,16 @@ class EvalContext:
     """Processes that read images for a GPU; on a CPU, threads that read and compute. None: one per CPU core."""
     precision: Precision = "fp32"
     bad_images: BadImages = "error"
+    any_size: bool = False
+    """Let each image keep its aspect ratio: see `Preprocess.keep_aspect`. Images of one size are computed together."""
+    max_size: int | None = None
+    """With `any_size`: the longest side in pixels. None: twice the short side."""
     progress: Callable[[int], None] = no_progress
     """Called with the number of images finished since the last call."""
 
     def prepare(self, model: Model) -> Model | InferenceModel:
         """Move the model to the device, as an inference copy where one is faster; otherwise returns the model itself."""
-        device = self.world.device
+        device, model = self.world.device, accepting_any_size(model) if self.any_size else model
         if self._uses_inference_copy:
             return for_inference(model, self.precision, device)  # type: ignore[arg-type]
         if self.precision == "int8":
@@ -79,7 +84,15 @@ class EvalContext:
 
     def run(self, split: Split, preprocess: Preprocess, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Pass[T]:
         """Iterate over this rank's images and apply `compute`, which is the model or a part of it, to each batch."""
-        return Pass(self, split, preprocess, model, compute)
+        return Pass(self, split, self.preprocess_for(preprocess, model), model, compute)
+
+    def preprocess_for(self, preprocess: Preprocess, model: Model | InferenceModel) -> Preprocess:
+        """Return the preprocessing that images get: the model's own, or with `any_size` one that keeps the aspect ratio."""
+        if self.max_size is not None and not self.any_size:
+            raise VitrailError("--max-size limits the long side of images that keep their aspect ratio; add --any-size.")
+        if not self.any_size or preprocess.resize == "keep-aspect":
+            return preprocess
+        return preprocess.keep_aspect(stride_of(model.config), self.max_size)
 
 
 def default_context(model: Model, *, bad_images: BadImages = "error") -> EvalContext:
@@ -102,15 +115,17 @@ class Pass(Iterator[tuple[T, Batch]]):
         self._context, self._model, self._compute = context, model, compute
         self._on_cpu = world.device.type == "cpu"
         self._batch = context.batch or (8 if self._on_cpu else 128)
+        # Images that are read together are grouped by size: of too few, none has the size of another.
+        self._read = max(self._batch, 32) if preprocess.resize == "keep-aspect" else self._batch
         self._loader = EvalLoader(
             split,
             preprocess=preprocess,
-            batch=self._batch,
+            batch=self._read,
             rank=world.rank,
             ranks=world.ranks,
             local_ranks=world.local_ranks,
             # Reading one batch takes less time than starting a worker.
-            workers=0 if len(split) <= self._batch else context.workers,
+            workers=0 if len(split) <= self._read else context.workers,
             bad_images=context.bad_images,
             device=world.device,
         )
@@ -125,12 +140,13 @@ class Pass(Iterator[tuple[T, Batch]]):
 
     def _sequential(self) -> Iterator[tuple[T, Batch]]:
         """Compute batch by batch, while worker processes read ahead."""
-        for batch in self._loader:
+        for host in self._loader.host_batches():
             # Entered again for every batch, so that a caller who stops early gets the model back in its old mode.
             with evaluating(self._model):
-                result = self._apply(batch)
-            yield result, batch
-            self._context.progress(len(batch))
+                result = self._apply_to(host)
+            if result is not None:
+                yield result
+                self._context.progress(len(result[1]))
 
     def _threaded(self) -> Iterator[tuple[T, Batch]]:
         """Let each thread read and compute whole batches; yield the results in order.
@@ -139,7 +155,7 @@ class Pass(Iterator[tuple[T, Batch]]):
         one can read while the others compute.
         """
         loader, world = self._loader, self._context.world
-        slices = eval_slices(len(loader.split), self._batch, world.rank, world.ranks)
+        slices = eval_slices(len(loader.split), self._read, world.rank, world.ranks)
         workers = max_workers(world.local_ranks) if self._context.workers is None else loader.workers
         workers, torch_threads, remaining = max(1, min(workers, len(slices))), torch.get_num_threads(), iter(slices)
         per_worker = max(1, torch_threads // workers)  # a single batch still gets all of them
@@ -164,17 +180,43 @@ class Pass(Iterator[tuple[T, Batch]]):
 
     def _read_and_apply(self, part: BatchSlice) -> tuple[HostBatch, tuple[T, Batch] | None]:
         host = self._loader.reader[part]
-        if len(host.indices) == 0:
-            return host, None  # every image of the batch was bad
-        images = self._loader.preprocess.normalise(host.images)
-        batch = Batch(images, host.targets, host.indices, 0, part.step, 0, 1, part.total)
-        return host, (self._apply(batch), batch)
+        return host, self._apply_to(host)
+
+    def _apply_to(self, host: HostBatch) -> tuple[T, Batch] | None:
+        """Compute the images that were read together; None if all of them were bad."""
+        if not host.groups:
+            return next(((self._apply(batch), batch) for batch in self._loader.batches_of(host)), None)
+        parts = [part for batch in self._loader.batches_of(host) for part in _split(batch, self._batch)]
+        return _in_order([self._apply(part) for part in parts], parts)
 
     def _apply(self, batch: Batch) -> T:
         # On a CPU, bf16 is built into the layers of the inference copy.
         precision = "fp32" if self._on_cpu and self._context.precision != "fp16" else self._context.precision
         with torch.no_grad(), autocast(precision, self._context.world.device):
             return self._compute(batch.images.to(next(self._model.parameters()).dtype))
+
+
+def _split(batch: Batch, size: int) -> Iterator[Batch]:
+    for start in range(0, len(batch), size):
+        rows = slice(start, start + size)
+        yield replace(batch, images=batch.images[rows], targets=batch.targets[rows], indices=batch.indices[rows])
+
+
+def _in_order(results: list[T], parts: list[Batch]) -> tuple[T, Batch]:
+    """Put the results of images of several sizes into the order of the split. The images themselves cannot be in one tensor."""
+    indices = torch.cat([part.indices for part in parts])
+    order = indices.argsort()
+    first = results[0]
+    together: Any
+    if isinstance(first, Tensor):
+        together = torch.cat(results)[order.to(first.device)]  # type: ignore[arg-type]
+    else:
+        rows = [row for result in results for row in result]  # type: ignore[attr-defined]
+        together = [rows[k] for k in order.tolist()]
+    targets = torch.cat([part.targets for part in parts])
+    return together, replace(
+        parts[0], images=parts[0].images[:0], targets=targets[order.to(targets.device)], indices=indices[order]
+    )
 
 
 def gather_bad_images(context: EvalContext, bad: dict[str, BadImage]) -> list[BadImage]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,13 +119,15 @@ class Embeddings:
         try:
             spec = FeatureSpec(**self.about["features"])
             checkpoint = without_download(self.about["checkpoint"])
-            bundle = load(checkpoint, preprocess=Preprocess.from_dict(self.about["preprocess"]))
+            preprocess = Preprocess.from_dict(self.about["preprocess"])
+            bundle = load(checkpoint, preprocess=preprocess, image_size=preprocess.size)
         except (KeyError, TypeError, VitrailError) as error:
             raise VitrailError(
                 f"{files[0]} is not in this file, and cannot be embedded now: {error} "
                 "Embed it together with the others, or give a name that is in the file."
             ) from error
-        more = embed(bundle, file_split(files), spec, default_context(bundle.model, bad_images="error"))
+        context = replace(default_context(bundle.model, bad_images="error"), any_size=preprocess.resize == "keep-aspect")
+        more = embed(bundle, file_split(files), spec, context)
         if more.features.shape[1:] != self.features.shape[1:]:
             was, now = ("×".join(map(str, one.features.shape[1:])) for one in (self, more))
             raise VitrailError(
@@ -147,7 +149,7 @@ def embed(
     """
     spec, context = spec or FeatureSpec(), context or default_context(bundle.model, bad_images="skip")
     split = images if isinstance(images, Split) else find_images(images)
-    preprocess = bundle.stored_preprocess()
+    preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
     extracted = extract_features(bundle.model, split, preprocess, spec, context)
     about = {
         "checkpoint": bundle.report.source,

@@ -107,6 +107,7 @@ def evaluate(
     if size is not None:
         model = copy.deepcopy(model).resize(size)
         preprocess = preprocess.with_size(model.config.image_size)
+    preprocess = context.preprocess_for(preprocess, model)
     note = context.precision_note(model)
     notes += [note] if note is not None else []
     prepared = context.prepare(model)

@@ -65,14 +65,15 @@ class FeatureSpec:
     def _vit_layer(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
         config, layer = model.config, -1 if self.layer is None else self.layer
         assert isinstance(config, ViTConfig)
-        tokens = next(iter(model.features(images, layers=[layer]).layers.values()))
+        found = model.features(images, layers=[layer])
+        tokens = next(iter(found.layers.values()))
         norm_first = self.norm and config.final_norm == "before-pool"
         tokens = model.norm(tokens) if norm_first else tokens
         if self.feature == "class":
             features = tokens[:, 0]
         else:
             patches = tokens[:, config.prefix :]
-            features = patches.mean(1) if self.feature == "mean" else patches.unflatten(1, config.grid)
+            features = patches.mean(1) if self.feature == "mean" else patches.unflatten(1, found.grid)
         return model.norm(features) if self.norm and not norm_first else features
 
     def _resnet_stage(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
@@ -106,6 +107,10 @@ def extract_features(
 ) -> ExtractedFeatures:
     """Compute the features of every image of a split, gathered from all ranks."""
     spec.check(model)
+    if spec.feature == "patches" and context.any_size:
+        raise VitrailError(
+            "Images of any size have grids of any size, which do not fit into one array. Use the feature mean or class."
+        )
     if len(split) == 0:
         raise VitrailError(f"The split {split.name!r} has no images.")
     prepared = context.prepare(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
-from vitrail.inspect.inputs import Array, Images, check_patch, checked_vit, finite, in_batches
+from vitrail.inspect.inputs import Array, Images, check_patch, checked_vit, config_at, finite, in_batches
 from vitrail.models import ViT
 from vitrail.models.config import ViTConfig
 from vitrail.models.features import chosen_layers
@@ -44,9 +44,11 @@ def attention_distances(
     """Compute `attention_distance` by both conventions in one pass."""
     vit = checked_vit(model)
     chosen = chosen_layers(layers, len(vit.blocks))
-    factors = _distance_factors(vit.config).to(vit.norm.weight.device)
+    factors = None
     total, count = torch.zeros(2, len(chosen), vit.config.heads, dtype=torch.float64), 0
     for part in in_batches(vit, images, batch):
+        if factors is None:
+            factors = _distance_factors(config_at(vit, part)).to(part.device)
         count += len(part)
         means = [_query_means(weights, factors, vit.config.prefix) for _, weights in vit.attention(part, chosen)]
         total += torch.stack(means, dim=1).cpu().double().sum(dim=2)  # one transfer per batch, because each synchronises
@@ -97,12 +99,13 @@ def head_attention(
     minus the attention to prefix tokens.
     """
     vit = checked_vit(model)
-    token = check_patch(vit, query) if isinstance(query, tuple) else _prefix_token(vit, query)
     chosen = chosen_layers(layers, len(vit.blocks))
     parts = []
     for part in in_batches(vit, images, batch):
+        config = config_at(vit, part)
+        token = check_patch(config, query) if isinstance(query, tuple) else _prefix_token(vit, query)
         maps = [weights[:, :, token, vit.config.prefix :].cpu() for _, weights in vit.attention(part, chosen)]
-        parts.append(torch.stack(maps, dim=1).unflatten(-1, vit.config.grid).numpy())
+        parts.append(torch.stack(maps, dim=1).unflatten(-1, config.grid).numpy())
     return finite(np.concatenate(parts), "The attention")
 
 

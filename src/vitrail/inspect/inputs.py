@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
-from vitrail.models import BiT, Model, ViT
+from vitrail.models import BiT, Model, ViT, ViTConfig
 from vitrail.models.inference import InferenceModel
 
 Array = npt.NDArray[Any]
@@ -82,12 +82,16 @@ def in_batches(model: ViT, images: Images, batch: int | None = None) -> Iterator
     """Yield batches on the model's device and in its dtype, of `batch` images or as many as fit into about 1 GiB."""
     if batch is not None and batch < 1:
         raise VitrailError(f"batch is {batch}; use 1 or more.")
-    weight, size = model.norm.weight, batch or fitting_batch(model)
-    count = 0
+    weight, count, sizes = model.norm.weight, 0, set[torch.Size]()
     for chunk in [images] if isinstance(images, (Tensor, np.ndarray)) else images:
         tensor = torch.as_tensor(chunk)
         if tensor.ndim != 4:  # raises the model's own error: splitting would use the wrong axis
             model.attention(tensor)
+        sizes.add(tensor.shape[2:])
+        if len(sizes) > 1:
+            text = " and ".join(sorted(f"{height}×{width}" for height, width in sizes))
+            raise VitrailError(f"Images of {text} cannot be in one figure; pass images of one size at a time.")
+        size = batch or fitting_batch(config_at(model, tensor))
         for part in tensor.split(size) if len(tensor) else ():
             count += len(part)
             yield part.to(weight.device, weight.dtype if part.is_floating_point() else None)
@@ -95,22 +99,27 @@ def in_batches(model: ViT, images: Images, batch: int | None = None) -> Iterator
         raise VitrailError("No images were given; pass at least one.")
 
 
-def fitting_batch(model: ViT) -> int:
+def config_at(model: ViT, images: Tensor) -> ViTConfig:
+    """Return the model's config with the size of these images, for a model that accepts any."""
+    config, size = model.config, tuple(images.shape[2:])
+    return config.replace(image_size=size) if config.any_size and size != config.image_size else config
+
+
+def fitting_batch(config: ViTConfig) -> int:
     """Return how many images fit into memory: scores, softmax and a copy of one layer, and the head mean of all layers."""
-    config = model.config
     per_image = 4 * config.tokens**2 * (3 * config.heads + config.blocks)
     return max(1, _MEMORY // per_image)
 
 
-def check_patch(model: ViT, patch: tuple[int, int]) -> int:
+def check_patch(config: ViTConfig, patch: tuple[int, int]) -> int:
     """Return the token index of the patch at (row, column). Negative numbers count from the end."""
-    rows, columns = model.config.grid
+    rows, columns = config.grid
     row, column = patch
     if not (-rows <= row < rows and -columns <= column < columns):
         raise VitrailError(
             f"There is no patch in row {row}, column {column}: the grid is {rows}×{columns}, counted from 0 at the top left."
         )
-    return model.config.prefix + row % rows * columns + column % columns
+    return config.prefix + row % rows * columns + column % columns
 
 
 def finite(values: Array, what: str) -> Array:

@@ -235,7 +235,7 @@ def _distance(model: ViT, inputs: PreprocessedImages, chosen: tuple[int, ...], b
 def _heads(model: ViT, inputs: PreprocessedImages, options: InspectOptions, chosen: tuple[int, ...]) -> Panel:
     rows, columns = model.config.grid
     patch = options.patch or (rows // 2, columns // 2)
-    check_patch(model, patch)
+    check_patch(model.config, patch)
     patch = (patch[0] % rows, patch[1] % columns)
     attention = head_attention(model, inputs.images[:1], patch, layers=chosen, batch=options.batch)[0]
     caption = (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
-from vitrail.inspect.inputs import Array, Images, check_patch, checked_vit, finite, in_batches
-from vitrail.models import ViT
+from vitrail.inspect.inputs import Array, Images, check_patch, checked_vit, config_at, finite, in_batches
+from vitrail.models import ViT, ViTConfig
 from vitrail.models.features import evaluating
 
 Fusion = Literal["mean", "max", "min"]
@@ -35,7 +35,7 @@ def rollout(model: nn.Module, images: Images, *, fusion: Fusion = "mean", residu
         weights = layers.pop()
         while layers:
             weights = weights @ (_with_residual(layers.pop()) if residual else layers.pop())
-        parts.append(_map(vit, weights[:, 0]))
+        parts.append(_map(config_at(vit, part), weights[:, 0]))
     return finite(np.concatenate(parts), "The rollout")
 
 
@@ -70,7 +70,7 @@ def gradient_rollout(
     parts, start = [], 0
     for part in in_batches(vit, images, batch):
         chosen = highest_outputs(vit, part) if given is None else given[start : start + len(part)].to(part.device)
-        parts.append(_map(vit, _gradient_relevance(vit, part, chosen)))
+        parts.append(_map(config_at(vit, part), _gradient_relevance(vit, part, chosen)))
         start += len(part)
     return finite(np.concatenate(parts), "The gradient-weighted rollout")
 
@@ -104,18 +104,19 @@ def token_similarity(model: nn.Module, images: Images, patch: tuple[int, int] | 
     vit = checked_vit(model)
     prefix = vit.config.prefix
     default = 0 if vit.config.pooling == "class" else None
-    token = default if patch is None else check_patch(vit, patch)
     parts = []
     for part in in_batches(vit, images, batch):
+        token = default if patch is None else check_patch(config_at(vit, part), patch)
         with evaluating(vit):
-            tokens = vit.features(part).tokens.float()
+            features = vit.features(part)
+        tokens = features.tokens.float()
         patches = tokens[:, prefix:]
         reference = patches.mean(dim=1) if token is None else tokens[:, token]
         similarity = torch.cosine_similarity(patches, reference[:, None], dim=-1)
-        parts.append(similarity.unflatten(1, vit.config.grid).cpu().numpy())
+        parts.append(similarity.unflatten(1, features.grid).cpu().numpy())
     return finite(np.concatenate(parts), "The token similarity")
 
 
-def _map(model: ViT, weights: Tensor) -> Array:
-    patches: Array = weights[:, model.config.prefix :].unflatten(1, model.config.grid).float().cpu().numpy()
+def _map(config: ViTConfig, weights: Tensor) -> Array:
+    patches: Array = weights[:, config.prefix :].unflatten(1, config.grid).float().cpu().numpy()
     return patches

@@ -73,6 +73,11 @@ def grid_of(config: ViTConfig, images: Tensor) -> Pair:
     return images.shape[2] // config.stride[0], images.shape[3] // config.stride[1]
 
 
+def stride_of(config: ViTConfig | BiTConfig) -> Pair:
+    """Return the pixels of an image that a token or a position of the final map stands for, along each axis."""
+    return config.stride if isinstance(config, ViTConfig) else (config.resnet.stride, config.resnet.stride)
+
+
 def other_grid(config: ViTConfig, images: Tensor) -> tuple[Pair, ...]:
     """Return the grid of these images as one more argument for positions and attention; () where it is the model's own."""
     grid = grid_of(config, images)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from vitrail.models.vit import ViT
 
 log = logging.getLogger("vitrail")
+T = TypeVar("T", bound="ViT | BiT")
 
 
 def resize(model: ViT, size: int | Pair, rule: PositionRule | None = None) -> ViT:
@@ -31,6 +33,15 @@ def resize(model: ViT, size: int | Pair, rule: PositionRule | None = None) -> Vi
         if isinstance(attention := getattr(block, "attention", None), AxialAttention):
             attention.grid = grid
     return model
+
+
+def accepting_any_size(model: T) -> T:
+    """Return a model that shares every weight with this one and accepts images of any size; the model itself stays as it is."""
+    if not isinstance(model.config, ViTConfig) or model.config.any_size:  # a ResNet does anyway
+        return model
+    shared = copy.copy(model)
+    shared.config = model.config.replace(any_size=True)
+    return shared
 
 
 def new_head(config: ViTConfig) -> nn.Module:

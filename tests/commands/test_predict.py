@@ -140,3 +140,34 @@ def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkp
 def test_an_empty_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, _, err = run(capsys, "predict", tmp_path)
     assert status == 2 and f"The folder {tmp_path} is empty" in err
+
+
+def test_other_sizes_and_images_that_keep_their_aspect_ratio(
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path,  # noqa: F811
+    photos: Path,  # noqa: F811
+) -> None:
+    words = ("predict", checkpoint, photos / "val" / "red", "--json", "--top", "1", "--precision", "fp32")
+    found = []
+    for options in ((), ("--image-size", "48"), ("--image-size", "24x40"), ("--any-size",), ("--any-size", "--max-size", "32")):
+        status, out, err = run(capsys, *words, *options)
+        assert status == 0 and len(out.splitlines()) == 9
+        found.append((out, err))
+    assert len({out for out, _ in found}) == 5  # each size has an answer of its own
+    assert [err for _, err in found[:3]] == [
+        "",
+        "image size 32×32 → 48×48, position embedding 4×4 → 6×6 resampled with rule 'reference'\n",
+        "image size 32×32 → 24×40, position embedding 4×4 → 3×5 resampled with rule 'reference'\n",
+    ]
+    assert found[3][1] == (
+        "images keep their aspect ratio: short side 32, long side up to 64, in steps of 8 pixels; position embedding resampled for "
+        "each size with rule 'reference'\n"
+    )
+    for options, text in (
+        (("--image-size", "36"), "Image 36×36 is not a multiple of patch 8. Nearest: 32×32, 40×40."),
+        (("--image-size", "48,48"), "--image-size is '48,48'; it takes a number of pixels, or height and width such as 384x512."),
+        (("--max-size", "64"), "add --any-size"),
+        (("--any-size", "--max-size", "4"), "limited to 4 pixels, but the model's patches have 8: allow 8 or more"),
+    ):
+        status, out, err = run(capsys, *words, *options)
+        assert status == 2 and out == "" and text in err

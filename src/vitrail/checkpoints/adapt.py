@@ -12,7 +12,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.native import assign_weights
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
-from vitrail.models import empty_model
+from vitrail.models import ViTConfig, empty_model
 from vitrail.models.initialise import lecun_normal_
 
 Stem = Literal["sum", "repeat", "random"]
@@ -29,13 +29,16 @@ def change_outputs(bundle: Bundle, outputs: int) -> None:
 
 def change_size(bundle: Bundle, size: int | tuple[int, int]) -> None:
     """Change the image size; position embeddings are resampled by the rule in the model's config."""
-    old = bundle.model.config.image_size
+    before = bundle.model.config
     bundle.model.resize(size)
-    new = bundle.model.config.image_size
+    config = bundle.model.config
+    old, new = before.image_size, config.image_size
     if bundle.preprocess is not None:
         bundle.preprocess = bundle.preprocess.with_size(new)
-    rule = getattr(bundle.model.config, "position_resize", None)
-    how = f", position embedding resampled with rule {rule!r}" if rule and new != old else ""
+    how = ""
+    if isinstance(config, ViTConfig) and isinstance(before, ViTConfig) and new != old:
+        grids = f"{before.grid[0]}×{before.grid[1]} → {config.grid[0]}×{config.grid[1]}"
+        how = f", position embedding {grids} resampled with rule {config.position_resize!r}"
     bundle.report.notes.append(f"image size {old[0]}×{old[1]} → {new[0]}×{new[1]}{how}")
 
 

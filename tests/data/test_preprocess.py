@@ -207,7 +207,9 @@ def test_every_field_but_the_name_changes_the_fingerprint() -> None:
     prints = {dataclasses.replace(spec, **{key: value}).fingerprint() for key, value in others.items()}
     assert len(prints | {spec.fingerprint()}) == len(others) + 1
     assert dataclasses.replace(spec, name="other").fingerprint() == spec.fingerprint()
-    covered = {*others, "name", "resize_to", "channels"}  # those two must agree with other fields, so cannot change alone
+    kept = spec.keep_aspect((16, 16))  # its fields must agree with each other, so cannot change alone
+    assert len({one.fingerprint() for one in (spec, kept, spec.keep_aspect((8, 16)), spec.keep_aspect((16, 16), 300))}) == 4
+    covered = {*others, "name", "resize_to", "channels", "max_size", "multiple"}
     assert covered == {field.name for field in dataclasses.fields(Preprocess)}
 
 

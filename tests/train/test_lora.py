@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near, results  # noqa: F401 - fixtures
+from tests.models.test_fused import small as small_vit
 from tests.train.small import Recorder, losses, same, small, weights
 from vitrail.checkpoints import load
 from vitrail.errors import VitrailError
 from vitrail.models import build_model, create_model, model_config
 from vitrail.models.inference import for_inference
-from vitrail.models.lora import LORA_MATRICES, LoraLinear, add_lora, merged_state
+from vitrail.models.lora import LORA_MATRICES, LoraLinear, LoraMatrix, add_lora, merged_state
 from vitrail.train import Recipe, train
 from vitrail.train.config import ModelSpec
 from vitrail.train.memory import SimulatedModel, simulate
@@ -57,6 +60,29 @@ def test_a_merged_model_computes_the_same(options: dict[str, object]) -> None:
         assert (plain(images) - expected).abs().max() < 1e-5
         assert (before(images) - expected).abs().max() > 1e-2  # the adapters do something
         assert (for_inference(model, "fp32", torch.device("cpu"))(images) - expected).abs().max() < 1e-5  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matrices", [("qkv",), ("out",), ("up",), ("down",), LORA_MATRICES], ids=str)
+def test_fused_kernels_step_aside_for_adapters(
+    matrices: tuple[LoraMatrix, ...],
+    fusing: None,  # noqa: F811
+    blocks_fused: list[nn.Module],  # noqa: F811
+) -> None:
+    """One block of three keeps its plain layers, and only that one runs fused; logits and gradients are the plain ones."""
+    model = small_vit(image_size=32)
+    plain_layers = copy.deepcopy(model.blocks[1])
+    add_lora(model, 2, matrices=matrices, seed=1)
+    model.blocks[1] = plain_layers
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(4))
+    images = torch.randn(1, 3, 32, 32, device=DEVICE)
+    plain, plain_gradients = results(model, images, "plain")
+    fused, fused_gradients = results(model, images, "auto")
+    assert blocks_fused == [model.blocks[1]]
+    assert near(fused, plain) and fused_gradients.keys() == plain_gradients.keys()
+    assert all(near(fused_gradients[name], gradient, 2 * CLOSE) for name, gradient in plain_gradients.items())
 
 
 def test_an_adapter_is_the_product_of_its_matrices_times_alpha_over_rank() -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "models": ("vitrail.commands.models:models", "List all models with their parameters and GFLOPs."),
     "info": ("vitrail.commands.info:info", "Describe a checkpoint and verify it."),
     "convert": ("vitrail.commands.convert:convert", "Convert weights between formats."),
+    "push": ("vitrail.commands.push:push", "Upload a checkpoint to the Hugging Face Hub, with a model card."),
     "export": ("vitrail.commands.export:export", "Export a model to ONNX or torch.export, verified on images."),
     "export verify": ("vitrail.commands.export:verify", "Compare an exported model with its checkpoint again."),
     "serve": ("vitrail.commands.serve:serve", "Serve models over HTTP."),

@@ -1,4 +1,7 @@
-"""A small server on this machine with the layout of the Hugging Face Hub: its API, `resolve` with ETags, and a CDN with ranges."""
+"""A small server on this machine with the layout of the Hugging Face Hub: its API, `resolve` with ETags, and a CDN with ranges.
+
+It also takes uploads: a repository is created, large files are sent by Git LFS, and a commit adds and deletes files.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,16 @@ class HubServer(ThreadingHTTPServer):
         self.repositories: dict[str, Path] = {}
         self.files: dict[str, bytes] = {}
         self.gated: set[str] = set()
+        self.root: Path | None = None
+        """Where new repositories are created."""
+        self.tokens: dict[str, tuple[str, ...]] = {}
+        """Token → owners for which it may write."""
+        self.private: set[str] = set()
+        self.commits: dict[str, str] = {}
+        """Last commit of each repository that was pushed to; `COMMIT` of others."""
+        self.messages: list[str] = []
+        self.uploaded: dict[str, bytes] = {}
+        """Large files by SHA-256, until a commit names them."""
         self.cut_after: list[int] = []
         """Bytes after which each of the next downloads of a large file is cut off."""
         self.corrupt = False
@@ -60,10 +73,103 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(body=True)
 
-    def _answer(self, *, body: bool) -> None:
+    def do_POST(self) -> None:
+        path = self._record()
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if path.endswith("/objects/batch"):
+            return self._lfs_batch(path.lstrip("/").partition(".git/")[0], json.loads(content))
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        if path == "/api/repos/create":
+            values = json.loads(content)
+            return self._create(f"{values['organization']}/{values['name']}", values)
+        if path.startswith("/api/models/"):
+            parts = path.removeprefix("/api/models/").split("/")
+            name, action = "/".join(parts[:2]), parts[2]
+            if not self._may_write(name):
+                return None
+            if action == "preupload":
+                return self._json({"files": [self._upload_mode(name, one) for one in json.loads(content)["files"]]})
+            return self._commit(name, [json.loads(line) for line in content.splitlines()])
+        return self._error(404, "EntryNotFound")
+
+    def do_PUT(self) -> None:
+        path = self._record()
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        digits = path.removeprefix("/upload/")
+        if hashlib.sha256(content).hexdigest() != digits:
+            return self._error(400, "")
+        self.server.uploaded[digits] = content
+        return self._send(200, b"", {}, body=True)
+
+    def _may_write(self, name: str) -> bool:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        owners = self.server.tokens.get(token)
+        if owners is None:
+            self._error(401, "", "Invalid credentials in Authorization header")
+        elif name.partition("/")[0] not in owners:
+            self._error(403, "", "You don't have the rights to create a model under this namespace")
+        else:
+            return True
+        return False
+
+    def _create(self, name: str, values: dict[str, Any]) -> None:
+        if not self._may_write(name):
+            return None
+        url = {"url": f"{self.server.address}/{name}"}
+        if name in self.server.repositories:
+            return self._send(409, json.dumps(url).encode(), {"Content-Type": "application/json"}, body=True)
+        assert self.server.root is not None
+        folder = self.server.root / name.replace("/", "--")
+        folder.mkdir()
+        (folder / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+        self.server.repositories[name] = folder
+        if values.get("private") or values.get("visibility") == "private":
+            self.server.private.add(name)
+        return self._json(url)
+
+    def _upload_mode(self, name: str, file: dict[str, Any]) -> dict[str, Any]:
+        old = self.server.repositories[name] / file["path"]
+        oid = hashlib.sha256(old.read_bytes()).hexdigest() if old.is_file() and file["path"].endswith(".safetensors") else None
+        mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
+        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+
+    def _lfs_batch(self, name: str, values: dict[str, Any]) -> None:
+        if not self._may_write(name):
+            return None
+        objects = [
+            {**one, "actions": {"upload": {"href": f"{self.server.address}/upload/{one['oid']}"}}} for one in values["objects"]
+        ]
+        return self._json({"transfer": "basic", "objects": objects})
+
+    def _commit(self, name: str, lines: list[dict[str, Any]]) -> None:
+        folder, header = self.server.repositories[name], lines[0]["value"]
+        if header.get("parentCommit", self._head(name)) != self._head(name):
+            return self._error(412, "", "A commit has happened since. Please refresh and try again.")
+        for line in lines[1:]:
+            file = folder / line["value"]["path"]
+            if line["key"] == "deletedFile":
+                file.unlink()
+            elif line["key"] == "file":
+                file.write_bytes(base64.b64decode(line["value"]["content"]))
+            else:
+                file.write_bytes(self.server.uploaded[line["value"]["oid"]])
+        self.server.messages.append(header["summary"])
+        self.server.commits[name] = hashlib.sha1(f"{self._head(name)}{header['summary']}".encode()).hexdigest()
+        url = f"{self.server.address}/{name}/commit/{self._head(name)}"
+        return self._json({"commitUrl": url, "commitOid": self._head(name), "success": True})
+
+    def _head(self, name: str) -> str:
+        return self.server.commits.get(name, COMMIT)
+
+    def _record(self) -> str:
         path = self.path.partition("?")[0]
         self.server.requests.append((self.command, path, self.headers.get("Range", "")))
         self.server.headers.append(dict(self.headers))
+        return path
+
+    def _answer(self, *, body: bool) -> None:
+        path = self._record()
         if path in self.server.redirects:
             self._send(302, b"", {"Location": self.server.redirects[path]}, body)
         elif path.startswith("/api/models/"):
@@ -90,7 +196,10 @@ class _Handler(BaseHTTPRequestHandler):
         if "/tree/" in rest:
             return self._json([self._entry(file) for file in files])
         siblings = [{"rfilename": file.name} for file in files]
-        return self._json({"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
+        private = name in self.server.private
+        return self._json(
+            {"id": name, "modelId": name, "sha": self._head(name), "siblings": siblings, "private": private, "tags": []}
+        )
 
     def _entry(self, file: Path) -> dict[str, Any]:
         content = file.read_bytes()
@@ -105,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
         folder = self.server.repositories.get(name)
         if folder is None:
             return self._error(401, "RepoNotFound")
-        if revision not in ("main", COMMIT):
+        if revision not in ("main", self._head(name)):
             return self._error(404, "RevisionNotFound")
         if name in self.server.gated:
             return self._error(403, "GatedRepo")
@@ -113,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             return self._error(404, "EntryNotFound")
         content = file.read_bytes()
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        headers = {"X-Repo-Commit": self._head(name), "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
         if len(content) < LARGE:
             return self._send(200, content, headers, body)
         digits = hashlib.sha256(content).hexdigest()
@@ -147,8 +256,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, values: Any) -> None:
         self._send(200, json.dumps(values).encode(), {"Content-Type": "application/json"}, body=True)
 
-    def _error(self, status: int, code: str) -> None:
-        self._send(status, b"", {"X-Error-Code": code} if code else {}, body=True)
+    def _error(self, status: int, code: str, message: str = "") -> None:
+        headers = {**({"X-Error-Code": code} if code else {}), **({"X-Error-Message": message} if message else {})}
+        self._send(status, json.dumps({"error": message}).encode() if message else b"", headers, body=True)
 
     def _send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
         self.send_response(status)

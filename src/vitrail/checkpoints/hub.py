@@ -127,8 +127,8 @@ def _fetch_weights(repository: str, revision: str | None, label: str) -> None:
     from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    url = hf_hub_url(repository, WEIGHTS, revision=revision, endpoint=_endpoint())
-    unreachable = _network_errors()
+    url = hf_hub_url(repository, WEIGHTS, revision=revision, endpoint=endpoint())
+    unreachable = network_errors()
     try:
         found = get_hf_file_metadata(url, timeout=_ETAG_SECONDS)
     except (EntryNotFoundError, OfflineModeIsEnabled):
@@ -158,23 +158,31 @@ def _fetch_weights(repository: str, revision: str | None, label: str) -> None:
 
 def _snapshot(repository: str, revision: str | None, patterns: list[str], *, local: bool = False) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()  # the files that are left are small
-    try:
+    with without_bars():  # the files that are left are small
         found = snapshot_download(
             repository,
             revision=revision,
             allow_patterns=patterns,
             cache_dir=cache_root(),
-            endpoint=_endpoint(),
+            endpoint=endpoint(),
             local_files_only=local or is_offline(),
         )
+    return Path(found)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide the progress bars of huggingface_hub."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
     finally:
         if shown:
             enable_progress_bars()
-    return Path(found)
 
 
 @contextmanager
@@ -188,7 +196,7 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
-    others: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, ValueError, *_network_errors())
+    others: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, ValueError, *network_errors())
     try:
         yield
     except VitrailError:
@@ -209,7 +217,7 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
         raise VitrailError(f"Cannot download {label}: {reason}. {how_to_get(repository, revision)}") from error
 
 
-def _network_errors() -> tuple[type[Exception], ...]:
+def network_errors() -> tuple[type[Exception], ...]:
     """Return the base errors of the HTTP library that this version of huggingface_hub uses."""
     found: list[type[Exception]] = []
     with suppress(ImportError):
@@ -223,7 +231,7 @@ def _network_errors() -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
-def _endpoint() -> str | None:
+def endpoint() -> str | None:
     given = os.environ.get("HF_ENDPOINT")
     return given.rstrip("/") if given else None
 

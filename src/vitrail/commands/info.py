@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from vitrail.checkpoints import Bundle, load, published
+from vitrail.checkpoints.model_card import model_card
 from vitrail.checkpoints.published import PublishedWeights
 from vitrail.checkpoints.references import is_name
 from vitrail.commands.published import describe_published, is_downloaded, lines_of
@@ -30,6 +31,7 @@ def info(
     ref: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REF")],
     *,
     verify: bool = False,
+    card: bool = False,
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
     drop: tuple[str, ...] = (),
@@ -43,21 +45,27 @@ def info(
 
     Example: vitrail info vit-b16 --verify --json
 
+    Example: vitrail info runs/pets --card > README.md
+
     Args:
         ref: A folder, an .npz, .pth or .safetensors file, hf:owner/name, the included model vitrail-ti8-tiny-imagenet, or published
             weights (ViT-B/16, ViT-B/16@mae), of which only the table's facts are shown until they are downloaded.
         verify: For a Vitrail checkpoint, also check SHA-256 and the golden output of a whole image.
+        card: Print a model card in Markdown instead, as `vitrail push` uploads it.
         heads: Number of attention heads. Needed if the file does not show it and the model has no published size.
         grid: Rows and columns of the position embedding. Needed if it is not square.
         drop: Patterns of tensor names to leave out, such as "decoder.*".
         json_: Print JSON instead of a table.
     """
     weights = published.find(ref) if is_name(ref) else None
-    if weights is not None and not is_downloaded(weights):
+    if weights is not None and not is_downloaded(weights) and not card:
         _show_published(weights, json_)
         return
     fields: dict[str, Any] = {key: value for key, value in {"heads": heads, "grid": grid}.items() if value is not None}
     bundle = load(ref, verify="full" if verify else "quick", drop=drop, **fields)
+    if card:
+        say(model_card(bundle).removesuffix("\n"))
+        return
     found = describe(bundle, verified="full" if verify else "quick")
     found |= {"published": describe_published(weights)} if weights is not None else {}
     if json_:

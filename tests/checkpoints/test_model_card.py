@@ -1,0 +1,91 @@
+"""The model card: front matter that the Hub reads, figures from the checkpoint, and commands that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.checkpoints.small_models import KINDS, bundle_of
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.model_card import is_generated, model_card
+from vitrail.checkpoints.public_provenance import public_provenance
+from vitrail.cli import COMMANDS
+from vitrail.models import flops, parameters
+
+
+def made(kind: str = "plain", **changes: Any) -> Bundle:
+    bundle = bundle_of(KINDS[kind])
+    return dataclasses.replace(bundle, **changes)
+
+
+def test_figures_and_front_matter() -> None:
+    provenance = {
+        "start": "ViT-B/16",
+        "data": "hf:uoft-cs/cifar10?image=img",
+        "validation": {"accuracy": 0.9, "top5_accuracy": 1.0, "loss": 0.25},
+        "validation_images": 40,
+        "checkpoint": {"checkpoint": "best"},
+        "lora": {"rank": 8},
+    }
+    bundle = made(provenance=provenance, classes=("a", "b|c", "d <i>", "e_f", "g"))
+    text = model_card(bundle, "ada/pets", licence="mit")
+    config = bundle.model.config
+    assert f"| parameters | {parameters(config):,} |" in text and f"{flops(config) / 2e9:,.2f} GMACs" in text
+    assert "| top-1 accuracy | 90.0% | 76.9% – 96.0% |" in text  # Wilson's interval of 36 of 40
+    assert "On 40 validation images" in text and "slightly too good" in text
+    assert r"b\|c, d &lt;i>, e\_f" in text
+    data = ModelCard(text).data.to_dict()
+    assert data["license"] == "mit" and data["library_name"] == "vitrail" and data["pipeline_tag"] == "image-classification"
+    assert data["datasets"] == ["uoft-cs/cifar10"] and data["base_model"] == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
+    assert "lora" in data["tags"]
+    result = data["model-index"][0]["results"][0]
+    assert result["metrics"][0]["value"] == 0.9 and result["dataset"]["type"] == "uoft-cs/cifar10"
+
+
+@pytest.mark.parametrize("kind", ["plain", "no-head", "bit", "hybrid"])
+def test_every_kind_has_a_card_with_commands_that_exist(kind: str) -> None:
+    text = model_card(made(kind, provenance={}), "ada/x")
+    assert "does not record how it was trained" in text and "does not record an evaluation" in text
+    assert ("vitrail predict" in text) == bool(KINDS[kind].outputs)
+    commands = re.findall(r"^vitrail (.*)$", text, re.MULTILINE)
+    assert commands and all(shlex.split(one)[0] in COMMANDS for one in commands)
+    assert ModelCard(text).data.to_dict()["library_name"] == "vitrail"
+
+
+def test_an_edited_card_is_recognised() -> None:
+    text = model_card(made(), "ada/x")
+    assert is_generated(text) and is_generated(text.replace("\n", "\r\n"))
+    assert (
+        not is_generated(text.replace("## Limits", "## Bounds")) and not is_generated("# x") and not is_generated(text + "more\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("start", "ViT-B/16@mae", "ViT-B/16@mae"),
+        ("start", "hf:google/vit-base-patch16-224", "hf:google/vit-base-patch16-224"),
+        ("start", "runs/ada/pets/model-best", "pets"),
+        ("start", "/home/ada/ViT-B_16.npz", "ViT-B_16.npz"),
+        ("start", r"C:\Users\ada\ViT-B_16.npz", "ViT-B_16.npz"),
+        ("start", "https://host/ViT-B_16.npz?sig=secret", "https://host/ViT-B_16.npz?…"),
+        ("data", "digits", "digits"),
+        ("data", "torchvision:CIFAR10", "torchvision:CIFAR10"),
+        ("data", "folder:~/Ada Lovelace/pets", "folder:pets"),
+        ("data", "/data/Ada Lovelace/pets?holdout=0.1", "pets?holdout=0.1"),
+        ("data", "csv:../ada/pets.csv", "csv:pets.csv"),
+        ("data", "hf:uoft-cs/cifar10", "hf:uoft-cs/cifar10"),
+        ("data", "wds:s3://bucket/{00..12}.tar", "wds:s3://bucket/{00..12}.tar"),
+        ("data", "Tiny-ImageNet: 97,500 training images", "Tiny-ImageNet: 97,500 training images"),
+        ("location", "0123456789abcdef", "removed"),
+        ("weights", "averaged weights of step 3 of 4; 1/2 of R50+ViT-B/16", "averaged weights of step 3 of 4; 1/2 of R50+ViT-B/16"),
+        ("note", "from /home/ada/x.npz, file:///home/ada/y and \\\\server\\ada\\z", "from x.npz, y and z"),
+    ],
+)
+def test_paths_are_shortened_and_names_are_not(key: str, value: str, shown: str) -> None:
+    assert public_provenance({"nested": [{key: value}]}) == {"nested": [{key: shown}]}

@@ -113,7 +113,7 @@ def test_the_self_test_finds_what_is_wrong(case: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(hopper_attention, "hopper_attention", stand_in)
     worst = selection._hopper_attention_difference(torch.device("cpu"), torch.bfloat16, 145, 6, True)
-    assert (worst < 0.6 * selection._TOLERANCE) if case == "right" else (worst > selection._TOLERANCE)
+    assert (worst < 0.6 * selection.TOLERANCE) if case == "right" else (worst > selection.TOLERANCE)
 
 
 @pytest.mark.slow

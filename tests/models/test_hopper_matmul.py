@@ -128,7 +128,7 @@ def test_selection_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernels_pass_their_self_test(check: str, low: torch.dtype) -> None:
     from vitrail.models.fused import selection
 
-    assert getattr(selection, check)(torch.device(DEVICE), low) < 0.6 * selection._TOLERANCE
+    assert getattr(selection, check)(torch.device(DEVICE), low) < 0.6 * selection.TOLERANCE
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor, rstd: Tensor | None = None) -> Tensor:
@@ -204,7 +204,7 @@ def test_the_self_test_finds_what_is_wrong(case: str | None, monkeypatch: pytest
     monkeypatch.setattr(selection, "_ROWS", 1037)
     device = torch.device("cpu")
     worst = max(selection._difference(device, torch.bfloat16), selection._norm_epilogue_difference(device, torch.bfloat16))
-    assert (worst > selection._TOLERANCE) if case else (worst < 0.6 * selection._TOLERANCE)
+    assert (worst > selection.TOLERANCE) if case else (worst < 0.6 * selection.TOLERANCE)
 
 
 @pytest.mark.parametrize("worst, expected", [(0.001, True), (0.5, False), (float("nan"), False)])

@@ -38,20 +38,20 @@ def _public(key: str, value: Any) -> Any:
         return value
     if key == "location":  # a digest of a path: a guess of the path could be confirmed by it
         return _REMOVED
-    return _reference(value) if key in _REFERENCES else _text(value)
+    return _reference(value) if key in _REFERENCES else public_text(value)
 
 
 def _reference(value: str) -> str:
     """Shorten a reference to weights or data if it is a local path. A name has no path to shorten."""
     if is_url(value) or (value.startswith("hf:") and not value.endswith(".parquet")):
-        return _text(value)
+        return public_text(value)
     kind, location, options = _split(value)
     if "://" in location:
-        return _text(value)
+        return public_text(value)
     if kind in _LOCAL or (kind is None and _is_path(location)):
         chosen = "&".join(f"{name}={one}" for name, one in options.items())
-        return f"{f'{kind}:' if kind else ''}{_last(location)}{'?' if chosen else ''}{_text(chosen)}"
-    return _text(value)
+        return f"{f'{kind}:' if kind else ''}{_last(location)}{'?' if chosen else ''}{public_text(chosen)}"
+    return public_text(value)
 
 
 def _split(value: str) -> tuple[str | None, str, dict[str, str]]:
@@ -65,7 +65,8 @@ def _is_path(text: str) -> bool:
     return ("/" in text or "\\" in text) and " " not in text and not is_name(text)
 
 
-def _text(text: str) -> str:
+def public_text(text: str) -> str:
+    """Return a text with the last part of every local path in it, and URLs without logins."""
     text = _WINDOWS_PATH.sub(lambda found: _last(found[0]), text)
     return hide_secrets(_PATH.sub(lambda found: _last(found[0]), text))
 

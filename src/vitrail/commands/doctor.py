@@ -8,6 +8,7 @@ import os
 import platform
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +19,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.commands.terminal import Console, say
+from vitrail.errors import VitrailError
 from vitrail.models import model_config
 from vitrail.models.inference import choose
 from vitrail.text import to_json
@@ -35,19 +37,32 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-PACKAGES = ("vitrail", "torch", "torchvision", "numpy", "pillow", "safetensors", "huggingface-hub")
+PACKAGES = ("vitrail", "torch", "torchvision", "numpy", "pillow", "safetensors", "huggingface-hub", "triton")
 
 
-def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
+def doctor(
+    *,
+    report: Annotated[tuple[Path, ...] | None, tyro.conf.arg(metavar="[FILE]")] = None,
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> None:
     """Show what this machine supports: versions, devices, precisions and attention kernels that run, missing extras.
+
+    With --report, every kernel is also compiled, run and compared with torch, and small models are timed, on each device; that
+    takes a minute or two. The report has no name of a user or a machine, and no path: send it with a question about speed.
 
     Example: vitrail doctor
 
     Example: vitrail doctor --json
 
+    Example: vitrail doctor --report
+
     Args:
-        json_: Print JSON instead of a table.
+        report: Write a report to this file, in Markdown with all values as JSON. Without a name: vitrail-report.md.
+        json_: Print JSON instead of a table; with --report, the values of the report.
     """
+    if report is not None:
+        _report(report, json_)
+        return
     found = examine()
     if json_:
         say(to_json(found, indent=2))
@@ -71,6 +86,19 @@ def doctor(*, json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> Non
         status = "installed" if not missing else f"needs {', '.join(missing)}: pip install 'vitrail[{extra}]'"
         table.add_row(f"extra {extra}", status)
     console.print(table)
+
+
+def _report(files: tuple[Path, ...], as_json: bool) -> None:
+    from vitrail.commands.doctor_report import check_report_file, make_report, write_report
+
+    if len(files) > 1:
+        raise VitrailError(f"--report takes one file, not {len(files)}.")
+    file = files[0] if files else Path("vitrail-report.md")
+    check_report_file(file)
+    stderr = Console(stderr=True)
+    found = make_report(examine(), log=lambda message: stderr.print(message, style="dim", highlight=False, soft_wrap=True))
+    write_report(found, file)
+    say(to_json(found, indent=2) if as_json else f"written to {file}: read it, then send it with your question")
 
 
 def examine() -> dict[str, Any]:

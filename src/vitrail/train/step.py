@@ -37,7 +37,7 @@ def chosen_precision(wanted: str, device: torch.device, flops: float = 0.0) -> s
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return "bf16" if device.type == "cpu" and flops >= MIN_CPU_FLOPS and cpu_multiplies_bf16() else "fp32"
 
 

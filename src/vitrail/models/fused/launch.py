@@ -39,8 +39,13 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def sm_major(device: torch.device) -> int:
-    """Return the major compute capability; 9 (Hopper) for memory plans and the interpreter."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    """Return the major compute capability; 9 (Hopper) for memory plans and the interpreter, 0 for AMD's GPUs.
+
+    ROCm numbers them otherwise: an MI300 would be 9, like a Hopper GPU.
+    """
+    if device.type != "cuda":
+        return 9
+    return torch.cuda.get_device_capability(device)[0] if torch.version.hip is None else 0
 
 
 def is_fake(tensor: Tensor) -> bool:

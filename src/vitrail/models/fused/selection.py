@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from vitrail.models.fused.launch import is_fake, num_sms, sm_major
 from vitrail.models.fused.self_test import passes, rejected, remember
 from vitrail.models.fused.self_test_cases import largest_difference
 
-_TOLERANCE = 0.01  # relative error of a row: a few times that of rounding to low precision
+TOLERANCE = 0.01  # relative error of a row: a few times that of rounding to low precision
 _ROWS = 40_037  # every program computes several tiles, and the last ones are not full
 _FEW_ROWS = 150  # tiles have fewer rows then
 
@@ -42,7 +43,7 @@ def use_norm_epilogue(x: Tensor, bias_columns: int, gelu_columns: int) -> bool:
 @remember(rejected)
 def _norm_epilogue_works(device: torch.device, dtype: torch.dtype) -> bool:
     message = "Matmuls with a folded norm are not used here (%s). Using separate norms, which are a little slower."
-    return passes(device, _TOLERANCE, lambda: _norm_epilogue_difference(device, dtype), message)
+    return passes(device, TOLERANCE, lambda: _norm_epilogue_difference(device, dtype), message)
 
 
 def _norm_epilogue_difference(device: torch.device, dtype: torch.dtype) -> float:
@@ -86,7 +87,7 @@ def _hopper_attention_works(device: torch.device, dtype: torch.dtype, tokens: in
     """Return whether this is a Hopper GPU and the kernel is right for so many tokens: each number is compiled separately."""
     message = f"The fastest attention kernel for {tokens} tokens is not used here (%s). Using a slower one."
     args = device, dtype, tokens, heads, needs_grad
-    return sm_major(device) == 9 and passes(device, _TOLERANCE, lambda: _hopper_attention_difference(*args), message)
+    return sm_major(device) == 9 and passes(device, TOLERANCE, lambda: _hopper_attention_difference(*args), message)
 
 
 def _hopper_attention_difference(device: torch.device, dtype: torch.dtype, tokens: int, heads: int, needs_grad: bool) -> float:
@@ -107,7 +108,7 @@ def _hopper_attention_difference(device: torch.device, dtype: torch.dtype, token
 def _works(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this is a Hopper GPU and the kernels are right there."""
     message = "Vitrail's matmul kernels are not used here (%s). Using cuBLAS and separate passes, which are slower."
-    return sm_major(device) == 9 and passes(device, _TOLERANCE, lambda: _difference(device, dtype), message)
+    return sm_major(device) == 9 and passes(device, TOLERANCE, lambda: _difference(device, dtype), message)
 
 
 def _difference(device: torch.device, dtype: torch.dtype) -> float:
@@ -128,6 +129,15 @@ def _difference(device: torch.device, dtype: torch.dtype) -> float:
         found += [matmul_bias_gelu(x, up, bias, tanh), matmul_bias_gelu(x[:_FEW_ROWS], up, bias, tanh), again, gelu_grad]
         found += matmul_gelu_backward(x, down, gelu_grad)
     return largest_difference(expected, found)
+
+
+def hopper_differences(device: torch.device, dtype: torch.dtype, tokens: int, heads: int) -> dict[str, Callable[[], float]]:
+    """Return the checks of the Hopper kernels by the kernels' names: each computes a relative error."""
+    return {
+        "Hopper matmuls with bias, GELU and its gradient": lambda: _difference(device, dtype),
+        "Hopper matmuls with a folded norm": lambda: _norm_epilogue_difference(device, dtype),
+        f"Hopper attention over {tokens} tokens": lambda: _hopper_attention_difference(device, dtype, tokens, heads, True),
+    }
 
 
 def suits_own_attention(y: Tensor, heads: int, num_queries: int | None, needs_grad: bool, qk_norm: bool) -> bool:

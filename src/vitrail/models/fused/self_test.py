@@ -23,7 +23,7 @@ log = logging.getLogger("vitrail")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TOLERANCE = 0.05  # relative error of a row in low precision
+TOLERANCE = 0.05  # relative error of a row in low precision
 _RETRY_SECONDS = 10.0  # after a transient failure
 _TRANSIENT = (
     "out of memory", "alloc_failed", "busy or unavailable", "are busy", "is capturing", "during capture", "not permitted when",
@@ -88,7 +88,7 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels around the blocks are right: patches, prefix tokens and positions, cross-entropy."""
     message = "Vitrail's GPU kernels for patches, positions and losses are not used here (%s). Using torch's, which are slower."
     checks = (cases.patchify_difference, cases.prefix_difference, cases.loss_difference)
-    return passes(device, _TOLERANCE, lambda: max(check(device, dtype) for check in checks), message)
+    return passes(device, TOLERANCE, lambda: max(check(device, dtype) for check in checks), message)
 
 
 @remember(str)
@@ -105,7 +105,7 @@ def attention_works(
     """Return whether attention over so many tokens is right, with its gradients if needed: every length is compiled separately."""
     message = f"Vitrail's attention kernel for {keys} tokens is not used here (%s). Using torch's."
     args = device, dtype, queries, keys, heads, channels, needs_grad, qk_norm
-    return passes(device, _TOLERANCE, lambda: cases.attention_difference(*args), message)
+    return passes(device, TOLERANCE, lambda: cases.attention_difference(*args), message)
 
 
 def passes(device: torch.device, tolerance: float, difference: Callable[[], float], message: str) -> bool:

@@ -71,7 +71,7 @@ def choose(config: ModelConfig, precision: Precision, device: torch.device) -> P
 def _choose_gpu(precision: Precision) -> PrecisionChoice:
     if precision == "fp32":
         return PrecisionChoice("fp32", "as requested")
-    if not torch.cuda.is_bf16_supported():
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         return PrecisionChoice("fp32", "this GPU has no bfloat16")
     if precision == "int8":
         return PrecisionChoice("bf16", "there is no int8 path for GPUs; bf16 is the fast one")

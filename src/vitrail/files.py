@@ -41,7 +41,8 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666))
             yield temporary
             fsync(temporary)
-            temporary.replace(target)
+            with _in_use(target):
+                temporary.replace(target)
             fsync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
@@ -64,7 +65,8 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
                     file.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
                     fsync(file)
             fsync(temporary)
-            _replace_folder(temporary, target)
+            with _in_use(target):
+                _replace_folder(temporary, target)
             fsync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -198,6 +200,18 @@ def _permissions(folder: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _in_use(target: Path) -> Iterator[None]:
+    """Say what a refused rename means: Windows does not replace what is open, and a loaded model maps its weights."""
+    try:
+        yield
+    except PermissionError as error:
+        raise VitrailError(
+            f"Cannot replace {target}: {error.strerror}. If a program has it open, or has loaded a model from it, close that "
+            "first; or choose another name."
+        ) from error
+
+
 def fsync(path: Path) -> None:
     """Flush a file or folder to disk, so that the rename after it cannot be written before its content."""
     if os.name == "nt" and path.is_dir():
@@ -221,7 +235,7 @@ def take_lock(file: Path) -> IO[str] | None:
     Where there are no locks (Windows, some network file systems) the file is only opened.
     """
     while True:
-        handle = file.open("a+")
+        handle = file.open("a+", encoding="utf-8")
         try:
             import fcntl
 

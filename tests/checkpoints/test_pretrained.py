@@ -42,7 +42,7 @@ def test_each_included_model_is_small_and_has_a_card() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_contains_the_included_model(tmp_path: Path) -> None:
+def test_the_wheel_contains_all_files(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -50,7 +50,18 @@ def test_the_wheel_contains_the_included_model(tmp_path: Path) -> None:
     wheel = next(tmp_path.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
-    for name, folder in pretrained_models().items():
-        for file in folder.iterdir():
-            assert sizes[f"vitrail/pretrained/{name}/{file.name}"] == file.stat().st_size
+    source = ROOT / "src"
+    files = [file for file in (source / "vitrail").rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    names = {file.name for file in files}
+    assert {
+        "published.csv",
+        "imagenet_classes.tsv.gz",
+        "model.safetensors",
+        "index.html",
+        "main.js",
+        "style.css",
+        "py.typed",
+    } <= names
+    for file in files:
+        assert sizes[file.relative_to(source).as_posix()] == file.stat().st_size
     assert wheel.stat().st_size <= MAX_SIZE

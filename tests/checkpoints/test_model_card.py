@@ -26,9 +26,9 @@ def made(kind: str = "plain", **changes: Any) -> Bundle:
 def test_figures_and_front_matter() -> None:
     provenance = {
         "start": "ViT-B/16",
-        "data": "hf:uoft-cs/cifar10?image=img",
-        "validation": {"accuracy": 0.9, "top5_accuracy": 1.0, "loss": 0.25},
-        "validation_images": 40,
+        "data": "hf: train 90, test 40 images; 5 classes",
+        "trained_on": [{"source": "hf:uoft-cs/cifar10?image=img", "images": 90, "validation": "test", "fraction": 0.5}],
+        "validation": {"loss": 0.25, "accuracy": 0.9, "top5_accuracy": 1.0, "images": 40.0, "predicted_classes": 5.0},
         "checkpoint": {"checkpoint": "best"},
         "lora": {"rank": 8},
     }
@@ -44,7 +44,12 @@ def test_figures_and_front_matter() -> None:
     assert data["datasets"] == ["uoft-cs/cifar10"] and data["base_model"] == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
     assert "lora" in data["tags"]
     result = data["model-index"][0]["results"][0]
-    assert result["metrics"][0]["value"] == 0.9 and result["dataset"]["type"] == "uoft-cs/cifar10"
+    assert result["metrics"][0]["value"] == 0.9 and result["dataset"] == {
+        "type": "uoft-cs/cifar10",
+        "name": "uoft-cs/cifar10",
+        "split": "test",
+    }
+    assert "90 images of hf:uoft-cs/cifar10" in text and "predicted classes" not in text
 
 
 @pytest.mark.parametrize("kind", ["plain", "no-head", "bit", "hybrid"])

@@ -26,8 +26,7 @@ PROVENANCE = {
     "start": "/home/ada-lovelace/runs/base/model",
     "data": "folder:/home/ada-lovelace/secret project/pets",
     "trained_on": [{"source": "folder:/home/ada-lovelace/secret project/pets", "location": "0123456789abcdef", "images": 90}],
-    "validation": {"accuracy": 0.9, "loss": 0.31},
-    "validation_images": 40,
+    "validation": {"loss": 0.31, "accuracy": 0.9, "images": 40.0, "predicted_classes": 5.0},
     "steps": 7,
     "notes": r"copied from C:\Users\ada-lovelace\x and https://ada-lovelace:pw@host/a?sig=1 by ~/bin/copy.sh",
 }

@@ -190,7 +190,8 @@ def _sentences(name: str) -> Iterator[None]:
 
 def _answer(error: Any, name: str) -> str:
     owner, status = name.partition("/")[0], error.response.status_code
-    said = f" The Hub says: {hide_secrets(error.server_message)}" if getattr(error, "server_message", None) else ""
+    message = getattr(error, "server_message", None)
+    said = f" The Hub says: {hide_secrets(message).rstrip('.')}." if message else ""
     if status == 401:
         return f"Cannot upload to {name}: the Hub does not accept the token (HTTP 401).{said} {_LOGIN}"
     if status in (403, 404):

@@ -74,12 +74,12 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         if device["trials"]:
             rows = [(one["kernel"], one["result"], f"{one['seconds']:.1f}", one["reason"]) for one in device["trials"]]
             parts.append(_table(("kernel", "result", "seconds", "reason"), rows))
-    rows = [tuple("" if row[key] is None else row[key] for key in _BENCH_COLUMNS) for row in report["bench"]]
+    measured = [["" if row[key] is None else row[key] for key in _BENCH_COLUMNS] for row in report["bench"]]
     parts += [
         "## Short benchmark",
         "Two or three short rounds on random images at 224 pixels; any other load on the machine makes it slower.",
     ]
-    parts += [_table(tuple(name.replace("_", " ") for name in _BENCH_COLUMNS), rows)]
+    parts += [_table(tuple(name.replace("_", " ") for name in _BENCH_COLUMNS), measured)]
     parts += ["## All values", f"```json\n{to_json(report, indent=1)}\n```"]
     return "\n\n".join(parts) + "\n"
 

@@ -62,7 +62,6 @@ def export_model(
         "weights": f"{described}{f'; mean with decay {recipe.ema:g}' if checkpoint['weights'] == 'averaged' else ''}",
         "checkpoint": checkpoint,
         "validation": {name: value if math.isfinite(value) else None for name, value in metrics.items()},  # JSON has no NaN
-        "validation_images": len(prepared.validation) if metrics and prepared.validation is not None else None,
         "task": task_info,
         "vitrail": our_version(),
     }

@@ -1,4 +1,4 @@
-"""Write names that others chose (of files and classes) to terminals, JSON, CSV and HTML.
+"""Write names that others chose (of files and classes) to terminals, JSON, CSV, Markdown and HTML.
 
 A file name on Linux is any bytes; Python holds those that are not UTF-8 as lone surrogates, which no UTF-8 stream accepts. And
 a name may contain control characters, which a terminal would obey.
@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # Control characters except tab and newline, marks that reorder text, and lone surrogates.
@@ -56,3 +56,24 @@ def csv_line(cells: Iterable[Any]) -> str:
 def to_csv(rows: Iterable[Sequence[Any]]) -> bytes:
     """Return a CSV file; names that are not UTF-8 keep their bytes."""
     return to_bytes("".join(map(csv_line, rows)))
+
+
+def markdown(value: Any) -> str:
+    """Return a value as Markdown text that is neither markup nor a second line."""
+    text = printable(f"{value:,.4g}" if isinstance(value, float) else str(value), one_line=True)
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table in Markdown; cells are escaped."""
+    lines = [header, ["---"] * len(header), *([markdown(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plain(value: Any) -> str:
+    """Return a value of JSON in words, without quotes and braces."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{str(key).replace('_', ' ')} {plain(one)}" for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(plain(one) for one in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

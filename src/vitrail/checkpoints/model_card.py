@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vitrail.checkpoints import published
@@ -13,7 +13,7 @@ from vitrail.checkpoints.public_provenance import public_provenance
 from vitrail.data.trained_on import records_in
 from vitrail.errors import VitrailError, counted
 from vitrail.models import BiTConfig, flops
-from vitrail.text import printable
+from vitrail.text import markdown, markdown_table, plain
 from vitrail.wilson import wilson
 
 PLACEHOLDER = "OWNER/NAME"
@@ -41,7 +41,7 @@ def model_card(bundle: Bundle, name: str = PLACEHOLDER, *, licence: str | None =
     provenance = public_provenance(bundle.provenance)
     licence = licence or provenance.get("licence")
     sections = [
-        f"# {_cell(name.partition('/')[2])}",
+        f"# {markdown(name.partition('/')[2])}",
         _summary(bundle, licence),
         *_use(bundle, name),
         *_model(bundle),
@@ -128,8 +128,8 @@ def _summary(bundle: Bundle, licence: str | None) -> str:
         "regress": f"predicts {counted(config.outputs, 'value')} per image",
     }.get(bundle.task, "turns images into features")
     what = outputs if bundle.head == "set" else "turns images into features; it has no trained head"
-    terms = f"Licence: {_cell(licence)}." if licence else "Its owner has not stated a licence."
-    return f"A {_cell(config.name)} that {what}, in the format of Vitrail. {terms}"
+    terms = f"Licence: {markdown(licence)}." if licence else "Its owner has not stated a licence."
+    return f"A {markdown(config.name)} that {what}, in the format of Vitrail. {terms}"
 
 
 def _use(bundle: Bundle, name: str) -> list[str]:
@@ -157,13 +157,13 @@ def _model(bundle: Bundle) -> list[str]:
         ("preprocessing", bundle.preprocess.describe() if bundle.preprocess else "not stored"),
         ("dtype", str(next(bundle.model.parameters()).dtype).removeprefix("torch.")),
     ]
-    return ["## Model", _table(("", ""), rows), *_classes(bundle)]
+    return ["## Model", markdown_table(("", ""), rows), *_classes(bundle)]
 
 
 def _classes(bundle: Bundle) -> list[str]:
     if not bundle.classes:
         return []
-    shown = ", ".join(_cell(one) for one in bundle.classes[:_MAX_CLASSES])
+    shown = ", ".join(markdown(one) for one in bundle.classes[:_MAX_CLASSES])
     rest = len(bundle.classes) - _MAX_CLASSES
     more = f", and {rest:,} more: `bundle.classes` has them all" if rest > 0 else ""
     if len(bundle.classes) <= _SHORT_LIST:
@@ -190,13 +190,13 @@ def _training(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
         "paper": "paper",
         "vitrail": "Vitrail",
     }
-    rows = [(title, _plain(provenance[key])) for key, title in keys.items() if provenance.get(key) is not None]
+    rows = [(title, plain(provenance[key])) for key, title in keys.items() if provenance.get(key) is not None]
     for record in records_in(provenance, ""):
         held_out = f"; {record.holdout:.0%} held out" if record.holdout else ""
         rows.append(("trained on", f"{counted(record.images, 'image')} of {record.source}{held_out}"))
     if not rows:
         return ["## Training", "The checkpoint does not record how it was trained."]
-    return ["## Training", _table(("", ""), rows)]
+    return ["## Training", markdown_table(("", ""), rows)]
 
 
 def _evaluation(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
@@ -220,7 +220,7 @@ def _evaluation(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
     return [
         "## Evaluation",
         f"{on}, as recorded in training.{chosen}",
-        _table(("metric", "value", "95 % interval" if images else ""), rows),
+        markdown_table(("metric", "value", "95 % interval" if images else ""), rows),
     ]
 
 
@@ -241,22 +241,3 @@ def _validation(provenance: Mapping[str, Any]) -> dict[str, float]:
     found = provenance.get("validation")
     values = found.items() if isinstance(found, Mapping) else ()
     return {str(key): float(value) for key, value in values if isinstance(value, int | float) and not str(key).startswith("raw_")}
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{str(key).replace('_', ' ')} {_plain(one)}" for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return " ".join(_plain(one) for one in value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _cell(text: str) -> str:
-    """Return text that others chose, so that it is neither markup nor a second line."""
-    text = printable(str(text), one_line=True)
-    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")

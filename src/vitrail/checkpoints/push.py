@@ -91,8 +91,7 @@ def _checkpoint(folder: Path) -> Path:
 
 def _files(source: Path, bundle: Bundle, name: str, licence: str | None) -> dict[str, bytes | Path]:
     """Return what is uploaded: nothing else of the folder, and no local path."""
-    weights = native.weight_files(source)
-    index = [f"{hub.WEIGHTS}.index.json"] if len(weights) > 1 else []
+    weights, index = native.weight_files(source), [one for one in (f"{hub.WEIGHTS}.index.json",) if (source / one).is_file()]
     values = native.read_json(source / CONFIG)
     values["provenance"] = public_provenance(values["provenance"])
     files: dict[str, bytes | Path] = {one: source / one for one in (*weights, *index)}

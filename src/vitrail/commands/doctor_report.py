@@ -22,7 +22,7 @@ from vitrail.checkpoints.public_provenance import public_text
 from vitrail.errors import VitrailError
 from vitrail.files import write_text
 from vitrail.models.fused.trials import try_kernels, why_no_kernels
-from vitrail.text import printable, to_json
+from vitrail.text import markdown, markdown_table, to_json
 
 TITLE = "# Vitrail report"
 MODELS = ("Ti/16", "B/16")
@@ -67,19 +67,19 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     parts = [
         TITLE,
         "Written by `vitrail doctor --report`. It has no name of a user or a machine, and no path. Read it before you send it.",
-        _table(("", ""), [*system, *report["versions"].items(), *report["drivers"].items()]),
+        markdown_table(("", ""), [*system, *report["versions"].items(), *report["drivers"].items()]),
     ]
     for device in report["devices"]:
-        parts += [f"## {device['device']}: {_cell(device['name'])}", _table(("", ""), _about(device))]
+        parts += [f"## {device['device']}: {markdown(device['name'])}", markdown_table(("", ""), _about(device))]
         if device["trials"]:
             rows = [(one["kernel"], one["result"], f"{one['seconds']:.1f}", one["reason"]) for one in device["trials"]]
-            parts.append(_table(("kernel", "result", "seconds", "reason"), rows))
+            parts.append(markdown_table(("kernel", "result", "seconds", "reason"), rows))
     measured = [["" if row[key] is None else row[key] for key in _BENCH_COLUMNS] for row in report["bench"]]
     parts += [
         "## Short benchmark",
         "Two or three short rounds on random images at 224 pixels; any other load on the machine makes it slower.",
     ]
-    parts += [_table(tuple(name.replace("_", " ") for name in _BENCH_COLUMNS), measured)]
+    parts += [markdown_table(tuple(name.replace("_", " ") for name in _BENCH_COLUMNS), measured)]
     parts += ["## All values", f"```json\n{to_json(report, indent=1)}\n```"]
     return "\n\n".join(parts) + "\n"
 
@@ -174,12 +174,3 @@ def _private_names() -> list[str]:
     except (OSError, KeyError, ImportError):  # a container without one
         user = ""
     return [name for name in (str(Path.home()), platform.node(), user) if len(name) > 2]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return printable(f"{value:,.4g}" if isinstance(value, float) else str(value), one_line=True).replace("|", "\\|")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import tyro
@@ -17,7 +16,7 @@ from vitrail.commands.published import describe_published, is_downloaded, lines_
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import counted
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
-from vitrail.text import to_json
+from vitrail.text import plain, to_json
 
 _HEADS = {
     "set": "trained",
@@ -128,7 +127,7 @@ def _lines(bundle: Bundle, found: dict[str, Any]) -> list[tuple[str, str]]:
     if "checkpoint" in known and "weights" in known:  # the second is the first in words
         known = {key: value for key, value in known.items() if key not in ("checkpoint", "steps")}
     known.pop("trained_on", None)
-    lines += [("provenance", f"{key}: {_plain(value)}") for key, value in known.items()]
+    lines += [("provenance", f"{key}: {plain(value)}") for key, value in known.items()]
     lines += [("trained on", f"{one.source}, {counted(one.images, 'image')}") for one in bundle.trained_on]
     if found["verified"]:
         full = found["verified"] == "full"
@@ -171,10 +170,3 @@ def _classes(bundle: Bundle) -> str:
         return "no class names"
     shown = ", ".join(bundle.classes[:4])
     return f"classes {shown}{' …' if len(bundle.classes) > 4 else ''}"
-
-
-def _plain(value: object) -> str:
-    """Format a value of the provenance without Python's quotes and braces."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{str(key).replace('_', ' ')} {_plain(one)}" for key, one in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

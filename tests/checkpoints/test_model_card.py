@@ -62,6 +62,12 @@ def test_every_kind_has_a_card_with_commands_that_exist(kind: str) -> None:
     assert ModelCard(text).data.to_dict()["library_name"] == "vitrail"
 
 
+def test_a_name_that_is_not_utf8_can_be_uploaded() -> None:
+    provenance = {"trained_on": [{"source": "folder:/x/p\udcffts\n", "images": 3}], "validation": {"accuracy": 0.5}}
+    text = model_card(made(provenance=provenance, classes=("\udcff", "b\nc", "d", "e", "f")), "ada/x")
+    assert text.encode() and "p\\xffts" in text and ModelCard(text).data.to_dict()["model-index"]
+
+
 def test_an_edited_card_is_recognised() -> None:
     text = model_card(made(), "ada/x")
     assert is_generated(text) and is_generated(text.replace("\n", "\r\n"))

@@ -133,6 +133,21 @@ def test_a_card_in_the_folder_is_uploaded(server: HubServer, bundle: Bundle, tmp
     (tmp_path / "run" / "model" / "README.md").write_text("# My own card\n")
     push(tmp_path / "run" / "model", NAME)
     assert (uploaded(server) / "README.md").read_text() == "# My own card\n"
+    with pytest.raises(VitrailError, match=r"--licence mit is for a generated card, but .*README.md will be uploaded"):
+        push(tmp_path / "run", NAME, licence="mit")
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_card_that_info_wrote_gets_the_repositorys_name(
+    server: HubServer, bundle: Bundle, tmp_path: Path, edited: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["info", str(tmp_path / "run"), "--card"])
+    text = capsys.readouterr().out.replace("## Limits", "## Limits of mine" if edited else "## Limits")
+    (tmp_path / "run" / "model" / "README.md").write_text(text, encoding="utf-8")
+    push(tmp_path / "run", NAME)
+    card = (uploaded(server) / "README.md").read_text(encoding="utf-8")
+    assert f'vitrail.load("hf:{NAME}")' in card and "OWNER" not in card and ("of mine" in card) is edited
 
 
 def test_private_repositories(server: HubServer, bundle: Bundle, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from vitrail.checkpoints.public_provenance import public_provenance
 from vitrail.data.trained_on import records_in
 from vitrail.errors import VitrailError, counted
 from vitrail.models import BiTConfig, flops
-from vitrail.text import markdown, markdown_table, plain
+from vitrail.text import markdown, markdown_table, plain, printable
 from vitrail.wilson import wilson
 
 PLACEHOLDER = "OWNER/NAME"
@@ -41,7 +41,7 @@ def model_card(bundle: Bundle, name: str = PLACEHOLDER, *, licence: str | None =
     provenance = public_provenance(bundle.provenance)
     licence = licence or provenance.get("licence")
     sections = [
-        f"# {markdown(name.partition('/')[2])}",
+        f"# {markdown(_title(bundle, name))}",
         _summary(bundle, licence),
         *_use(bundle, name),
         *_model(bundle),
@@ -63,6 +63,10 @@ def is_generated(text: str) -> bool:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _title(bundle: Bundle, name: str) -> str:
+    return bundle.model.config.name if name == PLACEHOLDER else name.partition("/")[2]
 
 
 def _front_matter(bundle: Bundle, name: str, provenance: Mapping[str, Any], licence: str | None) -> dict[str, Any]:
@@ -106,13 +110,13 @@ def _model_index(bundle: Bundle, name: str, provenance: Mapping[str, Any]) -> li
     dataset = {"type": re.sub(r"[^\w./-]+", "-", short).lower(), "name": short, "split": _split(provenance)}
     metric = {"type": "accuracy", "value": round(accuracy, 4), "name": "top-1 accuracy", "verified": False}
     task = {"type": "image-classification", "name": "Image classification"}
-    return [{"name": name.partition("/")[2], "results": [{"task": task, "dataset": dataset, "metrics": [metric]}]}]
+    return [{"name": _title(bundle, name), "results": [{"task": task, "dataset": dataset, "metrics": [metric]}]}]
 
 
 def _source(provenance: Mapping[str, Any]) -> str:
     """Return the reference of the training images, or else what the checkpoint says about its data."""
     records = records_in(provenance, "")
-    return records[0].source if records else str(provenance.get("data") or "unknown")
+    return printable(records[0].source if records else str(provenance.get("data") or "unknown"), one_line=True)
 
 
 def _split(provenance: Mapping[str, Any]) -> str:

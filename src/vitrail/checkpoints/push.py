@@ -14,7 +14,7 @@ from vitrail.checkpoints import hub, native
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.download import hide_secrets
 from vitrail.checkpoints.loading import load
-from vitrail.checkpoints.model_card import is_generated, model_card
+from vitrail.checkpoints.model_card import PLACEHOLDER, is_generated, model_card
 from vitrail.checkpoints.public_provenance import public_provenance
 from vitrail.errors import VitrailError
 from vitrail.files import restore_folder
@@ -96,9 +96,18 @@ def _files(source: Path, bundle: Bundle, name: str, licence: str | None) -> dict
     values["provenance"] = public_provenance(values["provenance"])
     files: dict[str, bytes | Path] = {one: source / one for one in (*weights, *index)}
     files[CONFIG] = (to_json(values, indent=2, allow_nan=False) + "\n").encode()
-    own = source / CARD
-    files[CARD] = read_bytes(own) if own.is_file() else model_card(bundle, name, licence=licence).encode()
+    files[CARD] = _card(source / CARD, bundle, name, licence).encode()
     return files
+
+
+def _card(own: Path, bundle: Bundle, name: str, licence: str | None) -> str:
+    """Return the card of the folder, in which `info --card` did not know the repository's name; or a new one."""
+    text = read_bytes(own).decode("utf-8", "replace") if own.is_file() else ""
+    if not text or is_generated(text):
+        return model_card(bundle, name, licence=licence)
+    if licence is not None:
+        raise VitrailError(f"--licence {licence} is for a generated card, but {own} will be uploaded. State the licence there.")
+    return text.replace(PLACEHOLDER, name)
 
 
 def _api(name: str, token: str | None) -> HfApi:

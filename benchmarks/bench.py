@@ -1,6 +1,6 @@
 """Run `vitrail bench` on a machine without tyro: the same options, measurements, tables and files.
 
-    python benchmarks/bench.py --model B/16 L/16 --mode train --against timm --out benchmarks/results/bench
+    python benchmarks/bench.py --model B/16 L/16 --task train --against timm --out benchmarks/results/bench
 
 The options are explained in docs/bench.md.
 """

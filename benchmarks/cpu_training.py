@@ -25,7 +25,7 @@ from torch import nn
 from vitrail.bench import baselines
 from vitrail.bench.machine import hardware, versions
 from vitrail.models import create_model, flops, model_config
-from vitrail.train.step import autocast, chosen_precision
+from vitrail.train.precision import autocast, chosen_precision
 
 CPU = torch.device("cpu")
 

@@ -44,7 +44,7 @@ from vitrail.train.callbacks import Callback, Record
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
 from vitrail.train.loop import total_steps, train
 from vitrail.train.parallel import choose_device
-from vitrail.train.step import autocast, chosen_precision
+from vitrail.train.precision import autocast, chosen_precision
 
 Row = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Make the folder of the included model from trained weights, the run's folder and words for the class names.
 
     python benchmarks/make_pretrained.py WEIGHTS.pt RUN INDEX.json --out src/vitrail/pretrained/vitrail-ti8-tiny-imagenet
-    vitrail eval src/vitrail/pretrained/vitrail-ti8-tiny-imagenet --data folder:TINY --match order --report report
+    vitrail eval src/vitrail/pretrained/vitrail-ti8-tiny-imagenet --data folder:TINY --match order --out report
     python benchmarks/make_pretrained.py WEIGHTS.pt RUN INDEX.json --out … --evaluation report/metrics.json
 
 WEIGHTS.pt is a state dict, RUN has config.json, metrics.jsonl and model/config.json, INDEX.json has "classes" with

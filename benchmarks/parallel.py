@@ -51,7 +51,8 @@ from vitrail.train import capture
 from vitrail.train.config import OptimSpec, Recipe, ScheduleSpec
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Mode, Runner, World, choose_device
-from vitrail.train.step import Step, autocast, shard_dtype
+from vitrail.train.precision import autocast, shard_dtype
+from vitrail.train.step import Step
 
 PRECISION = "bf16"
 OPTIM = OptimSpec(name="adamw", lr=1e-5, weight_decay=0.1, clip=None)

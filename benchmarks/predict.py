@@ -40,7 +40,7 @@ import vitrail
 from vitrail.checkpoints import load, save, write
 from vitrail.data.preprocess import Preprocess
 from vitrail.evaluate import EvalContext, predict
-from vitrail.evaluate.context import Precision
+from vitrail.evaluate.settings import Precision
 
 DEFAULT, EXACT = "vitrail", "vitrail --precision fp32"
 Predictions = list[tuple[str, int]]  # the name of each image and its top class

@@ -34,9 +34,9 @@ from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import preset
 from vitrail.evaluate.context import EvalContext
-from vitrail.evaluate.features import FeatureSpec
-from vitrail.evaluate.fewshot import FewShotSpec, few_shot
-from vitrail.evaluate.probes import ProbeSpec, probe
+from vitrail.evaluate.fewshot import few_shot
+from vitrail.evaluate.probes import probe
+from vitrail.evaluate.settings import FeatureSpec, FewShotSpec, ProbeSpec
 from vitrail.files import atomic_file, write_text
 from vitrail.models import ViT, create_model, needed_flops
 from vitrail.models.masked import Pretraining
@@ -47,9 +47,10 @@ from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, Schedul
 from vitrail.train.loop import train
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, choose_device
+from vitrail.train.precision import autocast_dtype, chosen_precision
 from vitrail.train.pretext import pretext, with_defaults
 from vitrail.train.run import RunFolder
-from vitrail.train.step import Step, autocast_dtype, chosen_precision
+from vitrail.train.step import Step
 
 Row = dict[str, Any]
 

@@ -40,11 +40,11 @@ from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, Schedul
 from vitrail.train.loop import Loop
 from vitrail.train.parallel import World, choose_device
 from vitrail.train.plan import make_plan
+from vitrail.train.precision import chosen_precision
 from vitrail.train.prepare import Prepared
 from vitrail.train.result import Result
 from vitrail.train.run import RunFolder
 from vitrail.train.speed import peak_flops
-from vitrail.train.step import chosen_precision
 
 Row = dict[str, Any]
 

@@ -116,7 +116,7 @@ def test_recompute_modes(mode: str, keep: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_fp8_on_a_cpu_gives_a_failed_row_with_the_reason() -> None:
-    rows = run(tiny(against=(), modes=("loop", "loop-fp8")), log=lambda message: None, command="x")
+    rows = run(tiny(against=(), mode=("loop", "loop-fp8")), log=lambda message: None, command="x")
     assert named(rows) == ["vitrail loop done", "vitrail loop-fp8 failed"] and "needs a GPU" in rows[1].note
 
 
@@ -146,7 +146,7 @@ def test_the_precision_of_an_inference_copy_is_noted(mode: str) -> None:
 def test_all_libraries_run_in_alternating_rounds_and_write_complete_rows(tmp_path: Path) -> None:
     messages: list[str] = []
     rows = run(
-        tiny(against=BASELINES, mode=("train", "infer"), out=tmp_path, modes=("default", "loop", "eager")),
+        tiny(against=BASELINES, task=("train", "infer"), out=tmp_path, mode=("default", "loop", "eager")),
         log=messages.append,
         command="x",
     )
@@ -173,7 +173,7 @@ def test_all_libraries_run_in_alternating_rounds_and_write_complete_rows(tmp_pat
 
 @pytest.mark.slow
 def test_latency(tmp_path: Path) -> None:
-    (row,) = run(tiny(latency=True, against=(), modes=("default",), steps=5, out=tmp_path))
+    (row,) = run(tiny(latency=True, against=(), mode=("default",), steps=5, out=tmp_path))
     assert (row.batch, row.task, row.metric) == (1, "infer", "latency")
     assert row.p50_ms is not None and row.p95_ms is not None and row.p50_ms <= row.p95_ms
     assert row.images_per_s == pytest.approx(1000 / row.p50_ms)
@@ -187,12 +187,12 @@ def test_finished_rows_are_not_measured_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(benchmark, "Entry", lambda case, *rest: built.append(case) or Entry(case, *rest))
     messages: list[str] = []
     assert named(run(plan, log=messages.append)) == named(first) and not built
-    assert any("--fresh" in message for message in messages)
-    run(dataclasses.replace(plan, modes=("default", "plain", "eager")))
+    assert any("--overwrite" in message for message in messages)
+    run(dataclasses.replace(plan, mode=("default", "plain", "eager")))
     assert [one.mode for one in built] == ["plain"]
-    run(dataclasses.replace(plan, batch=3, modes=("default",)))
+    run(dataclasses.replace(plan, batch=3, mode=("default",)))
     assert len(built) == 2 and len(read_csv(tmp_path / "bench.csv")) == 4
-    run(dataclasses.replace(plan, fresh=True))
+    run(dataclasses.replace(plan, overwrite=True))
     assert len(built) == 4 and len(read_csv(tmp_path / "bench.csv")) == 2
 
 
@@ -249,7 +249,7 @@ def test_entries_that_do_not_fit_together_are_measured_in_groups(monkeypatch: py
 
     monkeypatch.setattr(benchmark, "Entry", LimitedMemory)
     messages: list[str] = []
-    rows = run(tiny(against=BASELINES, modes=("default", "plain", "eager")), log=messages.append)
+    rows = run(tiny(against=BASELINES, mode=("default", "plain", "eager")), log=messages.append)
     assert named(rows) == [
         "vitrail default done", "vitrail plain done", "timm eager done", "torchvision eager done", "hf eager out of memory"
     ]  # fmt: skip
@@ -267,7 +267,7 @@ def test_an_entry_is_added_only_if_every_entry_can_still_reach_its_peak_memory(m
     monkeypatch.setattr(benchmark, "Entry", Measured)
     for available, expected in ((79, [0, 0, 0]), (80, [1, 1, 0]), (90, [2, 2, 2])):  # 70 at the peak, and 10 for each other entry
         monkeypatch.setattr(benchmark, "available_memory", lambda device, available=available: available)
-        rows = run(tiny(against=("timm",), modes=("default", "plain", "eager")))
+        rows = run(tiny(against=("timm",), mode=("default", "plain", "eager")))
         assert [row.interleaved_with for row in rows] == expected
         assert all(row.status == "done" for row in rows)
 
@@ -405,7 +405,7 @@ def test_the_script_runs_without_tyro_and_takes_every_option(tmp_path: Path) -> 
     blocked = "import sys, runpy\nfor name in ('tyro', 'simplejpeg', 'hypothesis'):\n    sys.modules[name] = None\n"
     code = blocked + f"sys.argv = sys.argv[1:]\nrunpy.run_path({str(ROOT / 'benchmarks' / 'bench.py')!r}, run_name='__main__')"
     options = (
-        "--model Ti/16 --mode infer --against --modes default --image-size 32 --batch 2 --steps 1 --rounds 2 --device cpu".split()
+        "--model Ti/16 --task infer --against --mode default --image-size 32 --batch 2 --steps 1 --rounds 2 --device cpu".split()
     )
     command = [sys.executable, "-c", code, "bench.py", *options, "--out", str(tmp_path), "--precision", "fp32", "--seconds", "60"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

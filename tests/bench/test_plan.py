@@ -13,15 +13,15 @@ from vitrail.errors import VitrailError
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"modes": ("compield",)}, "compiled"),
-        ({"modes": ("timm:default",)}, "eager"),
-        ({"modes": ("hf:eager",)}, "--against"),
-        ({"modes": ("vitrail:loop-fp8",), "mode": ("infer",)}, "no mode 'loop-fp8' for infer"),
-        ({"modes": ("fast",)}, "no mode 'fast' for train"),
-        ({"modes": ("eager",), "against": ()}, "no mode 'eager'"),
-        ({"modes": ("jax:eager",)}, "vitrail, timm, torchvision, hf"),
+        ({"mode": ("compield",)}, "compiled"),
+        ({"mode": ("timm:default",)}, "eager"),
+        ({"mode": ("hf:eager",)}, "--against"),
+        ({"mode": ("vitrail:loop-fp8",), "task": ("infer",)}, "no mode 'loop-fp8' for infer"),
+        ({"mode": ("fast",)}, "no mode 'fast' for train"),
+        ({"mode": ("eager",), "against": ()}, "no mode 'eager'"),
+        ({"mode": ("jax:eager",)}, "vitrail, timm, torchvision, hf"),
         ({"against": ("tim",)}, "Did you mean timm"),
-        ({"latency": True, "mode": ("train",)}, "--mode infer"),
+        ({"latency": True, "task": ("train",)}, "--task infer"),
         ({"batch": 0}, "--batch is 0"),
         ({"image_size": -1}, "--image-size is -1"),
         ({"clip": 0.0}, "--clip"),
@@ -34,7 +34,7 @@ def test_invalid_plans_are_rejected(wrong: dict[str, Any], message: str) -> None
 
 
 def test_a_mode_applies_to_every_library_that_has_it_or_to_the_one_named() -> None:
-    plan = BenchPlan(modes=("default", "compiled", "timm:eager", "vitrail:loop"), against=("timm", "hf"), mode=("train", "infer"))
+    plan = BenchPlan(mode=("default", "compiled", "timm:eager", "vitrail:loop"), against=("timm", "hf"), task=("train", "infer"))
     modes = {name: plan.modes_of(name, "train", "throughput", gpu=False) for name in ("vitrail", "timm", "hf")}
     assert modes == {"vitrail": ("default", "compiled", "loop"), "timm": ("compiled", "eager"), "hf": ("compiled",)}
     assert plan.modes_of("vitrail", "infer", "throughput", gpu=False) == ("default", "compiled")  # inference has no loop mode
@@ -48,10 +48,10 @@ def test_default_modes_are_valid(task: Any, metric: Any, gpu: bool) -> None:
         return
     for library in ("vitrail", "timm"):
         modes = BenchPlan().modes_of(library, task, metric, gpu=gpu)
-        assert modes == BenchPlan(modes=modes, mode=(task,)).modes_of(library, task, metric, gpu=gpu)
+        assert modes == BenchPlan(mode=modes, task=(task,)).modes_of(library, task, metric, gpu=gpu)
 
 
 def test_latency_and_largest_batch_replace_throughput() -> None:
     assert (BenchPlan().tasks, BenchPlan().metrics) == (("train",), ("throughput",))
     assert (BenchPlan(latency=True).tasks, BenchPlan(latency=True).metrics) == (("infer",), ("latency",))
-    assert BenchPlan(largest_batch=True, mode=("train", "infer")).metrics == ("largest-batch",)
+    assert BenchPlan(largest_batch=True, task=("train", "infer")).metrics == ("largest-batch",)

@@ -79,7 +79,7 @@ def test_rows_round_trip_through_the_file(tmp_path: Path) -> None:
     assert again.finished(rows[1]) is None and again.finished(row("vitrail", "default", hardware="another")) is None
     again.put(dataclasses.replace(rows[1], status="done"))
     assert [one.status for one in read_csv(tmp_path / "new" / "bench.csv")] == ["done", "done"]
-    assert ResultsFile(tmp_path / "new" / "bench.csv", fresh=True).rows == []
+    assert ResultsFile(tmp_path / "new" / "bench.csv", overwrite=True).rows == []
 
 
 def test_files_without_the_power_columns_are_read(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_committed_results_are_readable() -> None:
 
 def test_a_csv_with_other_columns_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "bench.csv").write_text("name,value\na,1\n")
-    with pytest.raises(VitrailError, match="--fresh"):
+    with pytest.raises(VitrailError, match="--overwrite"):
         ResultsFile(tmp_path / "bench.csv")
 
 

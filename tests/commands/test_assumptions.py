@@ -49,7 +49,7 @@ def test_guesses_are_printed_once_and_not_when_given(
     words = ("eval", bare, "--data", photos, "--match", "order", "--workers", 0)
     status, out, _ = run(capsys, *words, "--json")
     assert status == 0 and json.loads(out)["assumptions"] == assumed and json.loads(out)["results"][0]["trained_on"] is None
-    status, out, err = run(capsys, *words, "--sizes", 32, 48, "--report", tmp_path / "report")
+    status, out, err = run(capsys, *words, "--image-sizes", 32, 48, "--out", tmp_path / "report")
     assert status == 0 and (out + err).count("does not store its preprocessing") == 1
     assert "assumed: the file does not store its preprocessing" in (tmp_path / "report" / "report.html").read_text()
 
@@ -58,7 +58,7 @@ def test_vtab_tells_what_was_assumed(
     capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score = TaskScore("eurosat", "EuroSAT", "specialized", 0.5, (0.4, 0.6), 8, 8, False, "here")
-    monkeypatch.setattr("vitrail.commands.vtab.run_task", lambda *args, **options: score)
+    monkeypatch.setattr("vitrail.evaluate.suite_run.run_task", lambda *args, **options: score)
     eurosat(TASKS["eurosat"], tmp_path)
     status, out, _ = run(capsys, "vtab", bare, "--root", tmp_path, "--out", tmp_path / "runs", "--tasks", "specialized", "--json")
     assert status == 0 and json.loads(out)["assumptions"] == load(bare).report.assumptions != []

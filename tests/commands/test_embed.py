@@ -53,7 +53,7 @@ def test_a_file_that_was_not_embedded_is_a_query_too(
     assert run(capsys, "embed", backbone, photos / "val", "--out", file)[0] == 0
     original = photos / "val" / "red" / "red003.jpg"
     other.write_bytes(original.read_bytes())
-    status, out, _ = run(capsys, "neighbours", file, other, original, "--count", "40", "--sheet", "None", "--json")
+    status, out, _ = run(capsys, "neighbours", file, other, original, "--count", "40", "--json")
     queries = json.loads(out)["queries"]
     assert status == 0 and [one["image"] for one in queries] == [str(other), str(original)]
     nearest = queries[0]["neighbours"]

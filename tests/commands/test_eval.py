@@ -20,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 
 @pytest.mark.slow
 def test_a_table_and_a_report(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = ("eval", checkpoint, "--data", f"folder:{photos}", "--report", tmp_path / "report")
+    words = ("eval", checkpoint, "--data", f"folder:{photos}", "--out", tmp_path / "report")
     status, out, _ = run(capsys, *words)
     assert (
         status == 0 and "evaluated 36/36 unique images" in out and "balanced accuracy" in out and "preprocessing: google-vit" in out
@@ -32,7 +32,7 @@ def test_a_table_and_a_report(capsys: pytest.CaptureFixture[str], checkpoint: Pa
 
 
 def test_json_at_several_sizes(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path) -> None:  # noqa: F811
-    status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--split", "train", "--sizes", "32", "48", "--json")
+    status, out, _ = run(capsys, "eval", checkpoint, "--data", photos, "--split", "train", "--image-sizes", "32", "48", "--json")
     found = json.loads(out)
     assert status == 0 and [one["size"] for one in found["results"]] == [[32, 32], [48, 48]] and found["split"] == "train"
     assert all(one["images"] == one["total_images"] == 48 for one in found["results"])
@@ -45,9 +45,3 @@ def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkp
     assert status == 2 and "no split 'tset'" in err
     status, _, err = run(capsys, "eval", checkpoint, "--data", photos, "--real", "nowhere.json")
     assert status == 2 and "Cannot read the labels" in err
-
-
-@pytest.mark.parametrize("command", ["eval", "fewshot", "probe", "vtab", "predict", "embed", "neighbours"])
-def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    status, out, _ = run(capsys, command, "--help")
-    assert status == 0 and f"Example: vitrail {command}" in out

@@ -77,7 +77,7 @@ def test_a_split_table_of_any_names_reads_back(folder: Path, tmp_path: Path, cap
     assert not UNSAFE.search(shown)
     assert r"caf\xe9" in shown
     assert r"\x1b[31mred" in shown
-    run("data", "check", folder, "--sheet", "None", "--json", "--workers", "1")
+    run("data", "check", folder, "--json", "--workers", "1")
     assert set(json.loads(capsys.readouterr().out)["splits"]["train"]["per_class"]) == {os.fsdecode(name) for name in CLASSES}
 
 
@@ -111,7 +111,7 @@ def test_predict_keeps_every_row_and_name(folder: Path, tmp_path: Path, capsysbi
 @pytest.mark.slow
 def test_eval_report_inspect_and_finetune_take_any_names(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = checkpoint(tmp_path)
-    run("eval", model, "--data", f"folder:{folder}", "--report", tmp_path / "report", "--device", "cpu", "--workers", "0")
+    run("eval", model, "--data", f"folder:{folder}", "--out", tmp_path / "report", "--device", "cpu", "--workers", "0")
     assert not UNSAFE.search((tmp_path / "report" / "report.html").read_text(encoding="utf-8"))
     run("inspect", model, folder, "--out", tmp_path / "inspected", "--device", "cpu")
     out = tmp_path / "run"
@@ -122,7 +122,7 @@ def test_eval_report_inspect_and_finetune_take_any_names(folder: Path, tmp_path:
 
 
 def test_an_error_message_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("data", "check", f"csv:{tmp_path}/\x1b[2J\udcff.csv", "--sheet", "None", status=1)
+    run("data", "check", f"csv:{tmp_path}/\x1b[2J\udcff.csv", status=1)
     run("predict", tmp_path / "no\x1b[2Jthing", "x.png", status=2)
     captured = capsys.readouterr()
     assert not UNSAFE.search(captured.out + captured.err)

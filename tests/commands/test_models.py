@@ -48,5 +48,4 @@ def test_errors_are_clear(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Commands:" in run(capsys)[1]
-    assert "Example:" in run(capsys, "models", "--help")[1]
     assert run(capsys, "--version")[1].startswith("vitrail ")

@@ -52,5 +52,5 @@ def test_plot_and_results_need_the_csv_only(tmp_path: Path, capsys: pytest.Captu
         "positions.md",
         "report.html",
     ]
-    assert run("study", "results", str(tmp_path), "--page", str(tmp_path / "RESULTS.md")) == 0
+    assert run("study", "results", str(tmp_path), "--out", str(tmp_path / "RESULTS.md")) == 0
     assert "### 5. Having position embeddings" in (tmp_path / "RESULTS.md").read_text()

@@ -21,6 +21,7 @@ from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError
 from vitrail.models import create_model
 from vitrail.train.callbacks import RunInfo
+from vitrail.train.config import Recipe
 from vitrail.train.parallel import World
 from vitrail.train.run import RunFolder
 
@@ -160,12 +161,6 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "vit-h14-jft" in run(capsys, "train", "--recipes")[1]
 
 
-def test_help_gives_examples_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("train", "finetune", "plan"):
-        status, out, _ = run(capsys, command, "--help")
-        assert status == 0 and f"Example: vitrail {command}" in out and "--optim.lr" in out, command
-
-
 def test_finetune_names_all_bad_images_and_empty_classes_before_the_first_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,8 +264,6 @@ def test_data_is_short_for_the_source(written: list[str], photos: Path, capsys: 
     assert status == 0 and "data: folder" in out, err
     saved = RunFolder(tmp_path / "run").saved_recipe()
     assert saved is not None and saved.data.source == words[-1].removeprefix("--data=")
-    assert "--data SRC is short for" in run(capsys, "train", "--help")[1].replace("\n", " ")
-    assert run(capsys, "plan", "digits", *words, "--model.depth", "1")[0] == 0
 
 
 def test_the_flags_that_messages_advise_are_accepted(tmp_path, capsys):
@@ -300,7 +293,7 @@ def test_the_time_to_check_images_is_divided_between_the_splits(monkeypatch: pyt
         calls.append((split.name, seconds, share))
         return [BadImage(f"{split.name} {share}", "bad")] if share[0] else [], 1
 
-    monkeypatch.setattr("vitrail.commands.finetune.find_bad", look)
+    monkeypatch.setattr("vitrail.data.find_bad.find_bad", look)
     source = open_source("digits")
     splits = [source.split("train"), source.split("val")]
     assert len(splits[0]) > len(splits[1])
@@ -315,3 +308,39 @@ def test_the_time_to_check_images_is_divided_between_the_splits(monkeypatch: pyt
     with pytest.raises(VitrailError, match=r"2 of 2 images looked at, of 1,797 cannot be read"):
         ImageCheck(60.0)(source, splits, world=world)
     assert calls[2][2] == (1, 2)
+
+
+def test_a_recipe_goes_out_as_json_and_comes_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["--optim.lr", "0.003", "--steps", "5", "--augment.mixup", "0.2", "--model.depth", "1"]
+    status, out, _ = run(capsys, "train", "digits", *words, "--explain", "--json")
+    assert status == 0
+    (tmp_path / "config.json").write_text(out)
+    for place in (tmp_path / "config.json", tmp_path):  # a file, or the folder of a run
+        status, again, _ = run(capsys, "train", "--config", str(place), "--explain", "--json")
+        assert status == 0 and again == out
+    status, changed, _ = run(capsys, "train", f"--config={tmp_path / 'config.json'}", "--epochs", "2", "--explain", "--json")
+    recipe = Recipe.from_dict(json.loads(changed)["recipe"])
+    assert status == 0 and (recipe.epochs, recipe.steps, recipe.optim.lr, recipe.augment.mixup) == (2, None, 0.003, 0.2)
+    assert not (tmp_path / "runs").exists()
+    for wrong, message in (
+        (["digits", "--config", str(tmp_path / "config.json")], "leave one out"),
+        (["--config", str(tmp_path / "none.json")], "There is no file"),
+        (["--config"], "--config needs a value"),
+    ):
+        status, _, err = run(capsys, "train", *wrong)
+        assert status == 2 and message in err
+    (tmp_path / "config.json").write_text("[1]")
+    status, _, err = run(capsys, "train", "--config", str(tmp_path / "config.json"))
+    assert status == 2 and "holds no recipe" in err
+    (tmp_path / "config.json").write_text('{"format": 3, "recipe": {"optim": {"lrr": 1}}}')
+    status, _, err = run(capsys, "train", "--config", str(tmp_path / "config.json"))
+    assert status == 2 and "There is no setting optim.lrr. Did you mean lr" in err
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_config_of_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "train", "digits", *SHORT, "--optim.lr", "0.003", "--out", str(tmp_path / "one"))[0] == 0
+    config = str(tmp_path / "one" / "config.json")
+    assert run(capsys, "train", "--config", config, "--seed", "1", "--out", str(tmp_path / "two"))[0] == 0
+    first, second = (RunFolder(tmp_path / name).saved_recipe() for name in ("one", "two"))
+    assert first is not None and second == first.replace(seed=1)

@@ -32,7 +32,7 @@ def test_runs_the_available_tasks(capsys: pytest.CaptureFixture[str], checkpoint
         "2",
         "--warmup",
         "0",
-        "--size",
+        "--image-size",
         "32",
         "--batch",
         "4",

@@ -96,7 +96,7 @@ def test_images_of_many_sizes_stay_encoded_byte_for_byte(tmp_path: Path) -> None
     split = packed(source, tmp_path / "p").splits["train"]
     assert split.arrays is None
     assert [split.payload(k) for k in range(5)] == [source.splits["train"].payload(k) for k in range(5)]
-    with pytest.raises(VitrailError, match=r"differ in size\. Pass --size"):
+    with pytest.raises(VitrailError, match=r"differ in size\. Pass --image-size"):
         choose_settings(source, store="arrays")
     small = packed(source, tmp_path / "q", store="encoded", size=30).splits["train"]
     headers = {small.image_name(k): image_header(small.payload(k)) for k in range(5)}
@@ -114,7 +114,7 @@ def test_an_image_of_another_size_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set/train/a/17.png").write_bytes(encoded(picture(1, 41, 48)))
     chosen = choose_settings(source)
     assert chosen.exact
-    with pytest.raises(VitrailError, match=r"train/a/17.png is 41×48, but the others are 40×48.*--size"):
+    with pytest.raises(VitrailError, match=r"train/a/17.png is 41×48, but the others are 40×48.*--image-size"):
         pack(source, tmp_path / "p", chosen)
 
 

@@ -10,9 +10,10 @@ import pytest
 from tests.data.image_files import folder_of
 from vitrail.data import open_source
 from vitrail.data.pack import choose_settings, pack
+from vitrail.data.settings import check_rule
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.split import check_rule, divide, lowest_hashes
+from vitrail.data.split import divide, lowest_hashes
 from vitrail.data.types import Source, Split, Subset, Task
 from vitrail.errors import VitrailError
 

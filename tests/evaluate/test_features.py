@@ -13,7 +13,8 @@ from vitrail.checkpoints import Bundle
 from vitrail.data import open_source
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext
-from vitrail.evaluate.features import FeatureSpec, extract_features
+from vitrail.evaluate.features import extract_features
+from vitrail.evaluate.settings import FeatureSpec
 from vitrail.models import Model
 
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))

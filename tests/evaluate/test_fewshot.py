@@ -15,7 +15,8 @@ from vitrail.data import open_source
 from vitrail.errors import VitrailError
 from vitrail.evaluate import FewShotEvaluator, FewShotSpec, few_shot
 from vitrail.evaluate.context import EvalContext
-from vitrail.evaluate.features import FeatureSpec, extract_features
+from vitrail.evaluate.features import extract_features
+from vitrail.evaluate.settings import FeatureSpec
 
 
 def test_scores_equal_an_independent_solution(bundle: Bundle, photos: Path) -> None:

@@ -16,8 +16,9 @@ from PIL import Image
 
 from vitrail.errors import VitrailError
 from vitrail.evaluate import suite_layouts, suite_run, suite_sources
+from vitrail.evaluate.settings import SuiteSettings
 from vitrail.evaluate.suite_layouts import CLEVR_BINS, KITTI_BINS, MissingData, bin_of
-from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, TaskScore, find_tasks, recipe_for, run_task, write_results
+from vitrail.evaluate.suite_run import SuiteResult, TaskScore, find_tasks, recipe_for, run_task, write_results
 from vitrail.evaluate.suite_sources import TaskData, open_task
 from vitrail.evaluate.suites import SUITES, TRANSFER, VTAB, SuiteTask, tasks_of
 
@@ -303,7 +304,7 @@ def test_recipes_follow_the_rules_of_the_task() -> None:
     assert plain.augment.crop == "same-aspect" and plain.augment.flip == 0.5 and not plain.data.exif
     assert plain.augment.crop_area[0] == plain.augment.crop_area[1] == pytest.approx((384 / 448) ** 2)
     assert bare.augment.crop == "none" and bare.augment.flip == 0.0
-    changed = recipe_for(TASKS["eurosat"], "b.npz", SuiteSettings(steps=7, lr=0.1, size=32, batch=4), "folder:x")
+    changed = recipe_for(TASKS["eurosat"], "b.npz", SuiteSettings(steps=7, lr=0.1, image_size=32, batch=4), "folder:x")
     assert (changed.steps, changed.optim.lr, changed.batch, changed.model.image_size) == (7, 0.1, 4, 32)
     for task in SUITES["transfer"]:
         recipe = recipe_for(task, "b.npz", SuiteSettings(), "x")
@@ -326,7 +327,7 @@ def test_means_per_group_and_over_all_tasks(tmp_path: Path) -> None:
 def test_a_finished_task_is_not_run_again(checkpoint: Path, tmp_path: Path) -> None:
     eurosat(TASKS["eurosat"], tmp_path)
     data = open_task(TASKS["eurosat"], tmp_path)
-    settings = SuiteSettings(steps=3, warmup=1, size=32, batch=4, device="cpu", workers=0, seeds=1)
+    settings = SuiteSettings(steps=3, warmup=1, image_size=32, batch=4, device="cpu", workers=0, seeds=1)
     first = run_task(TASKS["eurosat"], data, str(checkpoint), tmp_path / "runs", settings)
     assert first.test_images == len(data.test) == 8 and 0 <= first.accuracy <= 1 and first.train_images == 12
     written = (tmp_path / "runs" / "eurosat" / "metrics.jsonl").read_text()

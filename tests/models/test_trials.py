@@ -58,7 +58,7 @@ def test_bf16_is_not_chosen_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch
     """A V100 or T4 emulates bfloat16, slower than float32."""
     from vitrail.models import model_config
     from vitrail.models.inference import choose
-    from vitrail.train.step import chosen_precision
+    from vitrail.train.precision import chosen_precision
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert chosen_precision("auto", GPU) == "fp32" and choose(model_config("B/16"), "auto", GPU).precision == "fp32"

@@ -94,7 +94,7 @@ def test_deit_is_that_of_its_code() -> None:
     """The defaults of DeiT's main.py, and its command for DeiT-small: 4 GPUs with batches of 256."""
     recipe = recipe_named("deit-s16-imagenet")
     augment, optim, schedule = recipe.augment, recipe.optim, recipe.schedule
-    assert (recipe.epochs, recipe.batch, recipe.ema, recipe.task.distil) == (300, 1024, 0.99996, "none")
+    assert (recipe.epochs, recipe.batch, recipe.ema, recipe.task.distill) == (300, 1024, 0.99996, "none")
     assert (optim.name, optim.lr, optim.weight_decay, optim.clip) == ("adamw", 5e-4 * 1024 / 512, 0.05, None)
     assert (optim.beta1, optim.beta2, optim.eps, optim.decay_on) == (0.9, 0.999, 1e-8, "kernels")
     assert (schedule.kind, schedule.warmup, schedule.end) == ("cosine", "5ep", 1e-5)
@@ -109,7 +109,7 @@ def test_deit_is_that_of_its_code() -> None:
     assert (config.stochastic_depth, config.dropout, config.gelu, config.pooling) == (0.1, 0.0, "erf", "class")
     assert parameters(config) == 22_050_664
     distilled = recipe_named("deit-s16-imagenet-distilled")
-    assert (distilled.task.distil, distilled.task.distil_weight) == ("hard", 0.5)
+    assert (distilled.task.distill, distilled.task.distill_weight) == ("hard", 0.5)
     assert distilled.replace(name="", model=recipe.model, task=recipe.task, compile=False, expected="") == recipe.replace(
         name="", expected=""
     )

@@ -127,7 +127,7 @@ def test_under_torchrun_all_ranks_train_each_row(tmp_path: Path) -> None:
         "study",
         "resolution",
     ]
-    words += ["--epochs", "0.3", "--finetune-epochs", "0.2", "--device", "cpu", "--out", str(tmp_path), "--models", "tiny"]
+    words += ["--epochs", "0.3", "--finetune-epochs", "0.2", "--device", "cpu", "--out", str(tmp_path), "--ladder", "tiny"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     rows = Results(tmp_path / "resolution.csv").read()

@@ -11,7 +11,7 @@ from torch import nn
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
-from vitrail.tasks import Classify, Distil, MultiLabel, Regress
+from vitrail.tasks import Classify, Distill, MultiLabel, Regress
 from vitrail.tasks.multilabel import average_precision, best_threshold
 
 chance = np.random.default_rng(0)
@@ -154,20 +154,20 @@ class Fixed(nn.Module):
         return self.logits[: len(images)]
 
 
-def distil(teacher, **changes):
+def distill(teacher, **changes):
     ours, theirs = Preprocess(size=(4, 4)), Preprocess(size=(8, 8), mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
     abc = ("a", "b", "c")
     settings = {"classes": abc, "teacher_classes": abc, "preprocess": ours, "teacher_preprocess": theirs}
-    return Distil(Classify(3), teacher, **{**settings, **changes})
+    return Distill(Classify(3), teacher, **{**settings, **changes})
 
 
 def test_hard_and_soft_distillation_against_their_formulas():
     logits, teacher, labels = chance.normal(size=(5, 3)), 3 * chance.normal(size=(5, 3)), torch.tensor([0, 1, 2, 0, 1])
     images, label_loss = torch.zeros(5, 3, 4, 4), -log_softmax(logits)[np.arange(5), labels.numpy()]
-    hard = distil(Fixed(teacher), mode="hard", weight=0.3).objective(lambda x: t(logits), images, labels)
+    hard = distill(Fixed(teacher), mode="hard", weight=0.3).objective(lambda x: t(logits), images, labels)
     distilled = -log_softmax(logits)[np.arange(5), teacher.argmax(1)]
     np.testing.assert_allclose(hard.numpy(), 0.7 * label_loss + 0.3 * distilled, rtol=1e-5)
-    soft = distil(Fixed(teacher), mode="soft", weight=0.3, temperature=2.0).objective(lambda x: t(logits), images, labels)
+    soft = distill(Fixed(teacher), mode="soft", weight=0.3, temperature=2.0).objective(lambda x: t(logits), images, labels)
     p, q = log_softmax(teacher / 2), log_softmax(logits / 2)
     divergence = (np.exp(p) * (p - q)).sum(1) * 4
     np.testing.assert_allclose(soft.numpy(), 0.7 * label_loss + 0.3 * divergence, rtol=1e-4)
@@ -175,7 +175,7 @@ def test_hard_and_soft_distillation_against_their_formulas():
 
 def test_each_head_learns_its_own_part():
     one, two = t(chance.normal(size=(2, 3))), t(chance.normal(size=(2, 3)))
-    task = distil(Fixed(chance.normal(size=(2, 3))), weight=0.5, two_heads=True)
+    task = distill(Fixed(chance.normal(size=(2, 3))), weight=0.5, two_heads=True)
     labels = torch.tensor([0, 2])
     calls = []
     got = task.objective(lambda x, heads=1: calls.append(heads) or (one, two), torch.zeros(2, 3, 4, 4), labels)
@@ -187,7 +187,7 @@ def test_each_head_learns_its_own_part():
 def test_the_teacher_sees_its_own_preprocessing():
     teacher = Fixed(np.zeros((1, 3)))
     grey = torch.tensor([0.2, 0.5, 0.9]).reshape(1, 3, 1, 1).expand(1, 3, 4, 4)  # on the scale from 0 to 1
-    task = distil(teacher)
+    task = distill(teacher)
     task.objective(lambda x: torch.zeros(1, 3), (grey - 0.5) / 0.5, torch.tensor([0]))
     assert teacher.seen.shape == (1, 3, 8, 8)
     expected = (torch.tensor([0.2, 0.5, 0.9]) - torch.tensor([0.4, 0.5, 0.6])) / torch.tensor([0.2, 0.25, 0.3])
@@ -197,6 +197,6 @@ def test_the_teacher_sees_its_own_preprocessing():
 
 def test_class_maps_must_agree():
     with pytest.raises(VitrailError, match="another order: output 1 is 'b' here and 'c'"):
-        distil(Fixed(np.zeros((1, 3))), teacher_classes=("a", "c", "b"))
+        distill(Fixed(np.zeros((1, 3))), teacher_classes=("a", "c", "b"))
     with pytest.raises(VitrailError, match="does not know 'b'; only the teacher knows 'd'"):
-        distil(Fixed(np.zeros((1, 3))), teacher_classes=("a", "c", "d"))
+        distill(Fixed(np.zeros((1, 3))), teacher_classes=("a", "c", "d"))

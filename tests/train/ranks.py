@@ -70,7 +70,7 @@ def run_of(parallel: str = "auto", **changes: object) -> Recipe:
 
 
 def distilling(out: Path, parallel: str = "auto") -> Recipe:
-    return run_of(parallel, task=TaskSpec(distil="hard", teacher=str(out / "teacher")), model__distill_token=True)
+    return run_of(parallel, task=TaskSpec(distill="hard", teacher=str(out / "teacher")), model__distill_token=True)
 
 
 @contextmanager

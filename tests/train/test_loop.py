@@ -287,7 +287,7 @@ def test_sigmoid_and_class_weights_on_one_label(tmp_path):
 def test_distillation_from_a_run(mode, token, tmp_path):
     train(small(), tmp_path / "teacher")
     recipe = small(
-        task=TaskSpec(distil=mode, teacher=str(tmp_path / "teacher")), model__distill_token=token or None, augment__smoothing=0.0
+        task=TaskSpec(distill=mode, teacher=str(tmp_path / "teacher")), model__distill_token=token or None, augment__smoothing=0.0
     )
     recorder = Recorder()
     train(recipe, tmp_path / "student", callbacks=[recorder])
@@ -304,7 +304,7 @@ def test_a_teacher_with_other_classes_is_refused(tmp_path):
         tmp_path / "teacher", model, preprocess=Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,)), classes=("a", "b")
     )
     with pytest.raises(VitrailError, match="different classes: 10 and 2"):
-        train(small(task=TaskSpec(distil="hard", teacher=str(tmp_path / "teacher"))), tmp_path / "run")
+        train(small(task=TaskSpec(distill="hard", teacher=str(tmp_path / "teacher"))), tmp_path / "run")
 
 
 def test_a_checkpoint_without_preprocessing_names_the_option_that_sets_it(tmp_path):
@@ -313,7 +313,7 @@ def test_a_checkpoint_without_preprocessing_names_the_option_that_sets_it(tmp_pa
     with pytest.raises(VitrailError, match=r"No preprocessing is stored in .*bare.* --data.preprocess google-vit"):
         train(small(model=ModelSpec(start=str(bare))), tmp_path / "run")
     with pytest.raises(VitrailError, match=r"vitrail convert .*bare FOLDER --preprocess google-vit"):
-        train(small(task=TaskSpec(distil="hard", teacher=str(bare))), tmp_path / "run")
+        train(small(task=TaskSpec(distill="hard", teacher=str(bare))), tmp_path / "run")
 
 
 @pytest.mark.slow

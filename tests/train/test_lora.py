@@ -17,7 +17,8 @@ from vitrail.checkpoints import load
 from vitrail.errors import VitrailError
 from vitrail.models import build_model, create_model, model_config
 from vitrail.models.inference import for_inference
-from vitrail.models.lora import LORA_MATRICES, LoraLinear, LoraMatrix, add_lora, merged_state
+from vitrail.models.lora import LoraLinear, add_lora, merged_state
+from vitrail.models.settings import LORA_MATRICES, LoraMatrix
 from vitrail.train import Recipe, train
 from vitrail.train.config import ModelSpec
 from vitrail.train.memory import SimulatedModel, simulate

@@ -104,7 +104,7 @@ def test_images_that_were_trained_on_are_said_loudly(
     noise: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("eval", run, "--data", f"folder:{noise}", "--split", "train", "--workers", 0)
-    out, _ = command(capsys, *words, "--report", tmp_path / "report")
+    out, _ = command(capsys, *words, "--out", tmp_path / "report")
     assert "warning: trained on: all of these 72 images" in out.replace("\n", " ")
     assert "<p class='warning'>trained on: all of these 72 images" in (tmp_path / "report" / "report.html").read_text()
     (result,) = json.loads(command(capsys, *words, "--json")[0])["results"]
@@ -116,7 +116,7 @@ def test_images_that_were_trained_on_are_said_loudly(
     assert result["trained_on"]["images"] == 72 and result["total_images"] == 80
     for name, out_file in (("fewshot", "f.json"), ("probe", "p.json")):
         more = ("--shots", 1) if name == "fewshot" else ("--l2", 1.0)
-        own = ("--train", "val", "--test", "train", "--out", tmp_path / out_file, "--workers", 0, "--json", *more)
+        own = ("--train-split", "val", "--split", "train", "--out", tmp_path / out_file, "--workers", 0, "--json", *more)
         found = json.loads(command(capsys, name, run, "--data", f"folder:{noise}", *own)[0])
         assert found["trained_on"]["images"] == 72 and found["warnings"]
 

@@ -14,8 +14,8 @@ from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError
 from vitrail.train.config import Recipe
 from vitrail.train.loop import train
+from vitrail.train.precision import MIN_CPU_FLOPS, chosen_precision, cpu_multiplies_bf16
 from vitrail.train.run import RunFolder
-from vitrail.train.step import MIN_CPU_FLOPS, chosen_precision, cpu_multiplies_bf16
 from vitrail.train.upgrade import FORMAT, upgrade, upgrade_state
 
 # As format 1 wrote it, but for fields that are at their defaults.
@@ -63,6 +63,10 @@ def test_old_settings_are_read_in_todays_words() -> None:
     other["recipe"]["data"]["holdout_seed"] = 3  # later, a seed of its own
     assert Recipe.from_dict(upgrade(other)["recipe"]).data.holdout_rule == "seed-3"
     assert upgrade_state({"format": 1, "step": 4, "passed_over": [2]}) == {"format": FORMAT, "step": 4, "skipped_steps": [2]}
+    task = {"distil": "hard", "distil_weight": 0.3, "teacher": "a"}  # as formats 2 and 3 spelt it
+    for number in (2, 3):
+        recipe = Recipe.from_dict(upgrade({"format": number, "recipe": {"task": task}})["recipe"])
+        assert (recipe.task.distill, recipe.task.distill_weight, recipe.task.teacher) == ("hard", 0.3, "a")
     with pytest.raises(VitrailError, match="format 9"):
         upgrade({"format": 9})
 

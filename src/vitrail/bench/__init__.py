@@ -2,7 +2,7 @@
 
     from vitrail.bench import BenchPlan, run
 
-    rows = run(BenchPlan(model=("B/16",), mode=("train",), against=("timm",)))
+    rows = run(BenchPlan(model=("B/16",), task=("train",), against=("timm",)))
 
 Names are imported on first use, so that importing one part of this package stays cheap.
 """

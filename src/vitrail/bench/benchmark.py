@@ -24,7 +24,7 @@ from vitrail.bench.workload import Case, Inputs, many_compilations
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ViTConfig, model_config
 from vitrail.train.parallel import choose_device
-from vitrail.train.step import chosen_precision
+from vitrail.train.precision import chosen_precision
 
 Log = Callable[[str], None]
 
@@ -64,7 +64,7 @@ class Benchmark:
         self.configs = [_with_erf_gelu(model_config(name, image_size=plan.image_size)) for name in plan.model]
         if plan.out is not None and plan.out.exists() and not plan.out.is_dir():
             raise VitrailError(f"{plan.out} is a file; --out must be a folder, for bench.csv and bench.png. Choose another name.")
-        self.results = ResultsFile(plan.out / "bench.csv" if plan.out else None, fresh=plan.fresh)
+        self.results = ResultsFile(plan.out / "bench.csv" if plan.out else None, overwrite=plan.overwrite)
         self.deadline = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
         self.environment: dict[str, Any] = {"hardware": hardware(self.device), **versions(), "date": now, "command": command}
@@ -116,7 +116,7 @@ class Benchmark:
         finished = [case for case in cases if self.results.finished(self._row(case, PARTIAL))]
         if finished:
             self.log(
-                f"{config.name} {task}: {len(finished)} of {len(cases)} rows are already finished; --fresh measures them again."
+                f"{config.name} {task}: {len(finished)} of {len(cases)} rows are already finished; --overwrite measures them again."
             )
         return [case for case in cases if case not in finished]
 

@@ -44,11 +44,11 @@ class BenchPlan:
 
     model: tuple[str, ...] = ("B/16",)
     """The paper's names: B/16, L/16, Ti/16."""
-    mode: tuple[Task, ...] = ()
+    task: tuple[Task, ...] = ()
     """train: forward, backward and optimizer step; infer: forward only; or both. Default: train, with --latency infer."""
     against: tuple[Baseline, ...] = ("timm",)
     """The libraries to compare with. Those that are not installed are skipped."""
-    modes: tuple[str, ...] = ()
+    mode: tuple[str, ...] = ()
     """The modes to run, such as `default compiled`, or `timm:compiled` for one library. Default: a few per library."""
     batch: int | None = None
     """Images per step. Default: 256 on a GPU, 8 on a CPU."""
@@ -72,7 +72,7 @@ class BenchPlan:
     """Stop after about this many seconds and keep what was measured."""
     out: Path | None = None
     """Folder for bench.csv and bench.png. Rows already finished there are not measured again."""
-    fresh: bool = False
+    overwrite: bool = False
     """Measure everything again and replace the results in --out."""
 
     def __post_init__(self) -> None:
@@ -87,29 +87,29 @@ class BenchPlan:
         for library in self.against:
             if library not in BASELINES:
                 raise VitrailError(f"--against takes {', '.join(BASELINES)}, not {library!r}.{did_you_mean(library, BASELINES)}")
-        if self.latency and "train" in self.mode:
-            raise VitrailError("--latency measures inference: use --mode infer, not train.")
+        if self.latency and "train" in self.task:
+            raise VitrailError("--latency measures inference: use --task infer, not train.")
         self._check_modes()
 
     def _check_modes(self) -> None:
-        for word in self.modes:
+        for word in self.mode:
             library, mode = _split(word)
             if library not in (None, OURS, *BASELINES):
-                raise VitrailError(f"--modes {word}: unknown library {library!r}. Use one of {', '.join((OURS, *BASELINES))}.")
+                raise VitrailError(f"--mode {word}: unknown library {library!r}. Use one of {', '.join((OURS, *BASELINES))}.")
             if library in BASELINES and library not in self.against:
-                raise VitrailError(f"--modes {word}: {library} is not in --against. Add it there.")
+                raise VitrailError(f"--mode {word}: {library} is not in --against. Add it there.")
             libraries = (library,) if library else (OURS, *self.against)
             known = tuple(dict.fromkeys(mode for name in libraries for task in self.tasks for mode in _known_modes(name, task)))
             if mode not in known:
                 tasks = " and ".join(self.tasks)
                 raise VitrailError(
-                    f"--modes {word}: there is no mode {mode!r} for {tasks}.{did_you_mean(mode, known)} "
+                    f"--mode {word}: there is no mode {mode!r} for {tasks}.{did_you_mean(mode, known)} "
                     f"Use one of {', '.join(known)}."
                 )
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        return self.mode or (("infer",) if self.latency else ("train",))
+        return self.task or (("infer",) if self.latency else ("train",))
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -118,10 +118,10 @@ class BenchPlan:
 
     def modes_of(self, library: str, task: Task, metric: Metric, *, gpu: bool) -> tuple[str, ...]:
         """Return the modes of one library to measure, in order."""
-        if not self.modes:
+        if not self.mode:
             return _DEFAULT_MODES[gpu, task, metric][library != OURS]
         known = _known_modes(library, task)
-        chosen = (mode for name, mode in map(_split, self.modes) if name in (None, library))
+        chosen = (mode for name, mode in map(_split, self.mode) if name in (None, library))
         return tuple(dict.fromkeys(mode for mode in chosen if mode in known))
 
 

@@ -143,10 +143,10 @@ def _best(rows: Sequence[Row]) -> Row:
 class ResultsFile:
     """Rows in a CSV file that is rewritten atomically after every change. Without a file they are kept in memory."""
 
-    def __init__(self, file: Path | None, *, fresh: bool = False) -> None:
+    def __init__(self, file: Path | None, *, overwrite: bool = False) -> None:
         self.file = file
         self._rows: dict[tuple[Any, ...], Row] = {}
-        if file is not None and file.exists() and not fresh:
+        if file is not None and file.exists() and not overwrite:
             self._rows = {row.key: row for row in read_csv(file)}
 
     @property
@@ -169,5 +169,7 @@ def read_csv(file: Path) -> list[Row]:
     # Clock and power were added later.
     rows = read_dataclasses(file, Row, optional=("clock_mhz", "watts"))
     if rows is None:
-        raise VitrailError(f"{file} does not have the columns of a benchmark. Choose another --out, or use --fresh to replace it.")
+        raise VitrailError(
+            f"{file} does not have the columns of a benchmark. Choose another --out, or replace it with --overwrite."
+        )
     return rows

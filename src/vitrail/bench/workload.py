@@ -27,7 +27,8 @@ from vitrail.train.config import OptimSpec, Recipe, ScheduleSpec
 from vitrail.train.fp8 import use_fp8
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World
-from vitrail.train.step import Step, autocast
+from vitrail.train.precision import autocast
+from vitrail.train.step import Step
 
 # The learning rate is small, so that the model does not memorise the random labels and gradients stay realistic.
 OPTIM = OptimSpec(name="adamw", lr=1e-5, weight_decay=0.1, clip=None)

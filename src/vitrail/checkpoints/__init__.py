@@ -1,12 +1,33 @@
-"""Load, save and convert checkpoints: Vitrail's own folders, and the formats of other libraries."""
+"""Load, save and convert checkpoints: Vitrail's own folders, and the formats of other libraries.
+
+Names are imported on first use, so that importing one small part of this package stays cheap.
+"""
 
 from __future__ import annotations
 
-from vitrail.checkpoints.bundle import Bundle, Prediction
-from vitrail.checkpoints.conversion import convert, write
-from vitrail.checkpoints.formats import FORMATS
-from vitrail.checkpoints.loading import load
-from vitrail.checkpoints.native import save
-from vitrail.checkpoints.report import Report
+from typing import TYPE_CHECKING
 
-__all__ = ["FORMATS", "Bundle", "Prediction", "Report", "convert", "load", "save", "write"]
+from vitrail.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints.bundle import Bundle as Bundle
+    from vitrail.checkpoints.bundle import Prediction as Prediction
+    from vitrail.checkpoints.conversion import convert as convert
+    from vitrail.checkpoints.conversion import write as write
+    from vitrail.checkpoints.formats import FORMATS as FORMATS
+    from vitrail.checkpoints.loading import load as load
+    from vitrail.checkpoints.native import save as save
+    from vitrail.checkpoints.report import Report as Report
+
+_MODULES = {
+    "Bundle": "vitrail.checkpoints.bundle",
+    "FORMATS": "vitrail.checkpoints.formats",
+    "Prediction": "vitrail.checkpoints.bundle",
+    "Report": "vitrail.checkpoints.report",
+    "convert": "vitrail.checkpoints.conversion",
+    "load": "vitrail.checkpoints.loading",
+    "save": "vitrail.checkpoints.native",
+    "write": "vitrail.checkpoints.conversion",
+}
+
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -13,7 +13,7 @@ from vitrail.checkpoints.native import assign_weights
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
 from vitrail.models import ViTConfig, empty_model
-from vitrail.models.initialise import lecun_normal_
+from vitrail.models.initialisation import lecun_normal_
 
 Stem = Literal["sum", "repeat", "random"]
 

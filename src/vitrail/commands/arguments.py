@@ -1,49 +1,57 @@
-"""Parse the arguments of a command from its signature and docstring, and print its help."""
+"""Parse the arguments of a command from its signature; `commands/help.py` prints its help."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
-import shutil
-import textwrap
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import tyro
-import tyro._strings
 import tyro.constructors
 
+from vitrail.commands.help import HELP, HELP_ALL, print_help, sections_of
+from vitrail.commands.terminal import say
 from vitrail.errors import VitrailError
 
 R = TypeVar("R")
 
 
-_ARGUMENTS = "\n\nArgs:\n"
-
-
-class _Wrapped(str):
-    """Text with the line breaks that it is printed with."""
-
-    __slots__ = ()
-
-
-def parse(command: Callable[..., R], name: str, words: Sequence[str], description: str | None = None, **options: Any) -> R:
-    """Call a command with the arguments given by words; `--help` and mistakes end the program.
-
-    The help begins with the description; default: the command's docstring up to its arguments.
-    """
-    about, _, arguments = inspect.cleandoc(command.__doc__ or "").partition(_ARGUMENTS)
-    # tyro breaks lines where the source does: in arguments of a function, and before lines that begin with a space or a bracket.
-    command.__doc__ = about + _ARGUMENTS + re.sub(r"\n {8,}", " ", arguments)
-    tyro._strings.remove_single_line_breaks = join_lines  # type: ignore[assignment]
-    wrapped = _wrap(inspect.cleandoc(description) if description else about, shutil.get_terminal_size().columns)
+def parse(command: Callable[..., R], name: str, words: Sequence[str], **options: Any) -> R:
+    """Call a command with the arguments given by words; a mistake ends the program with a hint."""
     try:
         return tyro.cli(  # type: ignore[no-any-return]
-            command, prog=f"vitrail {name}", args=list(words), description=wrapped, registry=_finite_numbers(), **options
+            command, prog=f"vitrail {name}", args=list(words), add_help=False, registry=_finite_numbers(), **options
         )
+    except SystemExit:
+        say(f"`vitrail {name} --help` explains the options.", file=sys.stderr)
+        raise
     except _NotFinite as error:
         raise VitrailError(f"{_option_of(words, str(error))} is {error}; it must be a finite number, such as 0.1.") from None
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    return any(word in (*HELP.flags, *HELP_ALL.flags) for word in words)
+
+
+def check_only(words: Sequence[str], *flags: str) -> None:
+    """Refuse options that a flag such as --list, which ends the command at once, would leave without effect."""
+    extra = next((word for word in words if word not in flags), None)
+    if extra is not None:
+        raise VitrailError(f"{flags[0]} goes only with {' and '.join(flags[1:])}, not with {extra}. Leave it out.")
+
+
+def call(command: Callable[..., Any], name: str, words: Sequence[str]) -> int | None:
+    """Run a command, or print its help. One with `sections` reads its words itself."""
+    sections = getattr(command, "sections", None)
+    if asks_for_help(words):
+        plain = [word for word in words if word not in (*HELP.flags, *HELP_ALL.flags)]
+        found = sections(plain) if sections else sections_of(command)
+        print_help(name, command.__doc__ or "", found, everything="--help-all" in words)
+        return None
+    if sections:
+        return command(list(words))  # type: ignore[no-any-return]
+    return parse(command, name, words, config=(tyro.conf.FlagCreatePairsOff,))  # type: ignore[no-any-return]  # no --no-json
 
 
 class _NotFinite(Exception):  # not a ValueError, which tyro would replace by a message of its own
@@ -85,32 +93,3 @@ def _option_of(words: Sequence[str], value: str) -> str:
         if value in (word, given if equals else None):
             break
     return option
-
-
-def join_lines(text: str) -> str:
-    """Join the lines of each paragraph, but not items of a list, which begin with a hyphen."""
-    if isinstance(text, _Wrapped):
-        return text
-    joined: list[str] = []
-    for line in map(str.strip, text.split("\n")):
-        if joined and joined[-1] and line and not line.startswith("-"):
-            joined[-1] += f" {line}"
-        else:
-            joined.append(line)
-    return "\n".join(joined).strip()
-
-
-def _wrap(text: str, width: int) -> _Wrapped:
-    lines = join_lines(text).split("\n")
-    return _Wrapped("\n".join(textwrap.fill(line, width, subsequent_indent=_indent(line), **_WORDS) for line in lines))
-
-
-_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
-
-
-def _indent(line: str) -> str:
-    """Return the indentation of a list item's second line: `--flag VALUE    its description`."""
-    if not line.startswith("-"):
-        return ""
-    _, gap, rest = line.partition("  ")
-    return " " * (len(line) - len(rest.lstrip())) if gap else "  "

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from vitrail.bench import BenchPlan, run
+from vitrail.bench import BenchPlan
 from vitrail.commands.bench_table import as_json, console_for_tables, show
 from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
@@ -24,16 +24,18 @@ def bench(*, plan: Plan = DEFAULT, json_: Json = False) -> None:
 
     All libraries do the same work on the same random images, in alternating rounds. Libraries that are not installed are skipped.
 
-    Example: vitrail bench --model B/16 L/16 --mode train --against timm torchvision hf --out bench
+    Example: vitrail bench --model B/16 L/16 --task train --against timm torchvision hf --out bench
 
     Example: vitrail bench --model B/16 --latency
 
-    Example: vitrail bench --model Ti/16 --mode infer --device cpu --modes vitrail:default timm:eager
+    Example: vitrail bench --model Ti/16 --task infer --device cpu --mode vitrail:default timm:eager
 
     Args:
         plan: What to measure.
         json_: Print JSON instead of tables.
     """
+    from vitrail.bench import run
+
     stderr = Console(stderr=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecation warnings of the other libraries

@@ -6,24 +6,26 @@ import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.checkpoints import Bundle, Report
-from vitrail.checkpoints import convert as convert_checkpoint
+from vitrail.checkpoints import Report
 from vitrail.checkpoints.report import MappedTensor, shape_text
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.regular_files import read_bytes
 from vitrail.text import to_json
 
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
+
 
 def convert(
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")],
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     *,
     to: Literal["vitrail", "google", "big-vision", "bit", "timm", "hf", "torchvision"] = "vitrail",
     heads: int | None = None,
@@ -40,7 +42,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format and show how each tensor was mapped.
 
-    The format of SOURCE is detected from its content. The result is read back and compared bit for bit before TARGET is
+    The format of CHECKPOINT is detected from its content. The result is read back and compared bit for bit before OUT is
     created. The default format is Vitrail's own folder, which also stores preprocessing and class names.
 
     Example: vitrail convert ViT-B_16.npz vit-b16
@@ -64,6 +66,8 @@ def convert(
         all_rows: Show every tensor instead of one line per kind.
         json_: Print JSON instead of a table.
     """
+    from vitrail.checkpoints import convert as convert_checkpoint
+
     options = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size, "channels": channels, "stem": stem}
     chosen = {key: value for key, value in {**options, "preprocess": preprocess}.items() if value is not None}
     names = _class_names(classes) if classes else None

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 import tyro
 from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,16 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.commands.terminal import Console, say
-from vitrail.data.check import Duplicates, Problem, Report, SplitReport
-from vitrail.data.check import check as check_source
-from vitrail.data.contact_sheet import contact_sheet
-from vitrail.data.pack import Fit, Store, choose_settings
-from vitrail.data.pack import pack as pack_source
-from vitrail.data.sources import open_source
-from vitrail.data.split import rename, stratified, write_table
-from vitrail.data.types import Source
+from vitrail.data.settings import Duplicates, Fit, Store
 from vitrail.errors import VitrailError, counted
 from vitrail.text import printable, to_json
+
+if TYPE_CHECKING:
+    from vitrail.data.check import Problem, Report, SplitReport
+    from vitrail.data.types import Source
+
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Reference = Annotated[str, tyro.conf.arg(metavar="SOURCE")]
@@ -41,7 +38,7 @@ def check(
     source: Reference,
     /,
     *,
-    sheet: Path | None = Path("contact-sheet.png"),
+    sheet: Path | None = None,
     duplicates: Duplicates = "near",
     workers: int = _WORKERS,
     json_: Json = False,
@@ -50,15 +47,19 @@ def check(
 
     Example: vitrail data check photos/
 
-    Example: vitrail data check csv:labels.csv --json --sheet None
+    Example: vitrail data check csv:labels.csv --sheet photos.png --json
 
     Args:
         source: A folder, a table, or any other source such as torchvision:CIFAR10.
-        sheet: File for the contact sheet, a PNG with a few images of each class; None for no contact sheet.
+        sheet: Write a contact sheet, a PNG with a few images of each class, to this file.
         duplicates: Duplicates to find: near (includes exact), exact, or none.
         workers: Number of threads that read images.
         json_: Print JSON instead of tables.
     """
+    from vitrail.data.check import Report
+    from vitrail.data.check import check as check_source
+    from vitrail.data.contact_sheet import contact_sheet
+
     console = Console(stderr=json_)
     with _warnings_as_notes() as notes:
         opened, problems = _open_leniently(source)
@@ -82,7 +83,7 @@ def check(
 
 def split(
     source: Reference,
-    table: Annotated[Path, tyro.conf.arg(metavar="TABLE")],
+    table: Annotated[Path, tyro.conf.arg(metavar="OUT")],
     /,
     *,
     val: float = 0.1,
@@ -90,7 +91,7 @@ def split(
     seed: int = 0,
     json_: Json = False,
 ) -> None:
-    """Split a dataset, stratified by class, and write the split as a table, to be used as csv:TABLE.
+    """Split a dataset, stratified by class, and write the split as a table, to be used as csv:OUT.
 
     Existing `val` and `test` splits are kept; only the training images are divided.
 
@@ -104,6 +105,11 @@ def split(
         seed: Selects the images; the same seed gives the same split.
         json_: Print JSON instead of text.
     """
+    import numpy as np
+
+    from vitrail.data.sources import open_source
+    from vitrail.data.split import rename, stratified, write_table
+
     if table.exists():
         raise VitrailError(f"{table} already exists. Delete it, or choose another name.")
     if not (0 <= val < 1 and 0 <= test < 1 and val + test < 1 and val + test > 0):
@@ -134,10 +140,10 @@ def split(
 
 def pack(
     source: Reference,
-    destination: Annotated[Path, tyro.conf.arg(metavar="DESTINATION")],
+    destination: Annotated[Path, tyro.conf.arg(metavar="OUT")],
     /,
     *,
-    size: int | tuple[int, int] | None = None,
+    image_size: int | tuple[int, int] | None = None,
     fit: Fit = "crop",
     store: Store | None = None,
     channels: int | None = None,
@@ -149,16 +155,16 @@ def pack(
 ) -> None:
     """Decode and resize a dataset once, into files that training reads without decoding. Run again to resume.
 
-    Example: vitrail data pack photos/ photos-256 --size 256
+    Example: vitrail data pack photos/ photos-256 --image-size 256
 
-    Example: vitrail data pack photos/ photos-small --size 256 --store encoded
+    Example: vitrail data pack photos/ photos-small --image-size 256 --store encoded
 
     Args:
         source: A folder, a table, or any other source.
-        destination: The folder to write; use it as packed:DESTINATION.
-        size: Side of the packed images, or height and width. Not needed if all images have the same size.
+        destination: The folder to write; use it as packed:OUT.
+        image_size: Side of the packed images, or height and width. Not needed if all images have the same size.
         fit: Keep the aspect ratio and crop the centre, or stretch.
-        store: Arrays of pixels of one size, memory-mapped; or encoded files (with --size, their short side is resized to it).
+        store: Arrays of pixels of one size, memory-mapped; or encoded files (with --image-size, their short side is resized to it).
         channels: 1 grey, 3 colour, 4 with alpha; default: as in the images.
         bits: Bits per pixel value.
         quality: JPEG quality, if encoded files are resized.
@@ -166,10 +172,14 @@ def pack(
         workers: Number of threads that convert images.
         json_: Print JSON instead of text.
     """
+    from vitrail.data.pack import choose_settings
+    from vitrail.data.pack import pack as pack_source
+    from vitrail.data.sources import open_source
+
     console = Console(stderr=json_)
     opened = open_source(source, bad_images=bad_images)
     console.print(opened.describe(), highlight=False, soft_wrap=True)
-    settings = choose_settings(opened, size=size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
+    settings = choose_settings(opened, size=image_size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
     start = time.perf_counter()
     try:
         with _progress(console, "packing", sum(map(len, opened.splits.values()))) as advance:
@@ -200,6 +210,9 @@ def _packed_summary(result: dict[str, Any], seconds: float) -> str:
 
 def _open_leniently(reference: str) -> tuple[Source | None, list[Problem]]:
     """Open a source without bad images and unknown classes if possible, so that one problem does not hide the next."""
+    from vitrail.data.check import Problem
+    from vitrail.data.sources import open_source
+
     try:
         return open_source(reference, bad_images="skip"), []
     except VitrailError as error:
@@ -270,6 +283,8 @@ def _overview(report: Report) -> Table:
 
 
 def _sizes(part: SplitReport) -> str:
+    import numpy as np
+
     if len(part.sizes) <= 4:
         return _counts(Counter({f"{height}×{width}": count for (height, width), count in part.sizes.items()}))
     shorts = np.sort(np.repeat([min(size) for size in part.sizes], list(part.sizes.values())))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.pretrained import DEFAULT
-from vitrail.checkpoints.references import is_name
-from vitrail.data.sources.layout import images_under, is_image
 from vitrail.errors import VitrailError, counted
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
 
 
 def split_checkpoint(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -41,6 +42,9 @@ def default_note(bundle: Bundle) -> str:
 
 
 def _is_images(word: str) -> bool:
+    from vitrail.checkpoints.references import is_name
+    from vitrail.data.sources.layout import images_under, is_image
+
     path = Path(word).expanduser()
     if is_name(word):
         return False
@@ -51,6 +55,8 @@ def _is_images(word: str) -> bool:
 
 def _is_checkpoint(word: str) -> bool:
     """Whether a word is surely a checkpoint: a reference by name, or a folder with a config.json."""
+    from vitrail.checkpoints.references import is_name
+
     folder = Path(word).expanduser()
     configs = (folder / "config.json", folder / "model" / "config.json")
     return is_name(word) or any(config.is_file() for config in configs)
@@ -58,4 +64,6 @@ def _is_checkpoint(word: str) -> bool:
 
 def _exists(word: str) -> bool:
     """Whether a checkpoint reference points to something; `file.pth:part` selects a part of a file."""
+    from vitrail.checkpoints.references import is_name
+
     return is_name(word) or any(Path(path).expanduser().exists() for path in (word, word.rpartition(":")[0] or word))

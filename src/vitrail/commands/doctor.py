@@ -9,20 +9,20 @@ import platform
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import torch.nn.functional as F
 import tyro
 from rich import box
 from rich.table import Table
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.models import model_config
-from vitrail.models.inference import choose
 from vitrail.text import to_json
+
+if TYPE_CHECKING:
+    import torch
+
 
 EXTRAS = {
     "export": ("onnx", "onnxscript", "onnxruntime"),
@@ -32,10 +32,10 @@ EXTRAS = {
     "wandb": ("wandb",),
 }
 KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
 }
 PACKAGES = ("vitrail", "torch", "torchvision", "numpy", "pillow", "safetensors", "huggingface-hub", "triton")
 
@@ -114,6 +114,8 @@ def examine() -> dict[str, Any]:
 
 
 def _devices() -> list[torch.device]:
+    import torch
+
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append(torch.device("mps"))
@@ -121,6 +123,8 @@ def _devices() -> list[torch.device]:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
+    import torch
+
     cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if cuda else None
     precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -137,17 +141,23 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
+    import torch
+
     return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _inference(device: torch.device) -> dict[str, str]:
     """Return what `--precision auto` chooses for ViT-B/16."""
+    from vitrail.models.inference import choose
+
     chosen = choose(model_config("B/16"), "auto", device)
     return {"precision": chosen.precision, "why": chosen.why}
 
 
 def _matmul_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a matmul and its gradient run in this dtype with finite results."""
+    import torch
+
     try:
         weight = torch.randn(32, 32, device=device, dtype=dtype, requires_grad=True)
         (weight @ weight.T).sum().backward()
@@ -156,11 +166,15 @@ def _matmul_works(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def _attention_works(device: torch.device, dtype: torch.dtype, kernel: SDPBackend) -> bool:
+def _attention_works(device: torch.device, dtype: torch.dtype, kernel: str) -> bool:
     """Return whether an attention kernel runs on this device and agrees with the plain formula."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     try:
         q, k, v = torch.randn(3, 2, 4, 16, 32, device=device, dtype=dtype)
-        with warnings.catch_warnings(), sdpa_kernel(kernel):
+        with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, kernel)):
             warnings.simplefilter("ignore")  # torch warns at length about each unsupported kernel
             out = F.scaled_dot_product_attention(q, k, v)
         expected = torch.softmax(q.float() @ k.float().mT / 32**0.5, dim=-1) @ v.float()
@@ -170,6 +184,8 @@ def _attention_works(device: torch.device, dtype: torch.dtype, kernel: SDPBacken
 
 
 def _compile_works(device: torch.device) -> bool:
+    import torch
+
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns about missing GPUs, which are reported above
     try:
         compiled = torch.compile(lambda x: torch.sin(x) + 1, dynamic=False)

@@ -6,12 +6,8 @@ from pathlib import Path
 
 from vitrail.commands.options import Checkpoint, Features, Images, Json, Options, RunOptions, progress_bar
 from vitrail.commands.terminal import Console, say
-from vitrail.evaluate.embeddings import check_extension
-from vitrail.evaluate.embeddings import embed as embed_images
-from vitrail.evaluate.features import FeatureSpec
-from vitrail.evaluate.predictor import find_images
+from vitrail.evaluate.settings import FeatureSpec
 from vitrail.text import printable, to_json
-from vitrail.train.parallel import World, choose_device
 
 
 def embed(
@@ -41,6 +37,11 @@ def embed(
         json_: Print a summary as JSON.
         options: How images are loaded and computed.
     """
+    from vitrail.evaluate.embeddings import check_extension
+    from vitrail.evaluate.embeddings import embed as embed_images
+    from vitrail.evaluate.predictor import find_images
+    from vitrail.train.parallel import World, choose_device
+
     console = Console(stderr=True)
     check_extension(out)
     world = World(choose_device(options.device))

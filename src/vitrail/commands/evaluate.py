@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, progress_bar, show_trained_on
 from vitrail.commands.terminal import Console, say
-from vitrail.data.types import Split
 from vitrail.errors import counted
-from vitrail.evaluate.classification import per_class
-from vitrail.evaluate.evaluator import EvalResult, Match, open_data
-from vitrail.evaluate.evaluator import evaluate as evaluate_checkpoint
-from vitrail.evaluate.real_labels import read_real
-from vitrail.evaluate.report import check_output_folder, write_report
-from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, interval_text
+from vitrail.evaluate.settings import Match
 from vitrail.text import to_json
-from vitrail.train.parallel import joined
+
+if TYPE_CHECKING:
+    from vitrail.data.types import Split
+    from vitrail.evaluate.evaluator import EvalResult
 
 
 def evaluate(
@@ -28,11 +26,11 @@ def evaluate(
     *,
     data: str,
     split: str | None = None,
-    sizes: tuple[int, ...] = (),
+    image_sizes: tuple[int, ...] = (),
     real: Path | None = None,
     match: Match = "name",
     ignore_unknown_classes: bool = False,
-    report: Path | None = None,
+    out: Path | None = None,
     overwrite: bool = False,
     options: Options = DEFAULT,
     json_: Json = False,
@@ -42,33 +40,39 @@ def evaluate(
     Every image counts exactly once, for any batch size, workers or ranks (torchrun). Metrics have 95 % confidence intervals.
     A source that the run was trained on is divided as in training; images that it was trained on are counted in a warning.
 
-    Example: vitrail eval runs/pets --data folder:pets --report pets-report
+    Example: vitrail eval runs/pets --data folder:pets --out pets-report
 
-    Example: vitrail eval B_16.npz --data folder:imagenet --sizes 224 384 --real real.json --match order
+    Example: vitrail eval B_16.npz --data folder:imagenet --image-sizes 224 384 --real real.json --match order
 
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name.
         data: A source such as folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10 or hf:NAME.
         split: Which split; default: val, else test, else the images that the run held out (holdout).
-        sizes: Evaluate at these input sizes in pixels; position embeddings are resampled for each.
+        image_sizes: Evaluate at these input sizes in pixels; position embeddings are resampled for each.
         real: A JSON file of reassessed labels, such as ImageNet ReaL's real.json. Images without labels are skipped and counted.
         match: Match the dataset's classes to the model's outputs by name or by order.
         ignore_unknown_classes: Skip images of classes that the checkpoint does not have.
-        report: Write a report folder: report.html, confusion.png and .csv, per-class.csv, predictions.csv, metrics.json.
+        out: Write a report to this folder: report.html, confusion.png and .csv, per-class.csv, predictions.csv, metrics.json.
         overwrite: Replace an existing report.
         options: How images are loaded and computed.
         json_: Print JSON instead of a table.
     """
+    from vitrail.evaluate.evaluator import evaluate as evaluate_checkpoint
+    from vitrail.evaluate.evaluator import open_data
+    from vitrail.evaluate.real_labels import read_real
+    from vitrail.evaluate.report import check_output_folder, write_report
+    from vitrail.train.parallel import joined
+
     console = Console(stderr=json_)
-    if report is not None:
-        check_output_folder(report, overwrite)
+    if out is not None:
+        check_output_folder(out, overwrite)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
         bundle.check_head()
         skip = ignore_unknown_classes
         opened, seen = open_data(bundle, data, split, match=match, bad_images=options.bad_images, ignore_unknown=skip)
         truth = partial(read_real, real, classes=opened.classes) if real is not None else None
-        input_sizes: tuple[int | None, ...] = sizes or (None,)
+        input_sizes: tuple[int | None, ...] = image_sizes or (None,)
         with progress_bar(console, "evaluating", len(opened) * len(input_sizes), world) as advance:
             context = options.eval_context(world, advance)
             results = [
@@ -79,22 +83,24 @@ def evaluate(
             return
     assumptions = bundle.report.assumptions
     about = {"checkpoint": checkpoint, "model": bundle.model.config.name, "data": data, "assumptions": assumptions}
-    if report is not None:
-        write_report(report, results, opened, about)
+    if out is not None:
+        write_report(out, results, opened, about)
     if json_:
         say(to_json({**about, "split": opened.name, "results": [one.summary() for one in results]}, indent=2))
     else:
-        _show_all(console, results, opened, report)
+        _show_all(console, results, opened, out)
 
 
-def _show_all(console: Console, results: list[EvalResult], split: Split, report: Path | None) -> None:
+def _show_all(console: Console, results: list[EvalResult], split: Split, out: Path | None) -> None:
     for result in results:
         _show(console, result, split)
-    if report is not None:
-        console.print(f"report: {report / 'report.html'}", highlight=False, soft_wrap=True)
+    if out is not None:
+        console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
 
 
 def _show(console: Console, result: EvalResult, split: Split) -> None:
+    from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, interval_text
+
     table = Table(box=box.SIMPLE_HEAD, title=f"{split.name} at {result.size[0]}×{result.size[1]}", title_justify="left")
     for heading in ("metric", "value", "95 % interval"):
         table.add_column(heading, justify="left" if heading == "metric" else "right")
@@ -115,6 +121,8 @@ def _show(console: Console, result: EvalResult, split: Split) -> None:
 
 
 def _show_lowest_f1(console: Console, result: EvalResult) -> None:
+    from vitrail.evaluate.classification import per_class
+
     assert result.predictions is not None
     scores = per_class(result.predictions.targets, result.predictions.predicted, len(result.classes))
     lowest = sorted((float(scores.f1[k]), name) for k, name in enumerate(result.classes) if scores.support[k])[:3]

@@ -9,7 +9,7 @@ import threading
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import tyro
@@ -18,16 +18,14 @@ from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import split_checkpoint
 from vitrail.commands.serve import run_and_end
 from vitrail.commands.terminal import Console
-from vitrail.data.preprocess import read_file
-from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError
-from vitrail.evaluate.predictor import find_images
 from vitrail.files import atomic_file
-from vitrail.serve.explorations import EXAMPLE_CREDIT, NamedImage, example_images
-from vitrail.serve.service import Service, models_of
 from vitrail.serve.settings import ServeSettings
 from vitrail.text import printable
-from vitrail.train.parallel import choose_device
+
+if TYPE_CHECKING:
+    from vitrail.serve.explorations import NamedImage
+
 
 Words = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT] [IMAGE|DIR|LIST.txt …]")]
 _MOST = 24  # images that the page offers
@@ -38,7 +36,7 @@ def explore(
     /,
     *,
     compare_with: Annotated[str | None, tyro.conf.arg(name="compare")] = None,
-    save: Path | None = None,
+    out: Path | None = None,
     no_browser: bool = False,
     port: int = 0,
     device: str = "auto",
@@ -51,7 +49,7 @@ def explore(
     with patches switched off. More images can be dropped or pasted there. Without images it shows two examples; without a
     checkpoint the included model vitrail-ti8-tiny-imagenet is used.
 
-    With --save it writes the page to a file instead, which works without a server.
+    With --out it writes the page to a file instead, which works without a server.
 
     Example: vitrail explore
 
@@ -59,23 +57,25 @@ def explore(
 
     Example: vitrail explore runs/scratch cat.jpg --compare runs/finetuned
 
-    Example: vitrail explore cat.jpg --save cat.html
+    Example: vitrail explore cat.jpg --out cat.html
 
     Args:
         words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name or an
             included model. Then image files, folders (searched recursively), or .txt files with one path per line.
         compare_with: A second checkpoint, shown next to the first.
-        save: Write one HTML file that works without a server, and end.
+        out: Write one HTML file that works without a server, and end.
         no_browser: Only print the address.
         port: Port of the server; 0: any free one.
         device: Device: auto, cpu or cuda.
         preprocess: A preset that replaces the preprocessing of the checkpoints.
     """
+    from vitrail.serve.service import Service, models_of
+
     checkpoint, paths = split_checkpoint(words)
     images = _read(paths)
     references = [checkpoint or DEFAULT, *([compare_with] if compare_with else [])]
-    if save is not None:
-        _save(save, references, images, preprocess, device)
+    if out is not None:
+        _save(out, references, images, preprocess, device)
         return
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
@@ -98,6 +98,10 @@ def explore(
 
 
 def _read(paths: Sequence[str]) -> tuple[NamedImage, ...]:
+    from vitrail.data.preprocess import read_file
+    from vitrail.evaluate.predictor import find_images
+    from vitrail.serve.explorations import NamedImage
+
     if not paths:
         return ()
     split = find_images(paths)
@@ -112,7 +116,11 @@ def _read(paths: Sequence[str]) -> tuple[NamedImage, ...]:
 
 
 def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...], preprocess: str | None, device: str) -> None:
+    from vitrail.data.types import BadImage
+    from vitrail.serve.explorations import EXAMPLE_CREDIT, example_images
     from vitrail.serve.saved_page import saved_page
+    from vitrail.serve.service import models_of
+    from vitrail.train.parallel import choose_device
 
     console = Console(stderr=True)
     models = {name: read() for name, read in models_of(references, preprocess).items()}

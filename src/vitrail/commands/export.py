@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from vitrail.checkpoints import Bundle, load
 from vitrail.commands.options import Checkpoint, Json
 from vitrail.commands.terminal import Console, say
-from vitrail.data import open_source
 from vitrail.errors import VitrailError
-from vitrail.export.artefact import Artefact
-from vitrail.export.verify import MAX_DROP, compare, images_of, sample_photos
-from vitrail.export.write import ExportSettings, export_model
+from vitrail.export.settings import MAX_DROP, ExportSettings
 from vitrail.text import to_json
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
+
 
 Settings = Annotated[ExportSettings, tyro.conf.arg(name="")]
 Out = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
@@ -64,6 +64,9 @@ def export(
         force: Write the model even if it differs too much; report.json says so.
         json_: Print the report as JSON.
     """
+    from vitrail.checkpoints import load
+    from vitrail.export.write import export_model
+
     if settings.precision == "int8" and calibrate is None:
         raise VitrailError("int8 needs images to measure the ranges of activations with: give a data source with --calibrate.")
     if not 0 <= max_drop <= 1:
@@ -116,6 +119,10 @@ def verify(
         preprocess: The preprocessing the weights expect, if the checkpoint does not store it.
         json_: Print JSON.
     """
+    from vitrail.checkpoints import load
+    from vitrail.export.artefact import Artefact
+    from vitrail.export.verify import compare
+
     opened = Artefact.open(artefact)
     bundle = load(checkpoint, preprocess=preprocess)
     own = opened.preprocess
@@ -135,6 +142,9 @@ def verify(
 
 
 def _images(bundle: Bundle, source: str | None, split: str, count: int) -> tuple[list[Any], list[int] | None, str]:
+    from vitrail.data import open_source
+    from vitrail.export.verify import images_of, sample_photos
+
     if count < 1:
         raise VitrailError(f"The number of images is {count}; it must be at least 1.")
     if source is None:

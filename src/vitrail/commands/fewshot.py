@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich import box
@@ -14,10 +14,12 @@ from rich.table import Table
 
 from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar, show_trained_on
 from vitrail.commands.terminal import Console, say
-from vitrail.evaluate.features import FeatureSpec
-from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotResult, FewShotSpec, open_train_and_test
+from vitrail.evaluate.settings import FeatureSpec, FewShotSpec
 from vitrail.files import write_text
-from vitrail.train.parallel import joined
+
+if TYPE_CHECKING:
+    from vitrail.evaluate.fewshot import FewShotResult
+
 
 Protocol = Annotated[FewShotSpec, tyro.conf.arg(name="")]
 
@@ -27,11 +29,11 @@ def fewshot(
     /,
     *,
     data: str,
-    train: str = "train",
-    test: str | None = None,
+    train_split: str = "train",
+    split: str | None = None,
     protocol: Protocol = FewShotSpec(),  # noqa: B008 - it is frozen
     features: Features = FeatureSpec(),  # noqa: B008
-    out: Path | None = Path("fewshot.json"),
+    out: Path | None = None,
     options: Options = DEFAULT,
     json_: Json = False,
 ) -> None:
@@ -46,19 +48,22 @@ def fewshot(
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
         data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10.
-        train: The split from which the images are drawn.
-        test: The split to test on; default: val, or test if there is no val.
+        train_split: The split from which the images are drawn.
+        split: The split to test on; default: val, or test if there is no val.
         protocol: How many images, and how the classifier is fitted.
         features: Which features.
-        out: Write the scores, all settings and the drawn files to this JSON file; None: write nothing.
+        out: Write the scores, all settings and the drawn files to this JSON file.
         options: How images are loaded and computed.
         json_: Print JSON instead of a table.
     """
+    from vitrail.evaluate.fewshot import FewShotEvaluator, open_train_and_test
+    from vitrail.train.parallel import joined
+
     console = Console(stderr=json_)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
-        train_split, test_split, seen = open_train_and_test(bundle, data, train, test, options.eval_context(world))
-        evaluator = FewShotEvaluator(train_split, test_split, bundle.stored_preprocess(), protocol=protocol, features=features)
+        train_images, test_split, seen = open_train_and_test(bundle, data, train_split, split, options.eval_context(world))
+        evaluator = FewShotEvaluator(train_images, test_split, bundle.stored_preprocess(), protocol=protocol, features=features)
         total = len(evaluator.drawn) + len(test_split)
         with progress_bar(console, "computing features", total, world) as advance:
             result = replace(evaluator.run(bundle.model, options.eval_context(world, advance)), trained_on=seen)
@@ -68,7 +73,7 @@ def fewshot(
         "checkpoint": checkpoint,
         "model": bundle.model.config.name,
         "data": data,
-        "train": train,
+        "train": train_split,
         "test": test_split.name,
     }
     about["assumptions"] = bundle.report.assumptions
@@ -78,7 +83,7 @@ def fewshot(
     if json_:
         say(content)
         return
-    _show(console, result, len(train_split.classes), test_split.name)
+    _show(console, result, len(train_images.classes), test_split.name)
     if out is not None:
         console.print(f"scores and drawn files: {out}", highlight=False, soft_wrap=True)
 

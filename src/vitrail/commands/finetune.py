@@ -6,34 +6,49 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from vitrail.checkpoints.references import is_name
-from vitrail.checkpoints.url import is_url
+from vitrail.commands.help import Option, Section
 from vitrail.commands.options import progress_bar
+from vitrail.commands.recipe_options import extract_flags, parsed, recipe_sections
 from vitrail.commands.terminal import Console
-from vitrail.commands.train import parsed, run
+from vitrail.commands.train import Options, run
 from vitrail.data.data_wait import max_workers
-from vitrail.data.find_bad import find_bad
-from vitrail.data.types import BadImage, Source, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.recipes import recipe_named
 from vitrail.recipes.any_folder import any_folder
 from vitrail.train.config import Recipe
-from vitrail.train.parallel import World
+
+if TYPE_CHECKING:
+    from vitrail.data.types import BadImage, Source, Split
+    from vitrail.train.parallel import World
+
 
 _FLAGS = ("--from", "--data", "--recipe", "--check-images")
 _SECONDS = 60.0
+_OWN = (
+    Option(
+        ("--from",),
+        "CHECKPOINT",
+        "The checkpoint to start from: published weights by name (ViT-B/16, ViT-B/16@mae: `vitrail models --pretrained` lists "
+        "them), a run or checkpoint folder, an .npz, .pth or .safetensors file, or hf:owner/name.",
+        required=True,
+    ),
+    Option(("--data",), "SOURCE", "The images: a folder with one folder per class, a CSV, torchvision:CIFAR10, …", required=True),
+    Option(("--recipe",), "RECIPE", "Use a recipe instead of the defaults, such as finetune-cifar10; it may name the data."),
+    Option(
+        ("--check-images",),
+        "auto|all|none",
+        "Decode images before the first step, and name all bad ones; auto stops after 60 seconds.",
+        "auto",
+        ("auto", "all", "none"),
+    ),
+)
 
 
 def finetune(words: list[str]) -> int:
     """Fine-tune a checkpoint on your own images, as the paper does: a new zero-initialised head, SGD with momentum, cosine.
-
-    --from REF       the checkpoint to start from: published weights by name (ViT-B/16, ViT-B/16@mae: `vitrail models --pretrained`
-                     lists them), a run, a checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name
-    --data SRC       the images: a folder with one folder per class, a CSV, torchvision:CIFAR10, …
-    --recipe NAME    use a recipe instead of the defaults, such as finetune-cifar10
-    --check-images auto|all|none    decode images before the first step, and name all bad ones; auto stops after 60 seconds
 
     Without a recipe, the head has one output per class found, the image size is the checkpoint's, and the number of steps
     depends on the number of images. Every setting below can be changed; --sweep finds the learning rate.
@@ -42,22 +57,25 @@ def finetune(words: list[str]) -> int:
 
     Example: vitrail finetune --from ViT-B_16.npz --recipe finetune-cifar100 --steps 500
 
-    Example: vitrail finetune --from runs/digits --data scans.csv --optim.lr 0.003 --model.image-size 16
+    Example: vitrail finetune --from runs/digits --data scans.csv --optim.lr 0.003 --image-size 16
     """
     given, rest = extract_flags(words, _FLAGS)
-    if "-h" in rest or "--help" in rest:
-        parsed(any_folder("REF", "FOLDER", images=10_000), ["--help"], command="finetune", description=finetune.__doc__)
     how = given.get("--check-images", "auto")
     if how not in ("auto", "all", "none"):
         raise VitrailError(f"--check-images is {how!r}; it can be auto, all or none.{did_you_mean(how, ('auto', 'all', 'none'))}")
     recipe = _recipe(given)
-    chosen, options = parsed(recipe, rest, command="finetune", description=finetune.__doc__)
+    chosen, options = parsed(recipe, rest, Options(), command="finetune")
     checks = how != "none" and chosen.data.bad_images != "skip"
     check = ImageCheck(None if how == "all" else _SECONDS, quiet=options.json) if checks else None
     return run(recipe, chosen, options, check_images=check)
 
 
-finetune.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
+def sections(words: list[str]) -> list[Section]:
+    """Return the options of `vitrail finetune`; the number of steps is that for 10,000 images."""
+    return recipe_sections(any_folder("CHECKPOINT", "SOURCE", images=10_000), Options(), own=_OWN)
+
+
+finetune.sections = sections  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
 
 
 class ImageCheck:
@@ -90,6 +108,9 @@ class ImageCheck:
     def _find(self, splits: Sequence[Split], world: World) -> tuple[list[BadImage], int]:
         """Return (bad images, images looked at) of this rank. The smallest split is first; the time is divided equally, and what
         one does not need is left to the next."""
+        from vitrail.data.find_bad import find_bad
+        from vitrail.data.types import BadImage
+
         bad, looked_at, start = list[BadImage](), 0, time.monotonic()
         workers = max(1, max_workers() // world.local_ranks)
         total = sum(len(range(world.rank, len(split), world.ranks)) for split in splits)
@@ -121,23 +142,9 @@ def _recipe(given: dict[str, str]) -> Recipe:
 
 def _short_name(start: str) -> str:
     """Return a name for the run's folder: `ViT-B-16-mae` for published weights, else the stem of the file or URL."""
+    from vitrail.checkpoints.references import is_name
+    from vitrail.checkpoints.url import is_url
+
     if is_url(start):
         return Path(unquote(urlsplit(start).path)).stem or "weights"
     return start.replace("/", "-").replace("@", "-") if is_name(start) and not start.startswith("hf:") else Path(start).stem
-
-
-def extract_flags(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of some flags, as `--flag value` or `--flag=value`, and the other words."""
-    given: dict[str, str] = {}
-    rest: list[str] = []
-    words = list(words)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag not in flags:
-            rest.append(word)
-        elif equals or words:
-            given[flag] = value if equals else words.pop(0)
-        else:
-            raise VitrailError(f"{flag} needs a value after it.")
-    return given, rest

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.checkpoints import Bundle, load, published
+from vitrail.checkpoints import published
 from vitrail.checkpoints.model_card import model_card
 from vitrail.checkpoints.published import PublishedWeights
-from vitrail.checkpoints.references import is_name
-from vitrail.commands.published import describe_published, is_downloaded, lines_of
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import counted
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 from vitrail.text import plain, to_json
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
+
 
 _HEADS = {
     "set": "trained",
@@ -27,7 +29,7 @@ _RESNET = ("group_norm_eps", "standardise", "standardise_eps", "padding", "pool_
 
 
 def info(
-    ref: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REF")],
+    ref: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")],
     *,
     verify: bool = False,
     card: bool = False,
@@ -56,6 +58,10 @@ def info(
         drop: Patterns of tensor names to leave out, such as "decoder.*".
         json_: Print JSON instead of a table.
     """
+    from vitrail.checkpoints import load
+    from vitrail.checkpoints.references import is_name
+    from vitrail.commands.published import describe_published, is_downloaded, lines_of
+
     weights = published.find(ref) if is_name(ref) else None
     if weights is not None and not is_downloaded(weights) and not card:
         _show_published(weights, json_)
@@ -78,6 +84,8 @@ def info(
 
 def _show_published(weights: PublishedWeights, as_json: bool) -> None:
     """Show what the table has: a description should not download gigabytes."""
+    from vitrail.commands.published import describe_published, lines_of
+
     if as_json:
         say(to_json({"published": describe_published(weights)}, indent=2))
         return

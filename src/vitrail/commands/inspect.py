@@ -6,24 +6,22 @@ import re
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-import numpy as np
 import tyro
 from rich.text import Text
 
-from vitrail.checkpoints import Bundle, load
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
-from vitrail.evaluate.predictor import find_images
-from vitrail.inspect.images import PreprocessedImages, RawImages, from_files, from_source, preprocess_images
-from vitrail.inspect.reconstruction import inspect_reconstruction, own_source
-from vitrail.inspect.report import INDEX, InspectOptions, Section, check_output_folder, compare, inspect_model, write_report
 from vitrail.text import to_json
-from vitrail.train.parallel import choose_device
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
+    from vitrail.inspect.images import PreprocessedImages, RawImages
+    from vitrail.inspect.report import InspectOptions, Section
 
 
 def inspect(
@@ -95,6 +93,12 @@ def inspect(
         overwrite: Replace an existing inspection.
         json_: Print a summary as JSON.
     """
+    from vitrail.checkpoints import load
+    from vitrail.inspect.images import preprocess_images
+    from vitrail.inspect.reconstruction import own_source
+    from vitrail.inspect.report import InspectOptions, check_output_folder, write_report
+    from vitrail.train.parallel import choose_device
+
     console = Console(stderr=json_)
     check_output_folder(out, overwrite)
     if show < 1:
@@ -139,6 +143,8 @@ class Loaded(NamedTuple):
 
 
 def _figures(loaded: Sequence[Loaded], options: InspectOptions, show_status: Callable[[str], None]) -> list[Section]:
+    from vitrail.inspect.report import compare, inspect_model
+
     sections = []
     for one in loaded:
         progress = lambda text, name=one.name: show_status(f"{name}: {text}")  # noqa: E731
@@ -149,6 +155,8 @@ def _figures(loaded: Sequence[Loaded], options: InspectOptions, show_status: Cal
 
 
 def _reconstructions(loaded: Sequence[Loaded], seed: int) -> list[Section]:
+    from vitrail.inspect.reconstruction import inspect_reconstruction
+
     sections = []
     for one in loaded:
         assert one.inputs is not None  # checked before
@@ -159,6 +167,8 @@ def _reconstructions(loaded: Sequence[Loaded], seed: int) -> list[Section]:
 def _load_images(
     bundle: Bundle, images: tuple[str, ...], data: str | None, split: str | None, count: int, seed: int
 ) -> RawImages | None:
+    from vitrail.inspect.images import from_files, from_source
+
     if images and data is not None:
         raise VitrailError("Image files and --data were both given; choose one.")
     if data is not None:
@@ -169,6 +179,10 @@ def _load_images(
 
 def _files(images: tuple[str, ...], count: int, seed: int) -> list[Path]:
     """List the files: all of those that are named, but at most `count` random ones where folders or lists are given."""
+    import numpy as np
+
+    from vitrail.evaluate.predictor import find_images
+
     found = find_images(images)
     files = [Path(found.image_name(index)) for index in range(len(found))]
     if len(files) == len(images):
@@ -216,6 +230,8 @@ def short_names(references: Sequence[str]) -> list[str]:
 
 
 def _print_summary(console: Console, sections: Sequence[Section], out: Path, as_json: bool) -> None:
+    from vitrail.inspect.report import INDEX
+
     if as_json:
         summary = {one.folder: {"figures": [panel.name for panel in one.panels], "notes": one.notes} for one in sections}
         say(to_json({"index": str(out / INDEX), "sections": summary}, indent=2))

@@ -8,10 +8,8 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.checkpoints.native import read_description
 from vitrail.checkpoints.pretrained import pretrained_models
 from vitrail.checkpoints.published import published_weights
-from vitrail.commands.published import show_published
 from vitrail.commands.terminal import Console, say
 from vitrail.models import VARIANTS, canonical_name, flops, model_config, parameters
 from vitrail.models.config import ModelConfig, ViTConfig
@@ -45,6 +43,8 @@ def models(
         pretrained: List published weights: name, tag, paper, source, size, top-1 accuracy on ImageNet-1k and licence.
         json_: Print JSON instead of a table.
     """
+    from vitrail.commands.published import show_published
+
     chosen = [canonical_name(name) for name in names]
     if pretrained:
         show_published([one for one in published_weights() if not chosen or one.name in chosen], json_)
@@ -63,6 +63,8 @@ def models(
 
 def _included() -> list[tuple[dict[str, object], str]]:
     """Return a row and a line for each trained model in this package, from its config.json."""
+    from vitrail.checkpoints.native import read_description
+
     found = []
     for name, folder in pretrained_models().items():
         config, provenance = read_description(folder)

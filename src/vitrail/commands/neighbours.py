@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import tyro
 from rich import box
 from rich.table import Table
@@ -13,8 +12,12 @@ from rich.table import Table
 from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
-from vitrail.evaluate.embeddings import Embeddings, Metric, contact_sheet, load_embeddings, short_name
+from vitrail.evaluate.settings import Metric
 from vitrail.text import to_json
+
+if TYPE_CHECKING:
+    from vitrail.evaluate.embeddings import Embeddings
+
 
 Neighbours = list[tuple[str, list[tuple[str, float]]]]
 """Each query with its nearest images, and their similarity or distance."""
@@ -27,12 +30,12 @@ def neighbours(
     *,
     count: int = 8,
     metric: Metric = "cosine",
-    sheet: Path | None = Path("neighbours.png"),
+    sheet: Path | None = None,
     examples: int = 8,
     seed: int = 0,
     json_: Json = False,
 ) -> None:
-    """Find the nearest images in a file written by `vitrail embed`, and draw them on a contact sheet.
+    """Find the nearest images in a file written by `vitrail embed`; --sheet draws them on a contact sheet.
 
     Example: vitrail neighbours photos.npz
 
@@ -44,11 +47,15 @@ def neighbours(
             Default: random images of the file.
         count: How many neighbours per query.
         metric: Cosine similarity, or Euclidean distance.
-        sheet: Write the contact sheet to this PNG file; None: write nothing.
+        sheet: Write a contact sheet of the queries and their neighbours to this PNG file.
         examples: How many random queries, if no image is named.
         seed: Seed of the random queries.
         json_: Print JSON instead of a table.
     """
+    import numpy as np
+
+    from vitrail.evaluate.embeddings import contact_sheet, load_embeddings
+
     loaded = load_embeddings(embeddings)
     names = loaded.names
     if count < 1:
@@ -94,6 +101,8 @@ def _print_json(found: Neighbours, metric: str, sheet: Path | None) -> None:
 
 
 def _show(found: Neighbours, metric: str, sheet: Path | None, missing: list[str]) -> None:
+    from vitrail.evaluate.embeddings import short_name
+
     console = Console()
     table = Table("image", f"nearest ({metric})", box=box.SIMPLE_HEAD)
     for name, nearest in found:

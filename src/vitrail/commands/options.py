@@ -6,19 +6,22 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vitrail.checkpoints import Bundle, load
 from vitrail.commands.terminal import Console
-from vitrail.data.trained_on import Overlap
+from vitrail.data.settings import BadImages
 from vitrail.errors import VitrailError
-from vitrail.evaluate.context import BadImages, EvalContext, Precision, no_progress
-from vitrail.evaluate.features import FeatureSpec
-from vitrail.models.features import stride_of
-from vitrail.train.parallel import World
+from vitrail.evaluate.settings import FeatureSpec, Precision, no_progress
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle
+    from vitrail.data.trained_on import Overlap
+    from vitrail.evaluate.context import EvalContext
+    from vitrail.train.parallel import World
+
 
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
@@ -54,6 +57,8 @@ class RunOptions:
 
     def bundle(self, ref: str, world: World) -> Bundle:
         """Load the checkpoint on its device, and say on stderr what its file does not show and was assumed."""
+        from vitrail.checkpoints import load
+
         size = None if self.image_size is None else parse_size(self.image_size)
         bundle = load(ref, preprocess=self.preprocess, image_size=size, device=world.device)
         if world.main:
@@ -63,6 +68,8 @@ class RunOptions:
 
     def _show_sizes(self, bundle: Bundle) -> None:
         """Print on stderr how the position embedding is resampled."""
+        from vitrail.models.features import stride_of
+
         console = Console(stderr=True)
         if self.image_size is not None:
             note = next(note for note in reversed(bundle.report.notes) if note.startswith("image size"))
@@ -75,6 +82,8 @@ class RunOptions:
             console.print(f"images keep their aspect ratio: {sides}{how}", highlight=False, soft_wrap=True)
 
     def eval_context(self, world: World, progress: Callable[[int], None] = no_progress) -> EvalContext:
+        from vitrail.evaluate.context import EvalContext
+
         return EvalContext(
             world=world,
             batch=self.batch,

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from vitrail.checkpoints import Bundle, Prediction
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import CheckpointAndImages, Json, Options, RunOptions, progress_bar
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
-from vitrail.evaluate.predictor import ImagePredictions, find_images
-from vitrail.evaluate.predictor import predict as predict_images
 from vitrail.files import atomic_file
 from vitrail.text import csv_line, printable, to_bytes, to_json
-from vitrail.train.parallel import World, choose_device
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints import Bundle, Prediction
+    from vitrail.evaluate.predictor import ImagePredictions
 
 
 def predict(
@@ -56,6 +56,10 @@ def predict(
         json_: Print one JSON object per line; each says what was assumed about a file that does not show it.
         options: How images are loaded and computed.
     """
+    from vitrail.evaluate.predictor import find_images
+    from vitrail.evaluate.predictor import predict as predict_images
+    from vitrail.train.parallel import World, choose_device
+
     if csv_ is not None and json_:
         raise VitrailError("--csv and --json were both given; choose one.")
     checkpoint, images = split_checkpoint(words)

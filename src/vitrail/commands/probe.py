@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich import box
@@ -13,11 +13,12 @@ from rich.table import Table
 
 from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar, show_trained_on
 from vitrail.commands.terminal import Console, say
-from vitrail.evaluate.features import FeatureSpec
-from vitrail.evaluate.fewshot import open_train_and_test
-from vitrail.evaluate.probes import ProbeResult, ProbeSpec, probe_splits
+from vitrail.evaluate.settings import FeatureSpec, ProbeSpec
 from vitrail.files import write_text
-from vitrail.train.parallel import joined
+
+if TYPE_CHECKING:
+    from vitrail.evaluate.probes import ProbeResult
+
 
 Settings = Annotated[ProbeSpec, tyro.conf.arg(name="")]
 
@@ -27,11 +28,11 @@ def probe(
     /,
     *,
     data: str,
-    train: str = "train",
-    test: str | None = None,
+    train_split: str = "train",
+    split: str | None = None,
     settings: Settings = ProbeSpec(),  # noqa: B008 - it is frozen
     features: Features = FeatureSpec(),  # noqa: B008
-    out: Path | None = Path("probe.json"),
+    out: Path | None = None,
     options: Options = DEFAULT,
     json_: Json = False,
 ) -> None:
@@ -47,28 +48,32 @@ def probe(
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
         data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10.
-        train: The split to fit on.
-        test: The split to test on; default: val, or test if there is no val.
+        train_split: The split to fit on.
+        split: The split to test on; default: val, or test if there is no val.
         settings: How the probe is fitted.
         features: Which features.
-        out: Write the score and all settings to this JSON file; None: write nothing.
+        out: Write the score and all settings to this JSON file.
         options: How images are loaded and computed.
         json_: Print JSON instead of a table.
     """
+    from vitrail.evaluate.fewshot import open_train_and_test
+    from vitrail.evaluate.probes import probe_splits
+    from vitrail.train.parallel import joined
+
     console = Console(stderr=json_)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
-        train_split, test_split, seen = open_train_and_test(bundle, data, train, test, options.eval_context(world))
-        with progress_bar(console, "computing features", len(train_split) + len(test_split), world) as advance:
+        train_images, test_split, seen = open_train_and_test(bundle, data, train_split, split, options.eval_context(world))
+        with progress_bar(console, "computing features", len(train_images) + len(test_split), world) as advance:
             context = options.eval_context(world, advance)
-            result = replace(probe_splits(bundle, train_split, test_split, settings, features, context), trained_on=seen)
+            result = replace(probe_splits(bundle, train_images, test_split, settings, features, context), trained_on=seen)
         if not world.main:
             return
     about: dict[str, Any] = {
         "checkpoint": checkpoint,
         "model": bundle.model.config.name,
         "data": data,
-        "train": train,
+        "train": train_split,
         "test": test_split.name,
     }
     about["assumptions"] = bundle.report.assumptions

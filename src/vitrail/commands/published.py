@@ -8,7 +8,6 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from vitrail.checkpoints import hub
 from vitrail.checkpoints.download import cached_url
 from vitrail.checkpoints.published import FIGURES, PublishedWeights, default, tags
 from vitrail.commands.terminal import Console, say
@@ -41,6 +40,8 @@ def show_published(rows: Sequence[PublishedWeights], as_json: bool) -> None:
 
 
 def is_downloaded(weights: PublishedWeights) -> bool:
+    from vitrail.checkpoints import hub
+
     if weights.repository is None:
         return cached_url(weights.source).exists()
     return hub.cached(weights.repository) is not None

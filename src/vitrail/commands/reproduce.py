@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich import box
@@ -15,11 +15,11 @@ from vitrail.commands.options import DEFAULT, Json, Options
 from vitrail.commands.published import show_published
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
-from vitrail.evaluate.reproduce import ReproducedMetric, Reproduction
-from vitrail.evaluate.reproduce import reproduce as reproduce_weights
 from vitrail.files import write_csv
 from vitrail.text import to_json
-from vitrail.train.parallel import joined
+
+if TYPE_CHECKING:
+    from vitrail.evaluate.reproduce import Reproduction
 
 
 def reproduce(
@@ -64,6 +64,10 @@ def reproduce(
         options: How images are loaded and computed.
         json_: Print JSON instead of a table.
     """
+    from vitrail.evaluate.reproduce import ReproducedMetric
+    from vitrail.evaluate.reproduce import reproduce as reproduce_weights
+    from vitrail.train.parallel import joined
+
     if list_:
         show_published([one for one in published_weights() if one.top1 is not None], json_)
         return

@@ -13,8 +13,7 @@ from rich.text import Text
 from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
-from vitrail.study import STUDIES, StudySettings, run_study, write_outputs
-from vitrail.study.claims import write_results
+from vitrail.study import STUDIES, StudySettings
 from vitrail.text import to_json
 
 Settings = Annotated[StudySettings, tyro.conf.arg(name="")]
@@ -50,6 +49,8 @@ def study(
         list_: List the studies, with what each varies and which figure of the paper it repeats.
         json_: Print JSON instead of text.
     """
+    from vitrail.study import run_study
+
     if list_:
         _list(as_json=json_)
         return
@@ -84,24 +85,28 @@ def plot(
         name: The study, or all.
         out: The folder with the CSV files.
     """
+    from vitrail.study import write_outputs
+
     for file in write_outputs(out, None if name == "all" else [name]):
         Console().print(str(file), highlight=False, soft_wrap=True)
 
 
-def results(folders: Folder = (), /, *, page: Path = Path("RESULTS.md")) -> None:
+def results(folders: Folder = (), /, *, out: Path = Path("RESULTS.md")) -> None:
     """Write the paper's eight claims, next to what the studies in these folders found, into a page.
 
     Example: vitrail study results docs/results/studies/tiny-imagenet docs/results/studies/digits
 
     Args:
         folders: Folders with CSV files of studies. Default: all in docs/results/studies.
-        page: The page; what is between its two marks is replaced.
+        out: The page; what is between its two marks is replaced.
     """
+    from vitrail.study.claims import write_results
+
     chosen = list(folders) or sorted(one for one in Path("docs/results/studies").glob("*") if one.is_dir())
     if not chosen:
         raise VitrailError("There are no folders in docs/results/studies. Name folders that hold CSV files of studies.")
-    write_results(page, chosen)
-    Console().print(str(page), highlight=False)
+    write_results(out, chosen)
+    Console().print(str(out), highlight=False)
 
 
 def _list(*, as_json: bool) -> None:

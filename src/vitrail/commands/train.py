@@ -9,34 +9,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.commands.arguments import parse
+from vitrail.commands.arguments import check_only
+from vitrail.commands.help import Option, Section
 from vitrail.commands.output import TolerantOutput
+from vitrail.commands.recipe_options import CONFIG, RECIPE, chosen_recipe, parsed, recipe_sections
 from vitrail.commands.terminal import Console, say
-from vitrail.commands.training_display import deviations, display_for, group_table, name_patterns, print_result
 from vitrail.errors import VitrailError
-from vitrail.evaluate.context import EvalContext
-from vitrail.evaluate.fewshot import FewShotEvaluator, FewShotSpec
+from vitrail.evaluate.settings import FewShotSpec
 from vitrail.recipes import RECIPES, recipe_named, summary
 from vitrail.text import to_json
-from vitrail.train.callbacks import Callback, TensorBoard, WeightsAndBiases
 from vitrail.train.config import Recipe, flatten
-from vitrail.train.loop import CheckImages, MakeEvaluator
-from vitrail.train.loop import train as run_training
-from vitrail.train.optimizers import explain as explain_update
-from vitrail.train.parallel import World
-from vitrail.train.parameter_groups import all_groups, freeze
-from vitrail.train.prepare import Prepared
-from vitrail.train.result import Result
+from vitrail.train.upgrade import FORMAT
 
-# Flags of every command that reads images, as sentences advise them; a recipe keeps these settings under `data`.
-SHARED = {flag: flag.replace("--", "--data.") for flag in ("--bad-images", "--ignore-unknown-classes", "--workers")}
-SHARED["--data"] = "--data.source"
+if TYPE_CHECKING:
+    from vitrail.evaluate.fewshot import FewShotEvaluator
+    from vitrail.train.callbacks import Callback
+    from vitrail.train.loop import CheckImages, MakeEvaluator
+    from vitrail.train.parallel import World
+    from vitrail.train.prepare import Prepared
+    from vitrail.train.result import Result
+
+
+RECIPES_FLAG = Option(("--recipes",), "", "List all recipes and exit.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Options:
     """How to run a recipe."""
 
     out: Path | None = None
-    """The run folder; runs/NAME by default. Run the same command again to resume."""
+    """The run folder. Run the same command again to resume. None: runs/NAME, by the name of the recipe."""
     allow_change: tuple[str, ...] = ()
     """Settings that may differ from those the run started with, such as optim.lr."""
     sweep: bool = False
@@ -56,7 +55,7 @@ class Options:
     wandb: str | None = None
     """Also log to this Weights & Biases project."""
     explain: bool = False
-    """Print the whole recipe, the update rule and the parameter groups, and stop."""
+    """Print the whole recipe, the update rule and the parameter groups, and stop. With --json: the recipe for --config."""
     plain: bool = False
     """Print plain lines instead of a live display."""
     json: bool = False
@@ -64,48 +63,33 @@ class Options:
 
 
 def train(words: list[str]) -> int:
-    """Train a model with a recipe: `vitrail train [RECIPE] [OPTIONS]`. Any setting of the recipe can be changed.
+    """Train a model with a recipe, or resume a run. Any setting of the recipe can be changed.
 
-    Example: vitrail train                                        (a tiny ViT on the embedded digits)
+    Example: vitrail train
 
     Example: vitrail train digits --optim.lr 1e-3 --epochs 20 --out runs/slow
 
+    Example: vitrail train --config runs/slow/config.json --seed 1 --out runs/slow-1
+
     Example: torchrun --nproc-per-node 8 -m vitrail train vit-s16-imagenet --data folder:/data/imagenet
 
-    --data SRC is short for --data.source SRC. `vitrail train --recipes` lists the recipes; default: `digits`. The defaults below
-    are those of the recipe.
+    Without a recipe, a tiny ViT is trained on the embedded digits. The defaults below are those of the recipe.
     """
     if "--recipes" in words:
+        check_only(words, "--recipes", "--json")
         print_recipes(as_json="--json" in words)
         return 0
-    named = bool(words) and not words[0].startswith("-")
-    recipe = recipe_named(words[0] if named else "digits")
-    chosen, options = parsed(recipe, words[1:] if named else words, command="train", description=train.__doc__)
+    recipe, rest = chosen_recipe(words)
+    chosen, options = parsed(recipe, rest, Options(), command="train")
     return run(recipe, chosen, options)
 
 
-train.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
+def sections(words: list[str]) -> list[Section]:
+    """Return the options of `vitrail train`, with the defaults of the recipe that is named."""
+    return recipe_sections(chosen_recipe(words)[0], Options(), own=(RECIPE, CONFIG, RECIPES_FLAG))
 
 
-def shared_flags(words: list[str]) -> list[str]:
-    """Write flags of every command that reads images as the recipe's settings."""
-    return [SHARED.get(flag, flag) + equals + value for flag, equals, value in (word.partition("=") for word in words)]
-
-
-def parsed(recipe: Recipe, words: list[str], *, command: str, description: str | None) -> tuple[Recipe, Options]:
-    """Return the recipe with the given options changed; an unknown one ends the program with a hint."""
-    words = shared_flags(words)
-    for length, other in (("steps", "epochs"), ("epochs", "steps")):
-        if any(word.split("=")[0] == f"--{length}" for word in words):
-            recipe = recipe.replace(**{other: None})  # the given one replaces that of the recipe
-
-    def collect(
-        recipe: Annotated[Recipe, tyro.conf.arg(name="")] = recipe,
-        options: Annotated[Options, tyro.conf.arg(name="")] = Options(),
-    ) -> tuple[Recipe, Options]:
-        return recipe, options
-
-    return parse(collect, command, words, description)
+train.sections = sections  # type: ignore[attr-defined]  # its options are those of the recipe its first word names
 
 
 def run(recipe: Recipe, chosen: Recipe, options: Options, *, check_images: CheckImages | None = None) -> int:
@@ -116,7 +100,14 @@ def run(recipe: Recipe, chosen: Recipe, options: Options, *, check_images: Check
 
 
 def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console, check_images: CheckImages | None) -> int:
+    from vitrail.commands.training_display import deviations, display_for, print_result
+    from vitrail.train.callbacks import TensorBoard, WeightsAndBiases
+    from vitrail.train.loop import train as run_training
+
     out = options.out or Path("runs") / chosen.name
+    if options.explain and options.json:
+        say(to_json({"format": FORMAT, "recipe": chosen.to_dict()}, indent=2))
+        return 0
     if options.explain:
         explain(chosen, console)
         return 0
@@ -148,6 +139,8 @@ def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console, che
 
 def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
     """The paper's few-shot metric: a closed-form classifier on frozen features, from the training to the validation split."""
+    from vitrail.evaluate.context import EvalContext
+    from vitrail.evaluate.fewshot import FewShotEvaluator
 
     def make(prepared: Prepared, world: World) -> FewShotEvaluator:
         if prepared.validation is None or prepared.train.task != "classify":
@@ -161,6 +154,9 @@ def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
 
 def explain(recipe: Recipe, console: Console) -> None:
     """Print the whole recipe and what follows from it."""
+    from vitrail.commands.training_display import group_table, name_patterns
+    from vitrail.train.optimizers import explain as explain_update
+    from vitrail.train.parameter_groups import all_groups, freeze
     from vitrail.train.prepare import prepare
 
     prepared = prepare(recipe)

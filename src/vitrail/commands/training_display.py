@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -17,12 +17,14 @@ from rich.text import Text
 
 from vitrail.commands.terminal import Console
 from vitrail.errors import counted
-from vitrail.tasks.base import metric_text
-from vitrail.train.callbacks import Callback, Record, RunInfo
+from vitrail.train.callbacks import Callback
 from vitrail.train.config import Recipe, differences
-from vitrail.train.parameter_groups import Group as ParameterGroup
-from vitrail.train.result import Result
-from vitrail.train.run import RunFolder
+
+if TYPE_CHECKING:
+    from vitrail.train.callbacks import Record, RunInfo
+    from vitrail.train.parameter_groups import Group as ParameterGroup
+    from vitrail.train.result import Result
+
 
 _PAUSE = 2.0  # seconds between plain lines
 _SHORT = ("accuracy", "map", "mae", "patch_accuracy", "loss")  # metrics of the raw weights that are shown
@@ -140,6 +142,8 @@ def validation_text(record: dict[str, Any]) -> str:
 
 
 def _metric_texts(record: dict[str, Any]) -> list[str]:
+    from vitrail.tasks.base import metric_text
+
     order = ("accuracy", "top5_accuracy", "balanced_accuracy", "map", "f1", "mae", "r2", "patch_accuracy", "loss")
     return [f"{name.replace('_', ' ')} {metric_text(name, record[name])}" for name in order if name in record]
 
@@ -191,6 +195,8 @@ def name_patterns(names: Sequence[str]) -> list[str]:
 
 def print_result(result: Result, console: Console) -> None:
     """Print how the run ended, and what to do next."""
+    from vitrail.train.run import RunFolder
+
     if result.ended_by is not None:
         return
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
@@ -215,7 +221,7 @@ def print_result(result: Result, console: Console) -> None:
     else:
         commands = {
             f"vitrail info {result.out}": "describe the checkpoint",
-            f"vitrail eval {result.out} --data {source}": "evaluate it; --report DIR writes a report",
+            f"vitrail eval {result.out} --data {source}": "evaluate it; --out DIR writes a report",
             f"vitrail predict {result.out} IMAGE": "classify an image",
             f"vitrail finetune --from {result.out} --data FOLDER": "fine-tune it on other images",
         }

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.checkpoints import load
 from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
-from vitrail.commands.training_display import display_for
 from vitrail.errors import VitrailError, counted
-from vitrail.evaluate.suite_run import SuiteResult, SuiteSettings, TaskScore, find_tasks, run_task, write_results
-from vitrail.evaluate.suite_sources import TaskData
+from vitrail.evaluate.settings import SuiteSettings
 from vitrail.evaluate.suites import SuiteTask, tasks_of
 from vitrail.text import to_json
+
+if TYPE_CHECKING:
+    from vitrail.evaluate.suite_run import SuiteResult, TaskScore
+    from vitrail.evaluate.suite_sources import TaskData
+
 
 Settings = Annotated[SuiteSettings, tyro.conf.arg(name="")]
 
@@ -59,6 +61,10 @@ def vtab(
         settings: Changes to the paper's protocol.
         json_: Print JSON instead of tables.
     """
+    from vitrail.checkpoints import load
+    from vitrail.commands.training_display import display_for
+    from vitrail.evaluate.suite_run import SuiteResult, find_tasks, run_task, write_results
+
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=json_, quiet=not main)
     chosen = tasks_of(suite, tasks)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,6 +18,7 @@ from PIL import Image
 from vitrail.data.classes import split_name
 from vitrail.data.decode import ImageHeader, decode, image_header, open_image, unwrap_npy
 from vitrail.data.duplicates import exact_pairs, fingerprints, near_pairs
+from vitrail.data.settings import Duplicates
 from vitrail.data.sources.layout import stray_files, subfolders
 from vitrail.data.sources.packed_files import checksum_errors, read_description
 from vitrail.data.sources.reference import parse_reference
@@ -25,7 +26,6 @@ from vitrail.data.types import Array, BadImage, Source, Split
 from vitrail.errors import counted
 
 Progress = Callable[[int], None]
-Duplicates = Literal["near", "exact", "none"]
 _BLOCK = 2048
 
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import multiprocessing
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.eval_reader import EvalReader, eval_slices
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import BatchSlice, EpochOrder, Sampling, batch_slices
+from vitrail.data.settings import BadImages
 from vitrail.data.train_reader import TrainReader
 from vitrail.data.types import BadImage, Split
 from vitrail.data.worker_signals import blocked, caught_signals, end_by_parent, raise_worker_error
@@ -30,7 +31,6 @@ from vitrail.errors import VitrailError, counted
 from vitrail.files import write_text
 
 log = logging.getLogger("vitrail.data")
-BadImages = Literal["error", "skip"]
 
 
 class _Loader:

@@ -15,21 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image
 
 from vitrail.data.decode import ImageHeader, decode, image_header
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.settings import BadImages, Fit, Store
 from vitrail.data.sources.packed_files import FORMAT, VERSION, checksum_errors, read_description
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Source, Split
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file, disk_errors, disk_reason, fsync, take_lock, write_text
 from vitrail.regular_files import parse_json, read_bytes, read_json_object
 
-Store = Literal["arrays", "encoded"]
-Fit = Literal["crop", "stretch"]
 Progress = Callable[[int], None]
 CHUNK = 1024
 """Images per journal entry: the most that an interruption can lose."""
@@ -61,7 +60,7 @@ class PackSettings:
             if (header.height, header.width) != self.size:
                 raise VitrailError(
                     f"{name} is {header.height}×{header.width}, but the others are {self.size[0]}×{self.size[1]}. "
-                    "Pass --size to resize all images, or --store encoded to store them as they are."
+                    "Pass --image-size to resize all images, or --store encoded to store them as they are."
                 )
         crop = self.fit == "crop"
         preprocess = Preprocess(
@@ -95,7 +94,7 @@ def choose_settings(
     if exact:
         (target_size,) = sizes
     if store == "arrays" and target_size is None:
-        raise VitrailError(f"The images of {source.reference} differ in size. Pass --size, or --store encoded.")
+        raise VitrailError(f"The images of {source.reference} differ in size. Pass --image-size, or --store encoded.")
     if channels is None:
         channels = max(header.channels for header in headers)
     store = store or ("arrays" if target_size is not None else "encoded")
@@ -107,7 +106,7 @@ def pack(
     destination: Path,
     settings: PackSettings,
     *,
-    bad_images: Literal["error", "skip"] = "error",
+    bad_images: BadImages = "error",
     workers: int = 2,
     progress: Progress = lambda count: None,
 ) -> dict[str, Any]:
@@ -149,7 +148,7 @@ def _pack(
     destination: Path,
     settings: PackSettings,
     resume_key: dict[str, Any],
-    bad_images: Literal["error", "skip"],
+    bad_images: BadImages,
     workers: int,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -216,7 +215,7 @@ def _pack_split(
     split: Split,
     partial: Path,
     settings: PackSettings,
-    bad_images: Literal["error", "skip"],
+    bad_images: BadImages,
     pool: ThreadPoolExecutor,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -263,7 +262,7 @@ def _pack_chunk(
     split: Split,
     first: int,
     settings: PackSettings,
-    bad_images: Literal["error", "skip"],
+    bad_images: BadImages,
     pool: ThreadPoolExecutor,
     data: BinaryIO,
 ) -> dict[str, Any]:

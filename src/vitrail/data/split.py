@@ -11,13 +11,13 @@ import csv
 import hashlib
 import itertools
 import logging
-import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from vitrail.data.settings import BY_NAME, check_rule
 from vitrail.data.types import Array, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
@@ -25,20 +25,6 @@ from vitrail.text import to_bytes, to_csv
 
 log = logging.getLogger("vitrail.data")
 _ENCODING_ERRORS = "surrogateescape"  # file names that are not valid UTF-8 survive the round trip
-
-BY_NAME = "names"
-"""The rule by which new runs hold out images. `seed-N` is that of older versions, in which the seed N of a run decided."""
-
-
-def rule_words(rule: str) -> str:
-    """Return how a rule chooses, in words."""
-    return "by a hash of file names" if rule == BY_NAME else f"at random with seed {rule.removeprefix('seed-')}"
-
-
-def check_rule(rule: str, setting: str = "data.split_rule") -> None:
-    """Refuse a rule that does not exist."""
-    if rule != BY_NAME and not re.fullmatch(r"seed-[0-9]+", rule):
-        raise VitrailError(f"{setting} is {rule!r}; it can be {BY_NAME}, or seed-N for a run of an older version with seed N.")
 
 
 def lowest_hashes(split: Split, fraction: float) -> Array:

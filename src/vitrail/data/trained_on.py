@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from vitrail.data.settings import BY_NAME, BadImages
 from vitrail.data.sources import open_source, resolve
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.sources.reference import BadImages
-from vitrail.data.split import BY_NAME, divide, name_hash
+from vitrail.data.split import divide, name_hash
 from vitrail.data.types import BadImage, PackedStrings, Payload, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
 from vitrail.regular_files import read_json_object

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from vitrail.evaluate.embeddings import load_embeddings as load_embeddings
     from vitrail.evaluate.evaluator import EvalResult as EvalResult
     from vitrail.evaluate.evaluator import evaluate as evaluate
-    from vitrail.evaluate.features import FeatureSpec as FeatureSpec
     from vitrail.evaluate.fewshot import FewShotEvaluator as FewShotEvaluator
     from vitrail.evaluate.fewshot import FewShotResult as FewShotResult
-    from vitrail.evaluate.fewshot import FewShotSpec as FewShotSpec
     from vitrail.evaluate.fewshot import few_shot as few_shot
     from vitrail.evaluate.predictor import ImagePredictions as ImagePredictions
     from vitrail.evaluate.predictor import predict as predict
     from vitrail.evaluate.probes import ProbeResult as ProbeResult
-    from vitrail.evaluate.probes import ProbeSpec as ProbeSpec
     from vitrail.evaluate.probes import probe as probe
     from vitrail.evaluate.reproduce import Reproduction as Reproduction
     from vitrail.evaluate.reproduce import reproduce as reproduce
     from vitrail.evaluate.ridge import fit_ridge as fit_ridge
     from vitrail.evaluate.ridge import ridge_scores as ridge_scores
+    from vitrail.evaluate.settings import FeatureSpec as FeatureSpec
+    from vitrail.evaluate.settings import FewShotSpec as FewShotSpec
+    from vitrail.evaluate.settings import ProbeSpec as ProbeSpec
 
 _MODULES = {
     "Embeddings": "vitrail.evaluate.embeddings",

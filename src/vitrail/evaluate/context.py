@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,22 +18,18 @@ from vitrail.data.eval_reader import eval_slices
 from vitrail.data.loader import EvalLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import BatchSlice
+from vitrail.data.settings import BadImages
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
+from vitrail.evaluate.settings import Precision, no_progress
 from vitrail.models import Model
 from vitrail.models.features import evaluating, stride_of
 from vitrail.models.inference import InferenceModel, choose, for_inference
 from vitrail.models.surgery import accepting_any_size
 from vitrail.train.parallel import World
-from vitrail.train.step import autocast
+from vitrail.train.precision import autocast
 
-Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
-BadImages = Literal["error", "skip"]
 T = TypeVar("T")
-
-
-def no_progress(images: int) -> None:
-    """Report nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,9 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
-from vitrail.evaluate.features import FeatureSpec, extract_features
+from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.predictor import file_split, find_images
+from vitrail.evaluate.settings import FeatureSpec, Metric
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.npy import read_npz
@@ -28,7 +29,6 @@ from vitrail.regular_files import parse_json, read_bytes
 from vitrail.text import printable, to_bytes
 
 Array = npt.NDArray[Any]
-Metric = Literal["cosine", "euclidean"]
 _CELL, _GAP, _CAPTION = 128, 8, 30
 _MAX_FILE = 1 << 36
 

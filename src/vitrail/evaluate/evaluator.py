@@ -6,24 +6,25 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vitrail.checkpoints import Bundle
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.settings import BadImages
 from vitrail.data.trained_on import Overlap, evaluation_split, open_for, overlap
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate import classification, multilabel, regression
 from vitrail.evaluate.classification import Predictions
-from vitrail.evaluate.context import BadImages, EvalContext, check_finite, default_context, gather_bad_images
+from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images
 from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import real_hits
+from vitrail.evaluate.settings import Match
 
 Array = npt.NDArray[Any]
-Match = Literal["name", "order"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,94 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, gather_bad_images
-from vitrail.models import BiTConfig, Model, ViTConfig
-from vitrail.models.inference import InferenceModel
+from vitrail.evaluate.settings import FeatureSpec
+from vitrail.models import Model
 
 Array = npt.NDArray[Any]
-Feature = Literal["pre_logits", "pooled", "class", "mean", "patches"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureSpec:
-    """Which feature of the model represents an image.
-
-    The paper's few-shot classifier uses `pre_logits`, the input of the head. A probe's accuracy can depend on the layer, on
-    class token or mean over patches, and on whether the final norm is applied.
-    """
-
-    feature: Feature = "pre_logits"
-    """pre_logits (the input of the head), pooled (before a pre-logits layer), class (the class token), mean (over patches) or
-    patches (all patches, as a grid)."""
-    layer: int | None = None
-    """Take class, mean or patches after this encoder block, counted from 0; −1 is the last. None: the last."""
-    norm: bool = True
-    """Apply the final norm to class, mean and patches, before or after pooling as in the model. --no-norm skips it."""
-
-    def __post_init__(self) -> None:
-        if self.feature not in get_args(Feature):
-            raise VitrailError(f"Unknown feature {self.feature!r}. Use one of {', '.join(get_args(Feature))}.")
-        if self.layer is not None and self.feature in ("pre_logits", "pooled"):
-            raise VitrailError(f"{self.feature} exists only for the last layer; for layer {self.layer} use class, mean or patches.")
-        if not self.norm and self.feature in ("pre_logits", "pooled"):
-            raise VitrailError(f"{self.feature} comes after the final norm; without the norm use class, mean or patches.")
-
-    def check(self, model: Model | InferenceModel) -> None:
-        """Refuse features this model does not have."""
-        config, name = model.config, model.config.name
-        if isinstance(config, BiTConfig):
-            if self.feature == "class":
-                raise VitrailError(f"{name} is a ResNet without a class token; use mean or pooled.")
-            if self.layer is not None and self.norm:
-                raise VitrailError(f"The final norm of {name} applies to its last stage only; pass --no-norm with --layer.")
-        elif self.feature == "class" and not config.class_token:
-            raise VitrailError(f"{name} has no class token; use mean or pooled.")
-
-    def compute(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
-        """Compute the features of a batch: [images, channels], or for patches [images, rows, columns, channels]."""
-        if self.feature in ("pre_logits", "pooled"):
-            features: Tensor = getattr(model.features(images), self.feature)
-            return features
-        return (self._resnet_stage if isinstance(model.config, BiTConfig) else self._vit_layer)(model, images)
-
-    def _vit_layer(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
-        config, layer = model.config, -1 if self.layer is None else self.layer
-        assert isinstance(config, ViTConfig)
-        found = model.features(images, layers=[layer])
-        tokens = next(iter(found.layers.values()))
-        norm_first = self.norm and config.final_norm == "before-pool"
-        tokens = model.norm(tokens) if norm_first else tokens
-        if self.feature == "class":
-            features = tokens[:, 0]
-        else:
-            patches = tokens[:, config.prefix :]
-            features = patches.mean(1) if self.feature == "mean" else patches.unflatten(1, found.grid)
-        return model.norm(features) if self.norm and not norm_first else features
-
-    def _resnet_stage(self, model: Model | InferenceModel, images: Tensor) -> Tensor:
-        if self.norm:
-            patches = model.features(images).patches
-        else:
-            patches = next(iter(model.features(images, layers=[-1 if self.layer is None else self.layer]).layers.values()))
-        return patches.mean(dim=(1, 2)) if self.feature == "mean" else patches
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"feature": self.feature, "layer": self.layer, "norm": self.norm}
-
-    def describe(self) -> str:
-        if self.feature in ("pre_logits", "pooled"):
-            return f"{self.feature} of the last layer"
-        layer = "the last layer" if self.layer is None else f"layer {self.layer}"
-        return f"{self.feature} of {layer}, {'with' if self.norm else 'without'} the final norm"
 
 
 @dataclass(frozen=True)

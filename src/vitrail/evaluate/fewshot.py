@@ -18,33 +18,13 @@ from vitrail.data.trained_on import Overlap, open_for, overlap
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, default_context
-from vitrail.evaluate.features import FeatureSpec, extract_features
-from vitrail.evaluate.ridge import BIAS, L2, fit_ridge
-from vitrail.evaluate.support_set import SmallClasses, SupportSet, draw_support_sets
+from vitrail.evaluate.features import extract_features
+from vitrail.evaluate.ridge import fit_ridge
+from vitrail.evaluate.settings import FeatureSpec, FewShotSpec
+from vitrail.evaluate.support_set import SupportSet, draw_support_sets
 from vitrail.models import Model
 
 Array = npt.NDArray[Any]
-SHOTS, SEEDS = (1, 5, 10, 25), 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class FewShotSpec:
-    """The few-shot protocol. The defaults are those of the reference code."""
-
-    shots: tuple[int, ...] = SHOTS
-    """Images per class."""
-    seeds: int = SEEDS
-    """Number of random support sets; each is one trial."""
-    l2: float = L2
-    """L2 regularisation strength."""
-    bias: float = BIAS
-    """Value of the constant feature; large, so that the bias is hardly regularised."""
-    small_classes: SmallClasses = "error"
-    """What to do with a class that has fewer images than shots: stop with an error, or drop it for that number of shots."""
-
-    def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise VitrailError(f"seeds is {self.seeds}; use 1 or more.")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,45 +25,14 @@ from vitrail.data.trained_on import Overlap
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, default_context
-from vitrail.evaluate.features import FeatureSpec, extract_features
+from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.fewshot import open_train_and_test
 from vitrail.evaluate.intervals import Interval, wilson
+from vitrail.evaluate.settings import FeatureSpec, ProbeSpec
 from vitrail.tasks.ranking import ranked
 
 Array = npt.NDArray[Any]
 _CHUNK = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbeSpec:
-    """How the probe is fitted."""
-
-    method: Literal["logistic", "knn"] = "logistic"
-    """logistic: multinomial logistic regression. knn: a weighted vote of the nearest training images by cosine similarity."""
-    standardise: bool = True
-    """logistic: standardise every feature to mean 0 and standard deviation 1 over the training images.
-    --no-standardise skips it."""
-    l2: tuple[float, ...] = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-    """logistic: candidate penalties λ; the loss is the mean cross-entropy + λ/2·|W|². The bias is not penalised."""
-    iterations: int = 500
-    """logistic: maximum number of L-BFGS iterations."""
-    neighbours: tuple[int, ...] = (1, 5, 10, 20, 50, 100)
-    """knn: candidate numbers of neighbours."""
-    temperature: float = 0.07
-    """knn: a neighbour's vote has the weight exp(similarity / temperature)."""
-    holdout: float = 0.1
-    """Fraction of the training images on which l2 or neighbours is chosen; the probe is then refitted on all of them."""
-    seed: int = 0
-    """Seed of the held-out split."""
-
-    def __post_init__(self) -> None:
-        candidates = self.l2 if self.method == "logistic" else self.neighbours
-        if not candidates or min(candidates) <= 0:
-            raise VitrailError(f"A {self.method} probe needs candidate values above 0; it has {list(candidates)}.")
-        if not 0 < self.holdout < 1 and len(candidates) > 1:
-            raise VitrailError(
-                f"holdout is {self.holdout:g}; to choose among {len(candidates)} values it must be a fraction between 0 and 1."
-            )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise VitrailError(f"{folder} is a file, but a report is a folder. Choose another name for --report.")
+        raise VitrailError(f"{folder} is a file, but a report is a folder. Choose another name for --out.")
     files = sorted(item.name for item in folder.iterdir())
     if files and not (overwrite and "report.html" in files):
         content = "a report" if "report.html" in files else f"other files ({', '.join(files[:3])})"

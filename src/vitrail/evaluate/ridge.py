@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import VitrailError
+from vitrail.evaluate.settings import BIAS, L2
 from vitrail.tasks.ranking import ranked
 
 Rows = Tensor | npt.NDArray[np.floating]
 Labels = Tensor | npt.NDArray[np.integer]
 
-L2 = 2.0**10
-BIAS = 100.0
 _STD_EPS = 1e-5  # added to the standard deviation, as in the reference code
 _CHUNK = 4096  # rows converted to float64 at a time
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from vitrail.errors import StoppedBySignal, VitrailError
 from vitrail.evaluate.intervals import wilson
+from vitrail.evaluate.settings import SuiteSettings
 from vitrail.evaluate.suite_layouts import MissingData
 from vitrail.evaluate.suite_sources import TaskData, open_task
 from vitrail.evaluate.suites import GROUPS, SuiteTask
@@ -21,33 +22,11 @@ from vitrail.files import write_text
 from vitrail.recipes import recipe_named
 from vitrail.train.callbacks import Callback
 from vitrail.train.config import Recipe
-from vitrail.train.lengths import Length
 from vitrail.train.loop import train
 from vitrail.train.prepare import Prepared, make_model, make_task
 
 _VTAB_CROP = (384 / 448) ** 2
 """Area of VTAB's random crops: 384×384 pixels of an image resized to 448×448 (BiT, which the paper follows)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteSettings:
-    """Changes to the paper's protocol. None keeps the recipe's value."""
-
-    steps: int | None = None
-    """Optimiser steps; 2,500 in the paper's VTAB protocol."""
-    warmup: Length | None = None
-    """Warm-up in steps, in epochs (10ep) or as a part of the run (5%)."""
-    lr: float | None = None
-    batch: int | None = None
-    size: int | None = None
-    """Input size in pixels; 384 in the paper."""
-    preprocess: str | None = None
-    """A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own preprocessing."""
-    seed: int = 0
-    seeds: int = 3
-    """Runs per task, with the seeds `seed`, `seed` + 1, …; the paper averages three, too."""
-    device: str = "auto"
-    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +97,7 @@ def recipe_for(task: SuiteTask, checkpoint: str, settings: SuiteSettings, origin
         augment = dataclasses.replace(augment, crop="same-aspect", crop_area=(_VTAB_CROP, _VTAB_CROP))
     schedule = recipe.schedule if settings.warmup is None else dataclasses.replace(recipe.schedule, warmup=settings.warmup)
     optim = recipe.optim if settings.lr is None else dataclasses.replace(recipe.optim, lr=settings.lr)
-    size = recipe.model.image_size if settings.size is None else settings.size
+    size = recipe.model.image_size if settings.image_size is None else settings.image_size
     return recipe.replace(
         name=f"{recipe.name}-{task.name}",
         model=dataclasses.replace(recipe.model, start=checkpoint, image_size=size),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from vitrail.errors import VitrailError, counted
+from vitrail.evaluate.settings import SmallClasses
 
 Indices = npt.NDArray[np.int64]
-SmallClasses = Literal["error", "drop"]
 
 
 @dataclass(frozen=True)

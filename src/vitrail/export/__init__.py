@@ -8,9 +8,9 @@ from vitrail.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from vitrail.export.artefact import Artefact as Artefact
+    from vitrail.export.settings import ExportSettings as ExportSettings
     from vitrail.export.verify import Comparison as Comparison
     from vitrail.export.verify import compare as compare
-    from vitrail.export.write import ExportSettings as ExportSettings
     from vitrail.export.write import export_model as export_model
 
 __getattr__, __dir__ = lazy_attributes(
@@ -19,7 +19,7 @@ __getattr__, __dir__ = lazy_attributes(
         "Artefact": "vitrail.export.artefact",
         "Comparison": "vitrail.export.verify",
         "compare": "vitrail.export.verify",
-        "ExportSettings": "vitrail.export.write",
+        "ExportSettings": "vitrail.export.settings",
         "export_model": "vitrail.export.write",
     },
 )

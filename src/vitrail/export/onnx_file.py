@@ -18,7 +18,6 @@ from torch import Tensor
 from vitrail.errors import VitrailError
 from vitrail.export.module import Exported
 
-OPSETS = range(18, 24)
 INPUT, OUTPUT = "images", "logits"
 _JSON = ("classes", "config", "opset", "preprocess", "versions")  # the other metadata are plain texts
 _MAX_FILE = 1_900_000_000  # bytes; protobuf holds less than 2 GiB, larger weights go to a second file

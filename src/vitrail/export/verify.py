@@ -18,7 +18,6 @@ from vitrail.export.artefact import Array, Artefact
 from vitrail.models.features import evaluating
 
 BATCH = 8
-MAX_DROP = 0.01
 """Accuracy that may be lost, as a fraction, where labels are known."""
 
 

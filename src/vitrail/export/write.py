@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,45 +14,19 @@ from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
 from vitrail.export.artefact import FILES, REPORT, Artefact
 from vitrail.export.module import Exported, exported_module
-from vitrail.export.onnx_file import OPSETS, need_onnx, write_onnx
+from vitrail.export.onnx_file import need_onnx, write_onnx
 from vitrail.export.quantise import quantise
-from vitrail.export.verify import MAX_DROP, THRESHOLDS, Comparison, batched, compare, sample_photos
+from vitrail.export.settings import MAX_DROP, ExportSettings
+from vitrail.export.verify import THRESHOLDS, Comparison, batched, compare, sample_photos
 from vitrail.files import atomic_folder
-from vitrail.models.config import Pair
 
-Format = Literal["onnx", "pt2"]
-Precision = Literal["fp32", "fp16", "bf16", "int8"]
-PRECISIONS: dict[Format, tuple[Precision, ...]] = {"onnx": ("fp32", "fp16", "int8"), "pt2": ("fp32", "fp16", "bf16")}
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportSettings:
-    """What is written."""
-
-    format: Format = "onnx"
-    """onnx runs in onnxruntime and many other runtimes; pt2 is a torch.export program for PyTorch."""
-    precision: Precision = "fp32"
-    """onnx: fp32, fp16 or int8; pt2: fp32, fp16 or bf16. Inputs and logits are float32 in any case."""
-    opset: int = 20
-    """Version of ONNX's operators, 18 to 23. From 20 on GELU, from 23 on attention is one operator."""
-    image_size: int | Pair | None = None
-    """Resample positions for this size first. None: the model's own."""
-    pixels: bool = False
-    """Normalise in the graph: it then takes pixels from 0 to 255 [batch, height, width, channels] of the model's size."""
-
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS[self.format]:
-            possible = ", ".join(PRECISIONS[self.format])
-            raise VitrailError(f"{self.format} files cannot have precision {self.precision}; possible are {possible}.")
-        if self.format == "onnx" and self.opset not in OPSETS:
-            raise VitrailError(f"opset is {self.opset}; it must be between {OPSETS[0]} and {OPSETS[-1]}.")
 
 
 def export_model(
     bundle: Bundle,
     out: str | Path,
-    settings: ExportSettings = ExportSettings(),
+    settings: ExportSettings = ExportSettings(),  # noqa: B008 - it is frozen
     *,
     images: Sequence[Any] | None = None,
     labels: Sequence[int] | None = None,

@@ -1,85 +1,59 @@
-"""The networks of the paper: Vision Transformers, hybrids and BiT ResNets."""
+"""The networks of the paper: Vision Transformers, hybrids and BiT ResNets.
+
+Names are imported on first use, so that importing one small part of this package stays cheap.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from vitrail.lazy import lazy_attributes
 
-from vitrail.errors import VitrailError
-from vitrail.models.bit import BiT
-from vitrail.models.config import BiTConfig, ModelConfig, Pair, ResNetConfig, ViTConfig
-from vitrail.models.cost import flops, needed_flops, parameters
-from vitrail.models.features import Features
-from vitrail.models.fused.whitelist import class_methods
-from vitrail.models.initialise import initialise
-from vitrail.models.positions import SinCosPositions
-from vitrail.models.resample import RULES, resize_grid
-from vitrail.models.variants import VARIANTS, canonical_name, model_config
-from vitrail.models.vit import ViT
+if TYPE_CHECKING:
+    from vitrail.models.bit import BiT as BiT
+    from vitrail.models.build import Model as Model
+    from vitrail.models.build import build_model as build_model
+    from vitrail.models.build import create_model as create_model
+    from vitrail.models.build import empty_model as empty_model
+    from vitrail.models.build import fill_fixed_tables as fill_fixed_tables
+    from vitrail.models.config import BiTConfig as BiTConfig
+    from vitrail.models.config import ModelConfig as ModelConfig
+    from vitrail.models.config import ResNetConfig as ResNetConfig
+    from vitrail.models.config import ViTConfig as ViTConfig
+    from vitrail.models.cost import flops as flops
+    from vitrail.models.cost import needed_flops as needed_flops
+    from vitrail.models.cost import parameters as parameters
+    from vitrail.models.features import Features as Features
+    from vitrail.models.initialisation import initialise as initialise
+    from vitrail.models.resample import RULES as RULES
+    from vitrail.models.resample import resize_grid as resize_grid
+    from vitrail.models.variants import VARIANTS as VARIANTS
+    from vitrail.models.variants import canonical_name as canonical_name
+    from vitrail.models.variants import model_config as model_config
+    from vitrail.models.vit import ViT as ViT
 
-Model = ViT | BiT
+_MODULES = {
+    "BiT": "vitrail.models.bit",
+    "BiTConfig": "vitrail.models.config",
+    "Features": "vitrail.models.features",
+    "Model": "vitrail.models.build",
+    "ModelConfig": "vitrail.models.config",
+    "RULES": "vitrail.models.resample",
+    "ResNetConfig": "vitrail.models.config",
+    "VARIANTS": "vitrail.models.variants",
+    "ViT": "vitrail.models.vit",
+    "ViTConfig": "vitrail.models.config",
+    "build_model": "vitrail.models.build",
+    "canonical_name": "vitrail.models.variants",
+    "create_model": "vitrail.models.build",
+    "empty_model": "vitrail.models.build",
+    "fill_fixed_tables": "vitrail.models.build",
+    "flops": "vitrail.models.cost",
+    "initialise": "vitrail.models.initialisation",
+    "model_config": "vitrail.models.variants",
+    "needed_flops": "vitrail.models.cost",
+    "parameters": "vitrail.models.cost",
+    "resize_grid": "vitrail.models.resample",
+}
 
-class_methods()  # now, so that a method patched before the first forward pass is noticed, too
-
-__all__ = [
-    "RULES", "VARIANTS", "BiT", "BiTConfig", "Features", "Model", "ModelConfig", "ResNetConfig", "ViT", "ViTConfig",
-    "build_model", "canonical_name", "create_model", "flops", "initialise", "model_config", "needed_flops", "parameters",
-    "resize_grid",
-]  # fmt: skip
-
-
-def create_model(
-    name: str,
-    *,
-    outputs: int = 1000,
-    image_size: int | Pair = 224,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int | None = None,
-    **changes: Any,
-) -> Model:
-    """Return a freshly initialised model by the paper's name: `ViT-B/16` (or `B/16`), `R50+ViT-B/16`, `BiT-R50x1`.
-
-    `outputs=0` leaves the head out; `image_size` is a number or (height, width). Any field of `ViTConfig`, `BiTConfig` or
-    `ResNetConfig` may be given by keyword. A few bring others with them unless those are given too: pooling "mean" or "map"
-    goes without a class token, "relative" positions act in every layer, and only learned positions cover prefix tokens.
-    On `device="meta"` nothing is allocated, so the largest models are there at once.
-    """
-    return build_model(model_config(name, outputs=outputs, image_size=image_size, **changes), device=device, dtype=dtype, seed=seed)
-
-
-def build_model(
-    config: ModelConfig,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int | None = None,
-) -> Model:
-    """Return the model a configuration describes, initialised."""
-    device = torch.device(device) if device is not None else torch.get_default_device()
-    model = empty_model(config)
-    if dtype is not None:
-        model.to(dtype)
-    if device.type != "meta":
-        model.to_empty(device=device)
-        initialise(model, seed)
-    return model
-
-
-def empty_model(config: ModelConfig) -> Model:
-    """Return the model on the meta device: shapes without memory, ready to be given weights."""
-    with torch.device("meta"):
-        if isinstance(config, ViTConfig):
-            return ViT(config)
-        if isinstance(config, BiTConfig):
-            return BiT(config)
-    raise VitrailError(f"A model is built from a ViTConfig or a BiTConfig, not from {type(config).__name__}.")
-
-
-def fill_fixed_tables(model: Model) -> None:
-    """Compute what no checkpoint holds, after weights were put into an `empty_model`."""
-    if isinstance(model, ViT) and isinstance(model.positions, SinCosPositions):
-        if model.positions.table.is_meta:
-            model.positions.table = torch.empty_like(model.positions.table, device=model.norm.weight.device)
-        model.positions.fill()
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

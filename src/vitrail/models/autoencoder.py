@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.fused.dispatch import ResidualStream
-from vitrail.models.initialise import initialise_parts, small_normal_
+from vitrail.models.initialisation import initialise_parts, small_normal_
 from vitrail.models.masked import Pretraining, gather_tokens, num_masked_of, prefix_indices, unread_flops
 from vitrail.models.resample import sincos_table
 from vitrail.models.vit import Block, ViT

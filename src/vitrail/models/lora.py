@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
+from vitrail.models.settings import LORA_MATRICES, LoraMatrix
 from vitrail.models.vit import ViT
 
-LoraMatrix = Literal["qkv", "out", "up", "down"]
-LORA_MATRICES: tuple[LoraMatrix, ...] = get_args(LoraMatrix)
 _PARTS = {"qkv": "attention", "out": "attention", "up": "mlp", "down": "mlp"}
 
 

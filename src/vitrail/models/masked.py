@@ -17,7 +17,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.cost import flops
 from vitrail.models.features import other_grid
 from vitrail.models.fused import whitelist
-from vitrail.models.initialise import lecun_normal_, small_normal_
+from vitrail.models.initialisation import lecun_normal_, small_normal_
 from vitrail.models.vit import ViT
 
 MASKED, REPLACED = 0.8, 0.1  # of the corrupted patches; the rest are left as they are

@@ -51,7 +51,7 @@ def deit_distilled() -> Recipe:
     return recipe.replace(
         name="deit-s16-imagenet-distilled",
         model=ModelSpec(name="ViT-S/16", image_size=224, init="small", gelu="erf", stochastic_depth=0.1, distill_token=True),
-        task=TaskSpec(distil="hard", teacher="TEACHER", distil_weight=0.5),
+        task=TaskSpec(distill="hard", teacher="TEACHER", distill_weight=0.5),
         compile=True,
         expected="81.2 % on ImageNet with DeiT's own teacher, a RegNetY-16GF (DeiT); depends on the teacher",
     )

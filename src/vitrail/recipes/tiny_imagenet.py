@@ -74,7 +74,7 @@ def tiny_imagenet_distilled() -> Recipe:
         name="tiny-imagenet-distilled",
         model=ModelSpec(name="ViT-Ti/8", image_size=64, pooling="mean", init="small", qk_norm=True, stochastic_depth=0.0),
         augment=dataclasses.replace(recipe.augment, erase=0.0, mix_until=0.9),
-        task=TaskSpec(distil="soft", teacher="TEACHER", distil_weight=0.9, temperature=1.0),
+        task=TaskSpec(distill="soft", teacher="TEACHER", distill_weight=0.9, temperature=1.0),
         optim=dataclasses.replace(recipe.optim, lr=2e-3),
         epochs=272,
         batch=1024,

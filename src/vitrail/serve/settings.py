@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vitrail.errors import VitrailError
-from vitrail.models.inference import Precision
+from vitrail.models.settings import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
-from vitrail.evaluate.features import FeatureSpec
+from vitrail.evaluate.settings import FeatureSpec
 from vitrail.models.inference import InferenceModel, for_inference
 from vitrail.models.inference.capture import WARMUP_CALLS
 from vitrail.serve.errors import ServiceError, queue_full, unavailable

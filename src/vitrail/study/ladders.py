@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.data.augment.spec import Augment
-from vitrail.data.types import Split
 from vitrail.errors import VitrailError
 from vitrail.models import ViTConfig, model_config
 from vitrail.study.definition import Changes
+from vitrail.study.settings import LadderName
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
+
+if TYPE_CHECKING:
+    from vitrail.data.types import Split
+
 
 Family = Literal["ViT", "hybrid", "BiT"]
 FAMILIES: tuple[Family, ...] = ("ViT", "hybrid", "BiT")
-LadderName = Literal["tiny", "small", "paper"]
 RUNGS = 3
 
 _STAGES = {4: 1, 8: 2, 16: 3, 32: 4}

@@ -154,7 +154,7 @@ def full_plan(study: Study, settings: StudySettings) -> Plan:
         source=settings.data,
         image_size=settings.image_size,
         channels=settings.channels,
-        name=settings.models,
+        name=settings.ladder,
         device=choose_device(settings.device).type,
         epochs=settings.epochs,
         finetune_epochs=settings.finetune_epochs,

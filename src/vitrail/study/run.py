@@ -20,7 +20,8 @@ from vitrail.bench.machine import hardware, versions
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext
-from vitrail.evaluate.fewshot import FewShotSpec, few_shot
+from vitrail.evaluate.fewshot import few_shot
+from vitrail.evaluate.settings import FewShotSpec
 from vitrail.models import ModelConfig, ViTConfig, flops, parameters
 from vitrail.models.variants import SIZES
 from vitrail.study.inspection import inspection

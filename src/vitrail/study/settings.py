@@ -6,11 +6,11 @@ import dataclasses
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vitrail.errors import VitrailError
-from vitrail.study.ladders import LadderName
 
+LadderName = Literal["tiny", "small", "paper"]
 DATA, TARGET = "digits?classes=0-4", "digits?classes=5-9"
 
 # Settings that change how a study is run, not what its rows are.
@@ -34,7 +34,7 @@ class StudySettings:
     """Side in pixels. None: that of the images, up to 128; larger images are resized to 224, tiny ones to 16."""
     channels: int | None = None
     """Input channels. None: as in the images."""
-    models: LadderName | None = None
+    ladder: LadderName | None = None
     """Sizes of the models: tiny (up to 16 pixels, a CPU), small (up to 128 pixels, one GPU), paper (the paper's). None: by image
     size."""
     epochs: float | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from vitrail.tasks.base import Meter, Task
 from vitrail.tasks.classify import Classify
-from vitrail.tasks.distil import Distil
+from vitrail.tasks.distill import Distill
 from vitrail.tasks.masked import Masked
 from vitrail.tasks.multilabel import MultiLabel
 from vitrail.tasks.regress import Regress
 
-__all__ = ["Classify", "Distil", "Masked", "Meter", "MultiLabel", "Regress", "Task"]
+__all__ = ["Classify", "Distill", "Masked", "Meter", "MultiLabel", "Regress", "Task"]

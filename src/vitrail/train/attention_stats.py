@@ -21,7 +21,7 @@ from vitrail.models import ViT, ViTConfig
 from vitrail.models.attention import Attention, AttentionPool
 from vitrail.models.features import evaluating
 from vitrail.models.masked import Pretraining
-from vitrail.train.step import autocast
+from vitrail.train.precision import autocast
 
 if TYPE_CHECKING:
     from vitrail.train.loop import Loop

@@ -15,11 +15,11 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vitrail.data.augment.spec import Augment
-from vitrail.data.split import check_rule
+from vitrail.data.settings import BadImages, check_rule
 from vitrail.errors import VitrailError, did_you_mean
-from vitrail.models.lora import LORA_MATRICES, LoraMatrix
+from vitrail.models.settings import LORA_MATRICES, LoraMatrix
 from vitrail.train.lengths import Length, describe_length, parsed_length
-from vitrail.train.parameter_groups import check_patterns
+from vitrail.train.patterns import check_patterns
 
 T = TypeVar("T")
 
@@ -42,14 +42,19 @@ class ModelSpec:
     patch: int | None = None
     """Side of a patch in pixels."""
     width: int | None = None
+    """Width of the tokens."""
     depth: int | None = None
+    """Number of encoder blocks."""
     heads: int | None = None
+    """Attention heads per block."""
     mlp: int | None = None
     """Hidden width of the MLP."""
     layers: tuple[int, ...] | None = None
     """Blocks per stage of the ResNet of a hybrid or BiT: 3 4 6 3 is the R50. Fewer stages suit smaller images."""
     pooling: Literal["class", "mean", "map"] | None = None
+    """What the head reads: the class token, the mean over patches, or attention pooling (map)."""
     position: Literal["learned", "learned-2d", "relative", "sincos2d", "none"] | None = None
+    """Kind of position embedding (App. D.4); the paper uses learned."""
     pre_logits: int | None = None
     """Width of the tanh layer before the head; 0 removes a checkpoint's, as the paper does for fine-tuning."""
     init: Literal["paper", "small"] | None = None
@@ -60,13 +65,19 @@ class ModelSpec:
     gelu: Literal["tanh", "erf"] | None = None
     """Form of GELU: tanh as in JAX and the paper's code, erf (exact) as in timm and DeiT."""
     registers: int | None = None
+    """Number of register tokens, which are learned and not read."""
     distill_token: bool | None = None
+    """Add the distillation token of DeiT, with a head of its own."""
     layer_scale: float | None = None
+    """Initial value of a learned factor on each residual branch (LayerScale)."""
     qk_norm: bool | None = None
     """A layer norm on each head's queries and keys, which keeps attention scores small (ViT-22B)."""
     dropout: float | None = None
+    """Probability of dropout after the embedding and in the MLPs."""
     attention_dropout: float | None = None
+    """Probability of dropout of attention weights."""
     stochastic_depth: float | None = None
+    """Probability to skip the last block; it rises linearly with depth."""
     recompute: int = 0
     """Number of blocks whose activations are recomputed in the backward pass to save memory; −1: all."""
     recompute_keep: Literal["nothing", "matmuls"] = "nothing"
@@ -118,7 +129,7 @@ class DataSpec:
     """Order of training images; `balanced` draws every class equally often."""
     workers: int | None = None
     """Processes that read images. None: chosen from the number of CPU cores."""
-    bad_images: Literal["error", "skip"] = "error"
+    bad_images: BadImages = "error"
     """What to do with an image that cannot be read: stop with an error, or skip it."""
     ignore_unknown_classes: bool = False
     """Skip images of other splits whose class is not in the training split, instead of an error."""
@@ -135,11 +146,11 @@ class TaskSpec:
     """For one label per image. The paper's ImageNet-21k and JFT models were trained with sigmoid."""
     class_weights: str | None = None
     """`auto`: inversely proportional to the number of images per class; or a JSON file of weights by class name."""
-    distil: Literal["none", "hard", "soft"] = "none"
+    distill: Literal["none", "hard", "soft"] = "none"
     """Distillation: from the teacher's predicted class (hard) or its probabilities (soft)."""
     teacher: str | None = None
-    """The checkpoint to distil from."""
-    distil_weight: float = 0.5
+    """The checkpoint to distill from."""
+    distill_weight: float = 0.5
     """Weight of the distillation loss; the loss on the labels has 1 minus this weight."""
     temperature: float = 3.0
     """Softmax temperature of soft distillation."""
@@ -155,11 +166,14 @@ class TaskSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
-    """The optimiser. `lr` is the peak learning rate; it is not rescaled with the batch size."""
+    """The optimiser."""
 
     name: Literal["sgd", "adam", "adamw"] = "adamw"
+    """The optimiser."""
     lr: float = 1e-3
+    """Peak learning rate; it is not rescaled with the batch size."""
     weight_decay: float = 0.0
+    """Weight decay, by the convention of `decay`."""
     decay: Decay = "scaled-by-lr"
     """Convention of `weight_decay`, where s is the schedule from 0 to 1 and lr the peak learning rate.
     scaled-by-lr: p −= s·lr·wd·p (the paper, torch's AdamW). independent-of-lr: p −= s·wd·p (big_vision's configurations).
@@ -167,10 +181,15 @@ class OptimSpec:
     decay_on: Literal["kernels", "all"] = "kernels"
     """`kernels`: not on biases, norms, tokens and position tables."""
     beta1: float = 0.9
+    """Adam: decay of the mean of gradients."""
     beta2: float = 0.999
+    """Adam: decay of the mean of squared gradients."""
     eps: float = 1e-8
+    """Adam: added to the root of the mean of squared gradients."""
     momentum: float = 0.9
+    """SGD: momentum."""
     nesterov: bool = False
+    """SGD: Nesterov momentum."""
     clip: float | None = 1.0
     """Clip gradients to this global norm. None: no clipping."""
     layer_decay: float = 1.0
@@ -189,6 +208,7 @@ class ScheduleSpec:
     """The learning rate schedule."""
 
     kind: Literal["constant", "linear", "cosine", "rsqrt"] = "cosine"
+    """How the learning rate falls after the warm-up."""
     warmup: Length = 0
     """Length of the linear warm-up from 0: steps (500), epochs (10ep) or a part of the run (5%)."""
     end: float = 0.0
@@ -208,6 +228,7 @@ class Recipe:
     """One experiment."""
 
     name: str = "custom"
+    """Name of the run, and of its folder if --out is not given."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     augment: Augment = field(default_factory=Augment)
@@ -428,10 +449,10 @@ def _check_optimiser(optim: OptimSpec) -> None:
 
 
 def _check_distillation(task: TaskSpec) -> None:
-    if (task.distil == "none") != (task.teacher is None):
-        raise VitrailError("Distillation needs both: task.teacher, a checkpoint, and task.distil, hard or soft.")
-    if not 0 <= task.distil_weight <= 1 or task.temperature <= 0:
-        raise VitrailError("task.distil_weight must be between 0 and 1, task.temperature above 0.")
+    if (task.distill == "none") != (task.teacher is None):
+        raise VitrailError("Distillation needs both: task.teacher, a checkpoint, and task.distill, hard or soft.")
+    if not 0 <= task.distill_weight <= 1 or task.temperature <= 0:
+        raise VitrailError("task.distill_weight must be between 0 and 1, task.temperature above 0.")
 
 
 def _check_masked(recipe: Recipe) -> None:
@@ -459,8 +480,8 @@ def _check_masked(recipe: Recipe) -> None:
             f"{task.kind} predicts the patches of single, whole images and has no labels or head, so {', '.join(given)} cannot be "
             f"used with it. Switch off with {off}."
         )
-    if task.class_weights or task.distil != "none" or recipe.model.freeze or recipe.optim.layer_decay != 1:
+    if task.class_weights or task.distill != "none" or recipe.model.freeze or recipe.optim.layer_decay != 1:
         raise VitrailError(
-            f"{task.kind} learns the whole model without labels: task.class_weights, task.distil, model.freeze and "
+            f"{task.kind} learns the whole model without labels: task.class_weights, task.distill, model.freeze and "
             "optim.layer_decay are for learning with them. Leave them out."
         )

@@ -31,6 +31,7 @@ from vitrail.train.nonfinite import nonfinite_weight
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parallel import Runner, World, blocks_of, joined
 from vitrail.train.parameter_groups import all_groups, freeze, group_lines
+from vitrail.train.precision import chosen_precision, shard_dtype
 from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.recovery import find_micro_batch, halve_micro_batch, handle_nonfinite, refuse_to_save, without_compiling
 from vitrail.train.result import Result, finished
@@ -39,7 +40,7 @@ from vitrail.train.schedules import describe_schedule, in_steps
 from vitrail.train.sharded_init import fill_shards, twin_of
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.speed import Clock
-from vitrail.train.step import Step, chosen_precision, shard_dtype
+from vitrail.train.step import Step
 from vitrail.train.stopping import Stop
 from vitrail.train.validate import Validation, Validator
 

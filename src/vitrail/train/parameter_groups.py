@@ -11,7 +11,6 @@ around it: `head` is `head.weight` and `head.bias`. Where several patterns of a 
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.train.patterns import compile_pattern, split_rule
 
 if TYPE_CHECKING:
     from vitrail.train.config import OptimSpec
@@ -43,41 +43,6 @@ class Group:
     @property
     def decays(self) -> bool:
         return self.weight_decay > 0
-
-
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return a pattern as a regular expression over whole names; one that is not valid is refused."""
-    if not pattern.startswith("re:"):
-        return re.compile(fnmatch.translate(pattern))
-    try:
-        return re.compile(pattern[3:])
-    except re.error as error:
-        raise VitrailError(f"{pattern!r} is not a valid regular expression: {error}.") from error
-
-
-def split_rule(rule: str, setting: str) -> tuple[str, float]:
-    """Return the pattern and the number of PATTERN=NUMBER."""
-    pattern, equals, number = rule.rpartition("=")
-    try:
-        return pattern, float(number if equals and pattern else "")
-    except ValueError as error:
-        raise VitrailError(f"{setting} has {rule!r}; it takes PATTERN=NUMBER, such as 'head=10'.") from error
-
-
-def check_patterns(spec: OptimSpec) -> None:
-    """Refuse patterns and numbers that cannot be meant, before there is a model."""
-    for pattern in spec.freeze:
-        compile_pattern(pattern.removeprefix("!"))
-    for rule in spec.lr_scale:
-        pattern, scale = split_rule(rule, "optim.lr_scale")
-        compile_pattern(pattern)
-        if not 0 < scale < float("inf"):
-            raise VitrailError(f"optim.lr_scale has {rule!r}; the factor is above 0. To keep parameters fixed, use optim.freeze.")
-    for rule in spec.weight_decay_for:
-        pattern, decay = split_rule(rule, "optim.weight_decay_for")
-        compile_pattern(pattern)
-        if not 0 <= decay < float("inf"):
-            raise VitrailError(f"optim.weight_decay_for has {rule!r}; weight decay is 0 or more.")
 
 
 def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> set[str]:

@@ -19,7 +19,7 @@ from vitrail.errors import VitrailError, counted
 from vitrail.models import Model, ViT, ViTConfig, create_model, initialise
 from vitrail.models.lora import add_lora
 from vitrail.models.masked import Pretraining
-from vitrail.tasks import Classify, Distil, MultiLabel, Regress, Task
+from vitrail.tasks import Classify, Distill, MultiLabel, Regress, Task
 from vitrail.train.config import SELF_SUPERVISED, Recipe
 from vitrail.train.pretext import make_pretext
 from vitrail.train.sharded_init import Initialise
@@ -87,7 +87,7 @@ def prepare(
         return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, wrapper, draw, source)
     task = make_task(recipe, train)
     model, preprocess = make_model(recipe, task.outputs, train.classes, notes, on_meta=on_meta)
-    if recipe.task.distil != "none":
+    if recipe.task.distill != "none":
         task = make_distillation(recipe, task, model, preprocess, train.classes, notes)
     notes += warnings_for(recipe, model, len(train))
     draw = (lambda twin: initialise(twin, recipe.seed)) if on_meta else None
@@ -258,17 +258,17 @@ def make_distillation(
     teacher_preprocess = bundle.stored_preprocess(f"vitrail convert {spec.teacher} FOLDER --preprocess")
     two_heads = isinstance(model.config, ViTConfig) and model.config.distill_token
     token = "the distillation token" if two_heads else "the only head"
-    notes.append(f"teacher: {bundle.model.config.name} with its own preprocessing, {spec.distil} distillation into {token}")
-    assert spec.distil != "none"
-    return Distil(
+    notes.append(f"teacher: {bundle.model.config.name} with its own preprocessing, {spec.distill} distillation into {token}")
+    assert spec.distill != "none"
+    return Distill(
         labels,
         bundle.model,
         classes=classes,
         teacher_classes=_teacher_classes(bundle, classes),
         preprocess=preprocess,
         teacher_preprocess=teacher_preprocess,
-        mode=spec.distil,
-        weight=spec.distil_weight,
+        mode=spec.distill,
+        weight=spec.distill_weight,
         temperature=spec.temperature,
         two_heads=two_heads,
     )

@@ -16,7 +16,8 @@ from vitrail.errors import VitrailError
 from vitrail.text import to_bytes
 from vitrail.train.nonfinite import NOT_AGAIN, advice, earliest_fault, first_fault
 from vitrail.train.parallel import World, blocks_of
-from vitrail.train.step import autocast, seed_part
+from vitrail.train.precision import autocast
+from vitrail.train.step import seed_part
 
 if TYPE_CHECKING:
     from vitrail.train.loop import Loop

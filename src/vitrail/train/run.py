@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vitrail.data.split import BY_NAME
+from vitrail.data.settings import BY_NAME
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, disk_errors, restore_folders, take_lock, write_text
 from vitrail.regular_files import parse_json, read_bytes, read_json_object

@@ -33,7 +33,7 @@ from vitrail.regular_files import read_json_object
 from vitrail.train.nonfinite import nonfinite_weight
 from vitrail.train.parallel import World
 from vitrail.train.shard_metadata import Reader, read_metadata
-from vitrail.train.upgrade import FORMAT, upgrade_state
+from vitrail.train.upgrade import CHECKSUM, FORMAT, upgrade_state
 
 log = logging.getLogger("vitrail.train")
 
@@ -190,7 +190,7 @@ def damage(path: Path) -> str:
     try:
         state = read_json_object(path / "state.json")
         saved = upgrade_state(state)
-        if ("checksum" in state or state["format"] == FORMAT) and state.get("checksum") != checksum(state):
+        if ("checksum" in state or state["format"] >= CHECKSUM) and state.get("checksum") != checksum(state):
             return "state.json does not have its checksum"
         if path.name != f"step-{saved['step']:08d}":
             return f"state.json is that of step {saved['step']}"

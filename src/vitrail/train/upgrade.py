@@ -12,13 +12,16 @@ from typing import Any
 
 from vitrail.errors import VitrailError
 
-FORMAT = 3  # since 3, state.json has a checksum
+FORMAT = 4
+CHECKSUM = 3  # since 3, state.json has a checksum
 
-# Of format 1: settings that have another name now, and values that have another word.
+# Settings that have another name now, with the last format that had the old one; and values of format 1 that have another word.
 _NAMES = {
-    ("model", "recompute_keeps"): "recompute_keep",
-    ("augment", "cutmix_share"): "cutmix_probability",
-    ("task", "distil_share"): "distil_weight",
+    ("model", "recompute_keeps"): ("recompute_keep", 1),
+    ("augment", "cutmix_share"): ("cutmix_probability", 1),
+    ("task", "distil_share"): ("distill_weight", 1),
+    ("task", "distil_weight"): ("distill_weight", 3),
+    ("task", "distil"): ("distill", 3),
 }
 _VALUES: dict[tuple[str, str], dict[str, str]] = {
     ("model", "recompute_keep"): {"products": "matmuls"},
@@ -37,10 +40,10 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     )
     if not all(isinstance(part, dict) for part in parts):
         raise TypeError("'recipe' or a part of it is not an object")
+    for (part, old), (new, last) in _NAMES.items():
+        if _format(config) <= last and old in recipe.get(part, {}):
+            recipe[part][new] = recipe[part].pop(old)
     if _format(config) == 1:
-        for (part, old), new in _NAMES.items():
-            if old in recipe.get(part, {}):
-                recipe[part][new] = recipe[part].pop(old)
         for (part, name), words in _VALUES.items():
             value = recipe.get(part, {}).get(name)
             if isinstance(value, str) and value in words:

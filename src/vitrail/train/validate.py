@@ -18,7 +18,7 @@ from vitrail.tasks import Meter, Task
 from vitrail.train.attention_stats import AttentionProbe, AttentionStats
 from vitrail.train.best_checkpoint import RAW
 from vitrail.train.parallel import Runner
-from vitrail.train.step import autocast
+from vitrail.train.precision import autocast
 
 if TYPE_CHECKING:
     from vitrail.train.loop import Loop

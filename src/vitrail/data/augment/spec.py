@@ -30,12 +30,15 @@ class Augment:
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
     """Smallest and largest width / height."""
     interpolation: CropInterpolation = "bilinear"
+    """Interpolation of crops."""
     antialias: bool = True
     """Widen the filter when downscaling. The paper's code does not."""
     flip: float = 0.5
     """Probability of a left-right flip."""
     randaugment: RandAugmentVariant = "none"
+    """RandAugment, as that library has it."""
     randaugment_count: int = 2
+    """Operations of RandAugment per image."""
     randaugment_magnitude: float = 10.0
     """torchvision: an integer from 0 to 30. big-vision: 10 is full strength; the recipes go up to 20. timm: from 0 to 10."""
     randaugment_probability: float | None = None
@@ -52,14 +55,19 @@ class Augment:
     brightness: float = 0.0
     """Colour jitter as in torchvision: brightness, contrast and saturation are multiplied by up to 1 ± this; 0 is off."""
     contrast: float = 0.0
+    """Colour jitter: largest change of the contrast; 0 is off."""
     saturation: float = 0.0
+    """Colour jitter: largest change of the saturation; 0 is off."""
     hue: float = 0.0
     """Colour jitter: largest shift of the hue, as a part of the colour circle, up to 0.5."""
     erase: float = 0.0
     """Probability of erasing a rectangle."""
     erase_area: tuple[float, float] = (0.02, 1 / 3)
+    """Smallest and largest fraction of the image's area that is erased."""
     erase_aspect: tuple[float, float] = (0.3, 10 / 3)
+    """Smallest and largest height / width of the rectangle."""
     erase_fill: EraseFill = "noise"
+    """What fills the rectangle."""
     mixup: float = 0.0
     """Alpha of the Beta distribution; 0 is off."""
     cutmix: float = 0.0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vitrail.data.classes import align
-from vitrail.data.sources.reference import BadImages, OpenResult, Request, parse_reference
-from vitrail.data.split import BY_NAME, check_rule
+from vitrail.data.settings import BY_NAME, BadImages, check_rule
+from vitrail.data.sources.reference import OpenResult, Request, parse_reference
 from vitrail.data.types import Source
 from vitrail.errors import VitrailError, did_you_mean
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
+from vitrail.data.settings import rule_words
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
 from vitrail.data.sources.reference import OpenResult, Request
-from vitrail.data.split import hold_out, older_name, rename, rule_words
+from vitrail.data.split import hold_out, older_name, rename
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.regular_files import read_bytes

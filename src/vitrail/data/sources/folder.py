@@ -11,10 +11,11 @@ from typing import NoReturn
 import numpy as np
 
 from vitrail.data.classes import split_name
+from vitrail.data.settings import rule_words
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.layout import ACCEPTED, images_in, images_under, subfolders, tree, warn_of_skipped
 from vitrail.data.sources.reference import OpenResult, Request
-from vitrail.data.split import hold_out, older_name, rule_words
+from vitrail.data.split import hold_out, older_name
 from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError, counted
 

@@ -6,12 +6,11 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from vitrail.data.settings import BadImages
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, did_you_mean
 
-BadImages = Literal["error", "skip"]
 CACHE = Path("~/.cache/vitrail")
 """Default folder for downloaded datasets and tar indices."""
 

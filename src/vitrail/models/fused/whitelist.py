@@ -286,7 +286,7 @@ def _fsdp_hooks(module: nn.Module) -> set[int]:
 
 @functools.cache
 def class_methods() -> tuple[tuple[type[nn.Module], str, Any], ...]:
-    """Each whitelisted class with its methods as they were when this was first called: by `vitrail.models`, when it is imported."""
+    """Each whitelisted class with its methods as they were when this was first called: when `vitrail.models.vit` is imported."""
     from vitrail.models.vit import Block
 
     layers = (Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)

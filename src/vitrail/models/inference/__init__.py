@@ -10,7 +10,8 @@ from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.models.inference.cpu import cpu_copy
 from vitrail.models.inference.model import InferenceModel
-from vitrail.models.inference.precision import Precision, PrecisionChoice, choose
+from vitrail.models.inference.precision import PrecisionChoice, choose
+from vitrail.models.settings import Precision
 
 __all__ = ["InferenceModel", "Precision", "PrecisionChoice", "choose", "for_inference"]
 

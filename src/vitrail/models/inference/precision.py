@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -13,8 +12,8 @@ from vitrail.models.cost import flops
 from vitrail.models.inference import onednn
 from vitrail.models.inference.onednn import MatmulPrecision
 from vitrail.models.inference.packed_block import BlockPrecision
+from vitrail.models.settings import Precision
 
-Precision = Literal["auto", "fp32", "bf16", "int8"]
 # FLOPs per image below which a faster matmul no longer shows: its rounding, and the calls around it, cost more.
 MIN_FLOPS_INT8, MIN_FLOPS_BF16 = 4e9, 0.5e9
 

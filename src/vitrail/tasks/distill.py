@@ -19,7 +19,7 @@ from vitrail.tasks.base import Meter, Task
 from vitrail.tasks.classify import Classify
 
 
-class Distil(Task):
+class Distill(Task):
     """`hard`: the teacher's best class is a second label. `soft`: its whole distribution, at a temperature.
 
     The teacher sees the student's crops under its own preprocessing: its size, mean and deviation.
@@ -120,5 +120,5 @@ def check_classes(classes: tuple[str, ...], teacher_classes: tuple[str, ...]) ->
         f"Student and teacher have different classes: {len(classes)} and {len(teacher_classes)}"
         f"{f'; the teacher does not know {ours[0]!r}' if ours else ''}"
         f"{f'; only the teacher knows {theirs[0]!r}' if theirs else ''}. "
-        "Distil on data with the teacher's classes, or fine-tune the teacher on these first."
+        "Distill on data with the teacher's classes, or fine-tune the teacher on these first."
     )

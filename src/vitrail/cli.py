@@ -5,6 +5,7 @@ A command's module is imported only when that command runs, so `vitrail --help` 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import sys
@@ -14,6 +15,9 @@ from vitrail.commands.table import COMMANDS
 from vitrail.errors import StoppedBySignal, VitrailError, did_you_mean
 from vitrail.files import disk_reason
 from vitrail.text import printable
+
+# What a path that was given can be wrong with; such an error is a message, not a traceback.
+_PATH_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ELOOP)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)
     except OSError as error:
         reason = disk_reason(error)
+        if not reason and error.filename and error.errno in _PATH_ERRORS:
+            text = f"vitrail: {error.filename}: {error.strerror}. Check the path, or choose another one."
+            print(printable(text), file=sys.stderr)  # noqa: T201
+            sys.exit(2)
         if not reason:
             raise
         sys.stdout = None  # it may be what cannot be written

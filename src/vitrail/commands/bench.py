@@ -12,6 +12,7 @@ import tyro
 from vitrail.bench import BenchPlan
 from vitrail.commands.bench_table import as_json, console_for_tables, show
 from vitrail.commands.options import Json
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.text import to_json
 
@@ -36,6 +37,8 @@ def bench(*, plan: Plan = DEFAULT, json_: Json = False) -> None:
     """
     from vitrail.bench import run
 
+    if plan.out is not None:
+        check_place(plan.out)
     stderr = Console(stderr=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecation warnings of the other libraries

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vitrail.checkpoints import Report
 from vitrail.checkpoints.report import MappedTensor, shape_text
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.regular_files import read_bytes
@@ -68,6 +69,7 @@ def convert(
     """
     from vitrail.checkpoints import convert as convert_checkpoint
 
+    check_place(Path(target))
     options = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size, "channels": channels, "stem": stem}
     chosen = {key: value for key, value in {**options, "preprocess": preprocess}.items() if value is not None}
     names = _class_names(classes) if classes else None

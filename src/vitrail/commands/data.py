@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.commands.output import check_output_file
 from vitrail.commands.terminal import Console, say
 from vitrail.data.settings import Duplicates, Fit, Store
 from vitrail.errors import VitrailError, counted
@@ -39,6 +40,7 @@ def check(
     /,
     *,
     sheet: Path | None = None,
+    overwrite: bool = False,
     duplicates: Duplicates = "near",
     workers: int = _WORKERS,
     json_: Json = False,
@@ -52,6 +54,7 @@ def check(
     Args:
         source: A folder, a table, or any other source such as torchvision:CIFAR10.
         sheet: Write a contact sheet, a PNG with a few images of each class, to this file.
+        overwrite: Replace an existing file.
         duplicates: Duplicates to find: near (includes exact), exact, or none.
         workers: Number of threads that read images.
         json_: Print JSON instead of tables.
@@ -60,6 +63,7 @@ def check(
     from vitrail.data.check import check as check_source
     from vitrail.data.contact_sheet import contact_sheet
 
+    check_output_file(sheet, overwrite=overwrite)
     console = Console(stderr=json_)
     with _warnings_as_notes() as notes:
         opened, problems = _open_leniently(source)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.commands.help import Section
+from vitrail.commands.output import check_output_file
 from vitrail.commands.recipe_options import CONFIG, RECIPE, check_used, chosen_recipe, parsed, recipe_sections
 from vitrail.commands.terminal import Console, say
 from vitrail.text import to_json
@@ -43,6 +44,7 @@ def sheet(words: list[str]) -> int:
     recipe, rest = chosen_recipe(words)
     check_used(rest, _USED, "data sheet")
     chosen, options = parsed(recipe, rest, Options(), command="data sheet")
+    check_output_file(options.out, overwrite=options.overwrite)
     draw_sheet(chosen, options)
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vitrail.commands.options import Checkpoint, Features, Images, Json, Options, RunOptions, progress_bar
+from vitrail.commands.output import check_output_file
 from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.settings import FeatureSpec
 from vitrail.text import printable, to_json
@@ -16,6 +17,7 @@ def embed(
     /,
     *,
     out: Path,
+    overwrite: bool = False,
     features: Features = FeatureSpec(),  # noqa: B008 - it is frozen
     json_: Json = False,
     options: Options = RunOptions(bad_images="skip"),  # noqa: B008
@@ -33,6 +35,7 @@ def embed(
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
         images: Image files, folders (searched recursively), or .txt files with one path per line.
         out: The output file, .npz or .parquet.
+        overwrite: Replace an existing file.
         features: Which features.
         json_: Print a summary as JSON.
         options: How images are loaded and computed.
@@ -44,6 +47,7 @@ def embed(
 
     console = Console(stderr=True)
     check_extension(out)
+    check_output_file(out, overwrite=overwrite)
     world = World(choose_device(options.device))
     bundle = options.bundle(checkpoint, world)
     split = find_images(images)

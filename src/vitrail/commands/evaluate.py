@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, progress_bar, show_trained_on
+from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, data_or_own, progress_bar, show_trained_on
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import counted
 from vitrail.evaluate.settings import Match
@@ -24,7 +25,7 @@ def evaluate(
     checkpoint: Checkpoint,
     /,
     *,
-    data: str,
+    data: str | None = None,
     split: str | None = None,
     image_sizes: tuple[int, ...] = (),
     real: Path | None = None,
@@ -46,7 +47,7 @@ def evaluate(
 
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name.
-        data: A source such as folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10 or hf:NAME.
+        data: A source such as folder:DIR, csv:FILE, packed:DIR, torchvision:CIFAR10 or hf:NAME. Default: that of the run.
         split: Which split; default: val, else test, else the images that the run held out (holdout).
         image_sizes: Evaluate at these input sizes in pixels; position embeddings are resampled for each.
         real: A JSON file of reassessed labels, such as ImageNet ReaL's real.json. Images without labels are skipped and counted.
@@ -66,6 +67,8 @@ def evaluate(
     console = Console(stderr=json_)
     if out is not None:
         check_output_folder(out, overwrite)
+        check_place(out)
+    data = data_or_own(data, checkpoint, console)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
         bundle.check_head()

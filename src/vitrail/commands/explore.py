@@ -16,6 +16,7 @@ import tyro
 
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import split_checkpoint
+from vitrail.commands.output import check_output_file
 from vitrail.commands.serve import run_and_end
 from vitrail.commands.terminal import Console
 from vitrail.errors import VitrailError
@@ -37,6 +38,7 @@ def explore(
     *,
     compare_with: Annotated[str | None, tyro.conf.arg(name="compare")] = None,
     out: Path | None = None,
+    overwrite: bool = False,
     no_browser: bool = False,
     port: int = 0,
     device: str = "auto",
@@ -64,6 +66,7 @@ def explore(
             included model. Then image files, folders (searched recursively), or .txt files with one path per line.
         compare_with: A second checkpoint, shown next to the first.
         out: Write one HTML file that works without a server, and end.
+        overwrite: Replace an existing file.
         no_browser: Only print the address.
         port: Port of the server; 0: any free one.
         device: Device: auto, cpu or cuda.
@@ -71,6 +74,7 @@ def explore(
     """
     from vitrail.serve.service import Service, models_of
 
+    check_output_file(out, overwrite=overwrite)
     checkpoint, paths = split_checkpoint(words)
     images = _read(paths)
     references = [checkpoint or DEFAULT, *([compare_with] if compare_with else [])]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from vitrail.commands.options import Checkpoint, Json
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.export.settings import MAX_DROP, ExportSettings
@@ -67,6 +68,7 @@ def export(
     from vitrail.checkpoints import load
     from vitrail.export.write import export_model
 
+    check_place(out)
     if settings.precision == "int8" and calibrate is None:
         raise VitrailError("int8 needs images to measure the ranges of activations with: give a data source with --calibrate.")
     if not 0 <= max_drop <= 1:

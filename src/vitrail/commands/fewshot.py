@@ -12,7 +12,8 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, progress_bar, show_trained_on
+from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, data_or_own, progress_bar, show_trained_on
+from vitrail.commands.output import check_output_file
 from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.settings import FeatureSpec, FewShotSpec
 from vitrail.files import write_text
@@ -28,12 +29,13 @@ def fewshot(
     checkpoint: Checkpoint,
     /,
     *,
-    data: str,
+    data: str | None = None,
     train_split: str = "train",
     split: str | None = None,
     protocol: Protocol = FewShotSpec(),  # noqa: B008 - it is frozen
     features: Features = FeatureSpec(),  # noqa: B008
     out: Path | None = None,
+    overwrite: bool = False,
     options: Options = DEFAULT,
     json_: Json = False,
 ) -> None:
@@ -47,19 +49,22 @@ def fewshot(
 
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
-        data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10.
+        data: A source with labels, such as folder:DIR, csv:FILE or torchvision:CIFAR10. Default: that of the run.
         train_split: The split from which the images are drawn.
         split: The split to test on; default: val, or test if there is no val.
         protocol: How many images, and how the classifier is fitted.
         features: Which features.
         out: Write the scores, all settings and the drawn files to this JSON file.
+        overwrite: Replace an existing file.
         options: How images are loaded and computed.
         json_: Print JSON instead of a table.
     """
     from vitrail.evaluate.fewshot import FewShotEvaluator, open_train_and_test
     from vitrail.train.parallel import joined
 
+    check_output_file(out, overwrite=overwrite)
     console = Console(stderr=json_)
+    data = data_or_own(data, checkpoint, console)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
         train_images, test_split, seen = open_train_and_test(bundle, data, train_split, split, options.eval_context(world))

@@ -33,7 +33,7 @@ _WORDS = {
     "keep_best": "METRIC", "allow_change": "SETTING", "freeze": "PATTERN", "drop": "PATTERN", "tasks": "TASK", "root": "DIR",
     "lr_scale": "PATTERN=FACTOR", "weight_decay_for": "PATTERN=VALUE", "wandb": "PROJECT", "warmup": "LENGTH",
     "cooldown": "LENGTH", "host": "ADDRESS", "cors": "ORIGIN", "name": "NAME", "against": "LIBRARY", "model": "MODEL",
-    "mode": "LIBRARY:MODE", "image_size": "SIZE", "split_rule": "RULE", "holdout_rule": "RULE",
+    "train_split": "SPLIT", "mode": "LIBRARY:MODE", "image_size": "SIZE", "split_rule": "RULE", "holdout_rule": "RULE",
 }  # fmt: skip
 
 

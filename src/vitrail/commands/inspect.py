@@ -14,6 +14,7 @@ from rich.text import Text
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import Json
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.text import to_json
@@ -101,6 +102,7 @@ def inspect(
 
     console = Console(stderr=json_)
     check_output_folder(out, overwrite)
+    check_place(out)
     if show < 1:
         raise VitrailError(f"--show is {show}; use 1 or more.")
     given, images = split_checkpoint(words)

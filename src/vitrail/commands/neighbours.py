@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from vitrail.commands.options import Json
+from vitrail.commands.output import check_output_file
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import Metric
@@ -31,6 +32,7 @@ def neighbours(
     count: int = 8,
     metric: Metric = "cosine",
     sheet: Path | None = None,
+    overwrite: bool = False,
     examples: int = 8,
     seed: int = 0,
     json_: Json = False,
@@ -48,6 +50,7 @@ def neighbours(
         count: How many neighbours per query.
         metric: Cosine similarity, or Euclidean distance.
         sheet: Write a contact sheet of the queries and their neighbours to this PNG file.
+        overwrite: Replace an existing file.
         examples: How many random queries, if no image is named.
         seed: Seed of the random queries.
         json_: Print JSON instead of a table.
@@ -56,6 +59,7 @@ def neighbours(
 
     from vitrail.evaluate.embeddings import contact_sheet, load_embeddings
 
+    check_output_file(sheet, overwrite=overwrite)
     loaded = load_embeddings(embeddings)
     names = loaded.names
     if count < 1:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -110,6 +112,22 @@ def parse_size(text: str) -> tuple[int, int]:
 
 def _times(pair: tuple[int, int] | None) -> str:
     return "" if pair is None else str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}×{pair[1]}"
+
+
+def data_or_own(data: str | None, checkpoint: str, console: Console) -> str:
+    """Return the data source that was given; otherwise that of the run, which is printed."""
+    if data is not None:
+        return data
+    from vitrail.train.run import RunFolder
+
+    path = Path(checkpoint).expanduser()
+    folder = path.parent if path.name == "model" else path
+    recipe = RunFolder(folder).saved_recipe() if (folder / "config.json").is_file() and (folder / "model").is_dir() else None
+    if recipe is None or not recipe.data.source:
+        raise VitrailError(f"{checkpoint} is not a run that knows its data: add --data, such as --data folder:DIR.")
+    if os.environ.get("RANK", "0") == "0":
+        console.print(f"data: {recipe.data.source}, which the run was trained on", highlight=False, soft_wrap=True)
+    return recipe.data.source
 
 
 def show_assumptions(bundle: Bundle) -> None:

@@ -14,6 +14,7 @@ import tyro
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import CheckpointAndImages, Json, Options, RunOptions, progress_bar
+from vitrail.commands.output import check_output_file
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
@@ -30,6 +31,7 @@ def predict(
     *,
     top: int = 5,
     csv_: Annotated[Path | None, tyro.conf.arg(name="csv")] = None,
+    overwrite: bool = False,
     json_: Json = False,
     options: Options = RunOptions(bad_images="skip", precision="auto"),  # noqa: B008 - it is frozen
 ) -> int:
@@ -53,6 +55,7 @@ def predict(
             line.
         top: How many predictions per image.
         csv_: Write a table to this file; - is the standard output.
+        overwrite: Replace an existing file.
         json_: Print one JSON object per line; each says what was assumed about a file that does not show it.
         options: How images are loaded and computed.
     """
@@ -62,6 +65,7 @@ def predict(
 
     if csv_ is not None and json_:
         raise VitrailError("--csv and --json were both given; choose one.")
+    check_output_file(csv_, overwrite=overwrite)
     checkpoint, images = split_checkpoint(words)
     if not images:
         raise VitrailError("No image was given. Pass image files, folders of images, or .txt files that list images.")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vitrail.checkpoints.published import FIGURES, published_weights
 from vitrail.commands.options import DEFAULT, Json, Options
+from vitrail.commands.output import check_output_file
 from vitrail.commands.published import show_published
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
@@ -35,6 +36,7 @@ def reproduce(
     c: Path | None = None,
     list_: Annotated[bool, tyro.conf.arg(name="list")] = False,
     csv_: Annotated[Path | None, tyro.conf.arg(name="csv")] = None,
+    overwrite: bool = False,
     options: Options = DEFAULT,
     json_: Json = False,
 ) -> None:
@@ -61,6 +63,7 @@ def reproduce(
         c: ImageNet-C: CORRUPTION/SEVERITY/CLASS. With all of them, mCE is relative to AlexNet's errors.
         list_: List the weights with published accuracies and stop.
         csv_: Also write the metrics to this file.
+        overwrite: Replace an existing file.
         options: How images are loaded and computed.
         json_: Print JSON instead of a table.
     """
@@ -71,6 +74,7 @@ def reproduce(
     if list_:
         show_published([one for one in published_weights() if one.top1 is not None], json_)
         return
+    check_output_file(csv_, overwrite=overwrite)
     if len(names) != 1:
         raise VitrailError("Give one name, such as `vitrail reproduce ViT-B/16 --imagenet DIR`; --list shows the names.")
     given = {"imagenet": imagenet, "v2": v2, "a": a, "r": r, "sketch": sketch, "c": c}

@@ -11,6 +11,7 @@ import tyro
 from rich.text import Text
 
 from vitrail.commands.options import Json
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.study import STUDIES, StudySettings
@@ -56,6 +57,7 @@ def study(
         return
     if name is None:
         raise VitrailError(f"Which study? Name one of {', '.join(STUDIES)}; `vitrail study --list` explains them.")
+    check_place(settings.out)
     result = run_study(name, settings)
     if os.environ.get("RANK", "0") != "0":
         return
@@ -87,6 +89,7 @@ def plot(
     """
     from vitrail.study import write_outputs
 
+    check_place(out)
     for file in write_outputs(out, None if name == "all" else [name]):
         Console().print(str(file), highlight=False, soft_wrap=True)
 
@@ -105,6 +108,7 @@ def results(folders: Folder = (), /, *, out: Path = Path("RESULTS.md")) -> None:
     chosen = list(folders) or sorted(one for one in Path("docs/results/studies").glob("*") if one.is_dir())
     if not chosen:
         raise VitrailError("There are no folders in docs/results/studies. Name folders that hold CSV files of studies.")
+    check_place(out)
     write_results(out, chosen)
     Console().print(str(out), highlight=False)
 

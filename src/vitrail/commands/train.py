@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vitrail.commands.arguments import check_only
 from vitrail.commands.help import Option, Section
-from vitrail.commands.output import TolerantOutput
+from vitrail.commands.output import TolerantOutput, check_place
 from vitrail.commands.recipe_options import CONFIG, RECIPE, chosen_recipe, parsed, recipe_sections
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
@@ -105,6 +105,7 @@ def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console, che
     from vitrail.train.loop import train as run_training
 
     out = options.out or Path("runs") / chosen.name
+    check_place(out)
     if options.explain and options.json:
         say(to_json({"format": FORMAT, "recipe": chosen.to_dict()}, indent=2))
         return 0

@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from vitrail.commands.options import Json
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import SuiteSettings
@@ -65,6 +66,7 @@ def vtab(
     from vitrail.commands.training_display import display_for
     from vitrail.evaluate.suite_run import SuiteResult, find_tasks, run_task, write_results
 
+    check_place(out)
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=json_, quiet=not main)
     chosen = tasks_of(suite, tasks)

@@ -24,10 +24,10 @@ def test_from_images_to_neighbours(capsys: pytest.CaptureFixture[str], backbone:
     with np.load(file) as content:
         assert content["features"].shape == (36, 48) and content["names"][0].endswith(".jpg")
     sheet = tmp_path / "near.png"
-    status, out, _ = run(capsys, "neighbours", file, "red003.jpg", "--count", "3", "--sheet", sheet, "--json")
+    status, out, _ = run(capsys, "neighbours", file, "red003.jpg", "--count", "3", "--sheet", sheet, "--overwrite", "--json")
     found = json.loads(out)
     assert status == 0 and len(found["queries"][0]["neighbours"]) == 3 and Image.open(sheet).size[0] > 500
-    status, out, _ = run(capsys, "neighbours", file, "--examples", "2", "--sheet", sheet)
+    status, out, _ = run(capsys, "neighbours", file, "--examples", "2", "--sheet", sheet, "--overwrite")
     assert status == 0 and "contact sheet" in out
     status, _, err = run(capsys, "neighbours", file, "violet.jpg")
     assert status == 2 and "There is no image 'violet.jpg'" in err
@@ -81,7 +81,7 @@ def test_queries_inside_and_outside_of_the_file(
         Path(name).write_bytes((photos / "val" / "green" / "green002.jpg").read_bytes())
 
     def ask(*names: str) -> list[tuple[str, list[str]]]:
-        status, out, err = run(capsys, "neighbours", "e.npz", *names, "--sheet", "s.png", "--json")
+        status, out, err = run(capsys, "neighbours", "e.npz", *names, "--sheet", "s.png", "--overwrite", "--json")
         assert status == 0 and "Infinity" not in out and "NaN" not in out, err
         return [(one["image"], [near["image"] for near in one["neighbours"]]) for one in json.loads(out)["queries"]]
 

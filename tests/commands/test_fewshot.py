@@ -12,7 +12,7 @@ from tests.evaluate.conftest import backbone, photos  # noqa: F401 - fixtures
 
 
 def test_few_shot_prints_and_saves(capsys: pytest.CaptureFixture[str], backbone: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = ("fewshot", backbone, "--data", photos, "--seeds", "2", "--out", tmp_path / "f.json", "--shots")
+    words = ("fewshot", backbone, "--data", photos, "--seeds", "2", "--out", tmp_path / "f.json", "--overwrite", "--shots")
     status, out, _ = run(capsys, *words, "1", "5")
     saved = json.loads((tmp_path / "f.json").read_text())
     assert status == 0 and "± std" in out and set(saved["scores"]) == {"1", "5"}
@@ -26,7 +26,7 @@ def test_few_shot_prints_and_saves(capsys: pytest.CaptureFixture[str], backbone:
 
 
 def test_a_probe_prints_and_saves(capsys: pytest.CaptureFixture[str], backbone: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
-    words = ("probe", backbone, "--data", photos, "--out", tmp_path / "p.json")
+    words = ("probe", backbone, "--data", photos, "--out", tmp_path / "p.json", "--overwrite")
     status, out, _ = run(capsys, *words, "--l2", "0.1", "0.001", "--feature", "mean")
     saved = json.loads((tmp_path / "p.json").read_text())
     assert status == 0 and "logistic probe on val" in out and saved["features"]["feature"] == "mean"

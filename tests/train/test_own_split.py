@@ -100,6 +100,20 @@ def test_every_command_divides_the_source_as_the_run_did(noise: Path, run: Path,
     assert drawn != names(open_source(f"folder:{noise}").splits["val"])
 
 
+def test_without_data_the_run_is_evaluated_on_its_own(noise: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (run, run / "model"):
+        out, err = command(capsys, "eval", place, "--workers", 0, "--json")
+        assert f"data: folder:{noise}, which the run was trained on" in err.replace("\n", " ")
+        assert json.loads(out)["data"] == f"folder:{noise}" and json.loads(out)["split"] == "val"
+    for name in ("fewshot", "probe"):
+        more = ("--shots", 2, "--seeds", 1) if name == "fewshot" else ("--l2", 0.1)
+        out, err = command(capsys, name, run, *more, "--workers", 0, "--json")
+        assert "which the run was trained on" in err.replace("\n", " ") and json.loads(out)["test"] == "val"
+    with pytest.raises(SystemExit):
+        main(["eval", "vitrail-ti8-tiny-imagenet"])
+    assert "is not a run that knows its data: add --data" in capsys.readouterr().err
+
+
 def test_images_that_were_trained_on_are_said_loudly(
     noise: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.commands.output import check_output_file
+from vitrail.commands.output import check_output_file, check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.data.settings import Duplicates, Fit, Store
 from vitrail.errors import VitrailError, counted
@@ -114,6 +114,7 @@ def split(
     from vitrail.data.sources import open_source
     from vitrail.data.split import rename, stratified, write_table
 
+    check_place(table)
     if table.exists():
         raise VitrailError(f"{table} already exists. Delete it, or choose another name.")
     if not (0 <= val < 1 and 0 <= test < 1 and val + test < 1 and val + test > 0):
@@ -180,6 +181,7 @@ def pack(
     from vitrail.data.pack import pack as pack_source
     from vitrail.data.sources import open_source
 
+    check_place(destination)
     console = Console(stderr=json_)
     opened = open_source(source, bad_images=bad_images)
     console.print(opened.describe(), highlight=False, soft_wrap=True)

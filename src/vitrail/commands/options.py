@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vitrail.train.parallel import World
 
 
+_PAUSE = 10.0  # seconds between plain lines
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 CheckpointAndImages = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT] IMAGE|DIR|LIST.txt …")]
@@ -146,13 +148,32 @@ def show_trained_on(console: Console, seen: Overlap | None) -> None:
         console.print(f"warning: {note}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
+class PlainProgress:
+    """A line on standard error every ten seconds, for logs and pipes; nothing for what takes less."""
+
+    def __init__(self, console: Console, description: str, total: int, ranks: int = 1) -> None:
+        self.console = console if console.stderr else Console(stderr=True)
+        self.description, self.total, self.ranks = description, total, ranks
+        self.done, self.last = 0, time.monotonic()
+
+    def __call__(self, images: int) -> None:
+        self.done += images * self.ranks
+        now = time.monotonic()
+        if now - self.last >= _PAUSE:
+            self.last = now
+            self.console.print(f"{self.description}: {min(self.done, self.total):,} of {self.total:,}", highlight=False)
+
+
 @contextmanager
 def progress_bar(
     console: Console, description: str, total: int, world: World | None = None, *, hidden: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar over images; nothing if the output is not a terminal or this is not rank 0."""
-    if hidden or not console.is_terminal or (world is not None and not world.main):
+    """Show a progress bar over images, or where there is no terminal a line every ten seconds; nothing on other ranks than 0."""
+    if hidden or (world is not None and not world.main):
         yield no_progress
+        return
+    if not console.is_terminal:
+        yield PlainProgress(console, description, total, world.ranks if world is not None else 1)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:

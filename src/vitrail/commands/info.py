@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 
 from vitrail.checkpoints import published
-from vitrail.checkpoints.model_card import model_card
 from vitrail.checkpoints.published import PublishedWeights
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import counted
@@ -59,6 +58,7 @@ def info(
         json_: Print JSON instead of a table.
     """
     from vitrail.checkpoints import load
+    from vitrail.checkpoints.model_card import model_card
     from vitrail.checkpoints.references import is_name
     from vitrail.commands.published import describe_published, is_downloaded, lines_of
 

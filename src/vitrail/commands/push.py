@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from vitrail.checkpoints.push import push as upload
 from vitrail.commands.terminal import say
 from vitrail.text import to_json
 
@@ -42,5 +41,7 @@ def push(
         card: What to do with a README.md of the repository that was edited by hand: keep or replace it. Default: stop and ask.
         json_: Print JSON.
     """
+    from vitrail.checkpoints.push import push as upload
+
     address = upload(folder, name, private=private, message=message, licence=licence, card=card)
     say(to_json({"url": address, "reference": f"hf:{name}"}) if json_ else f"uploaded to {address}: load it as hf:{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import struct
 from typing import Any
 
@@ -147,3 +148,17 @@ def test_metrics_count_what_was_done(client: Client, jpegs: list[bytes]) -> None
     assert images() == before + 3
     text = client.call("GET", "/metrics")[1].decode()
     assert 'vitrail_images_in_flight{model="tiny"} 0' in text and 'vitrail_batch_size_bucket{model="tiny",le="+Inf"}' in text
+
+
+def test_the_reference_page_has_every_operation_and_loads_nothing(client: Client) -> None:
+    status, page, headers = client.call("GET", "/docs")
+    text = page.decode()
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    paths = client.call("GET", "/openapi.json")[1]["paths"]
+    assert {"/v1/predict", "/v2/models/{name}/infer", "/metrics"} <= set(paths)
+    assert all(f"<code>{path}</code>" in text for path in paths)
+    assert "mean of all heads" in text and "default: rollout" in text  # descriptions and defaults of parameters
+    assert "<script" not in text and "://" not in text
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert headers["content-security-policy"].startswith(f"default-src 'none'; style-src 'sha256-{digest}'")

@@ -5,7 +5,7 @@
     python -m benchmarks.serving --tiny                 # test that everything runs
     python -m benchmarks.serving --table benchmarks/results/serving-….csv   # the results as a Markdown table
 
-Server and bare model run on the same cores (--server-cores) with as many threads, in turns: --rounds rounds of --seconds each, so
+Server and bare model run on the same cores (--server-cores) with as many threads, in --rounds alternating rounds of --seconds, so
 that both meet the same machine. The load comes from this process, on another core (--load-core). Images are JPEG photos of
 640 × 427 pixels; both decode them. Next to the rates it measures the CPU time per image, which other programs on these cores change
 least, and how much of the cores other programs had.
@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def saturation(options: argparse.Namespace, alone: BareModel, server: Server, photos: list[bytes]) -> tuple[list[Row], float]:
-    """Run the bare model and the service in turns; their ratio is the median over the rounds."""
+    """Alternate the bare model and the service; their ratio is the median over the rounds."""
     bare_rates, rates, bare_cpu, cpu, statuses = [], [], [], [], Counter[int]()
     busy, began, own = busy_seconds(options.server_cores), time.monotonic(), 0.0
     images, batches = server.metric("vitrail_batch_size_sum"), server.metric("vitrail_batch_size_count")

@@ -234,7 +234,7 @@ def write_rows(file: Path, rows: Sequence[Row], facts: dict[str, Any]) -> None:
         writer.writerow(["metric", "value", "unit", *facts])
         for metric, value, unit in rows:
             writer.writerow([metric, f"{value:.5g}" if isinstance(value, float) else value, unit, *facts.values()])
-    print(f"written to {file.relative_to(ROOT)}")
+    print(f"written to {file}")
 
 
 def versions(*more: str) -> dict[str, str]:

@@ -5,7 +5,7 @@
     python -m benchmarks.serving_timm --tiny              # test that everything runs, on a CPU too; writes no results
 
 Both servers are this package's, with the same decoding, queue, batches, settings and weights; only the model differs: that of
-`for_inference`, or timm's VisionTransformer, compiled, in the same precision. Both run at the same time and are measured in turns,
+`for_inference`, or timm's VisionTransformer, compiled, in the same precision. Both are up all the time and measured alternately,
 --rounds rounds of --seconds each, so that both meet the same machine; the ratio is the median over the rounds. First their answers
 to the same photos are compared. Images are JPEG photos of 640 × 427 pixels. Needs timm, FastAPI and uvicorn.
 

@@ -289,7 +289,7 @@ def test_reference_page(server: Client, open_page: Any) -> None:
     page.get_by_text("/v1/attention", exact=True).click()
     assert page.get_by_text("Token that looks").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate("getComputedStyle(document.querySelector('details')).borderRadius") == "8px"  # the policy lets its style in
+    assert page.evaluate("getComputedStyle(document.querySelector('details')).borderRadius") == "8px"  # its style is allowed
 
 
 def test_token(included: Bundle, open_page: Any) -> None:

@@ -10,6 +10,7 @@ from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.checkpoints.references import is_name
 from vitrail.data.sources.layout import images_under, is_image
 from vitrail.errors import VitrailError, counted
+from vitrail.evaluate.predictor import is_source
 
 
 def split_checkpoint(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -46,7 +47,9 @@ def _is_images(word: str) -> bool:
         return False
     if path.is_dir():
         return not _is_checkpoint(word) and next(images_under(path), None) is not None
-    return path.suffix.lower() == ".txt" or is_image(path.name or ".")
+    if word.startswith("hf:") or word.endswith(".pth.tar"):
+        return False
+    return path.suffix.lower() == ".txt" or is_image(path.name or ".") or is_source(word)
 
 
 def _is_checkpoint(word: str) -> bool:

@@ -20,12 +20,13 @@ from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import FeatureSpec, extract_features
+from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column
 from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.npy import read_npz
 from vitrail.regular_files import parse_json, read_bytes
-from vitrail.text import printable, to_bytes
+from vitrail.text import printable
 
 Array = npt.NDArray[Any]
 Metric = Literal["cosine", "euclidean"]
@@ -185,38 +186,21 @@ def check_extension(file: Path) -> None:
     if file.suffix not in (".npz", ".parquet"):
         raise VitrailError(f"An embeddings file must end in .npz or .parquet; {file.name!r} does not.")
     if file.suffix == ".parquet":
-        _pyarrow()
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise VitrailError("Parquet files need pyarrow: pip install 'vitrail[hub]'. Or use .npz.") from error
-    return pyarrow
+        import_pyarrow(".npz")
 
 
 def _write_parquet(embeddings: Embeddings, path: Path) -> None:
-    arrow = _pyarrow()
+    arrow = import_pyarrow(".npz")
     features = embeddings.features
     flat = arrow.array(features.reshape(-1), type=arrow.float32())
     rows = arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(features.shape[1:])))
     about = {**embeddings.about, "shape": list(features.shape[1:])}
-    table = arrow.table({"name": _arrow_names(arrow, embeddings.names), "features": rows})
+    table = arrow.table({"name": name_column(embeddings.names), "features": rows})
     arrow.parquet.write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), path)
 
 
-def _arrow_names(arrow: Any, names: Sequence[str]) -> Any:
-    """Return a column of text; of bytes if a name is not valid Unicode."""
-    try:
-        return arrow.array(names, type=arrow.string())
-    except UnicodeEncodeError:
-        return arrow.array([to_bytes(name) for name in names], type=arrow.binary())
-
-
 def _read_parquet(file: Path) -> Embeddings:
-    arrow = _pyarrow()
+    arrow = import_pyarrow(".npz")
     if not file.is_file():
         raise FileNotFoundError(2, "no such file", str(file))
     table = arrow.parquet.read_table(file)
@@ -224,11 +208,7 @@ def _read_parquet(file: Path) -> Embeddings:
     shape = about.pop("shape")
     flat = table["features"].combine_chunks()
     values = flat.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-    return Embeddings(values.reshape(-1, *shape), tuple(map(_as_text, table["name"].to_pylist())), about)
-
-
-def _as_text(name: str | bytes) -> str:
-    return name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
+    return Embeddings(values.reshape(-1, *shape), tuple(map(as_text, table["name"].to_pylist())), about)
 
 
 def contact_sheet(

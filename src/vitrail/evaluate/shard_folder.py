@@ -93,16 +93,19 @@ class ShardFolder:
 
     def check(self, stored: dict[str, Any]) -> None:
         """Refuse settings that would give other bytes than those of the shards that are there."""
+        other = self.differences(stored)
+        if other:
+            differ, listing = counted(len(other), "setting differs", "settings differ"), "".join(f"\n  {one}" for one in other[:8])
+            raise VitrailError(
+                f"{self.folder} holds shards of another job; {differ}:{listing}\n"
+                "Use the same settings and images to resume it, or another folder."
+            )
+
+    def differences(self, stored: dict[str, Any]) -> list[str]:
+        """Return the settings that differ, as text."""
         ours, theirs = (_flat(one) for one in (self.settings, stored))
-        other = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-        if not other:
-            return
-        listing = "".join(f"\n  {key}: {theirs.get(key)} there, {ours.get(key)} now" for key in other[:8])
-        differ = counted(len(other), "setting differs", "settings differ")
-        raise VitrailError(
-            f"{self.folder} holds shards of another job; {differ}:{listing}\n"
-            "Use the same settings and images to resume it, or another folder."
-        )
+        keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+        return [f"{key}: {theirs.get(key)} there, {ours.get(key)} now" for key in keys]
 
     def record(self, shard: int) -> Record | None:
         """Return the record of a finished shard; None if there is none that can be read."""

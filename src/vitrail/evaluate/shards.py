@@ -214,12 +214,12 @@ class _Job:
         folder = ShardFolder(folder=self.out, images=len(split), shard_size=self.shard_size, suffix=suffix, settings=settings)
         if world.main:
             folder.open()
-        main = world.broadcast(settings)
-        if not world.main:
-            try:
-                folder.check(main)
-            except VitrailError as error:
-                raise VitrailError(f"Rank {world.rank} has other settings than rank 0. {error}") from error
+        other = folder.differences(world.broadcast(settings))
+        if other:
+            raise VitrailError(
+                f"Rank {world.rank} does not agree with rank 0 ({'; '.join(other[:8])}). All machines need the same checkpoint, "
+                "images and options; a precision of auto may differ between them, so choose one."
+            )
         return folder
 
     def _unfinished(self, folder: ShardFolder) -> list[int]:

@@ -6,7 +6,6 @@ import copy
 import csv
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.train.test_parallel import free_port
 from vitrail.checkpoints import Bundle, load
 from vitrail.cli import main
 from vitrail.data.types import Payload, Split
@@ -374,27 +372,3 @@ def test_a_killed_process_loses_its_open_shard_only(bundle: Bundle, checkpoint: 
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
     assert embed_shards(bundle, [tmp_path / "list.txt"], tmp_path / "alone", None, context, shard_size=40) is not None
     assert content(out) == content(tmp_path / "alone")
-
-
-@pytest.mark.slow
-def test_two_nodes_embed_the_same_folder(checkpoint: Path, images: Path, features: Path, tmp_path: Path) -> None:
-    """Two groups of processes as torchrun starts them on two machines; then one of them again, alone."""
-    shared = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    words = ["vitrail", "embed", str(checkpoint), str(images), "--out", str(tmp_path / "out"), "--shard-size", str(SIZE)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *shared, "--node-rank", str(node), "-m", *words, "--device", "cpu"],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for node in range(2)
-    ]  # fmt: skip
-    try:
-        (out, err), _ = (node.communicate(timeout=240) for node in nodes)
-    finally:
-        for node in nodes:
-            node.kill()
-    assert content(tmp_path / "out") == content(features), err
-    assert re.search(r"features, .* of 36 images in 9 shards; [\d.,]+ images/s", out), err
-    assert nodes[0].returncode == 1 and "5 of 41 images could not be read" in err  # 5 images are bad
-    assert nodes[1].returncode == 0

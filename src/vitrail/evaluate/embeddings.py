@@ -35,7 +35,6 @@ Array = npt.NDArray[Any]
 _CELL, _GAP, _CAPTION = 128, 8, 30
 _MAX_FILE = 1 << 36
 _MAX_SUGGESTED = 100_000  # names among which a similar one is looked for
-_ABOUT = ("checkpoint", "model", "features", "preprocess")
 
 
 class NamedRows:
@@ -223,8 +222,8 @@ def open_embeddings(path: str | os.PathLike[str]) -> Embeddings | ShardedEmbeddi
     folder = Path(path)
     if not folder.is_dir():
         return load_embeddings(folder)
-    manifest, shards = open_shards(folder)
-    return ShardedEmbeddings(ShardNames(shards), {key: manifest[key] for key in _ABOUT})
+    about, shards = open_shards(folder)
+    return ShardedEmbeddings(ShardNames(shards), about)
 
 
 def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:

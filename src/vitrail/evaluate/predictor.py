@@ -71,7 +71,7 @@ def find_images(paths: Iterable[str | os.PathLike[str]]) -> Split:
     A data source is one of `vitrail.data.open_source`: all its splits are listed, its labels are not needed.
     """
     parts: list[Split] = []
-    for is_data, words in groupby(map(os.fspath, paths), is_source):
+    for is_data, words in groupby([os.fspath(path) for path in paths], is_source):
         if is_data:
             parts += [split for word in words for split in _source_splits(word)]
         elif files := [file for word in words for file in _images_at(word)]:

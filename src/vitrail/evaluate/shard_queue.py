@@ -12,25 +12,26 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from vitrail.train.parallel import World
 
 _INTERVAL = 1.0  # seconds between two messages to the store
 
 
-def default_store() -> dist.Store | None:
+def default_store() -> Store | None:
     """Return the store of the process group; None without one."""
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    return _get_default_store() if dist.is_initialized() else None
 
 
 class ShardQueue:
     """The shards of one call that are still to be computed, taken by one rank at a time."""
 
-    def __init__(self, world: World, shards: Sequence[int], store: dist.Store | None) -> None:
+    def __init__(self, world: World, shards: Sequence[int], store: Store | None) -> None:
         self._shards, self._taken, self._unsent, self._sent_at = shards, 0, 0, time.monotonic()
         self._lock, self._count = threading.Lock(), 0
         token = world.broadcast(secrets.token_hex(8)) if world.ranks > 1 else ""
-        self._store = dist.PrefixStore(f"vitrail-shards-{token}", store) if world.ranks > 1 and store is not None else None
+        self._store = PrefixStore(f"vitrail-shards-{token}", store) if world.ranks > 1 and store is not None else None
 
     def __iter__(self) -> Iterator[int]:
         """Yield shards until no one is left."""

@@ -20,6 +20,7 @@ from vitrail.regular_files import parse_json
 from vitrail.text import to_bytes
 
 Array = npt.NDArray[Any]
+ABOUT = ("checkpoint", "model", "features", "preprocess")
 _BLOCK = 1 << 26  # bytes of features in memory at a time
 
 
@@ -34,17 +35,28 @@ class Shard:
         with self._reading():
             if self.file.suffix == ".parquet":
                 table = import_pyarrow("--format safetensors").parquet.read_table(self.file, columns=["name"])
-                return PackedStrings(map(as_text, table["name"].to_pylist()))
-            with _safe_open(self.file) as content:
-                return PackedStrings.from_arrays(content.get_tensor("names"), content.get_tensor("name_ends"))
+                names = PackedStrings(map(as_text, table["name"].to_pylist()))
+            else:
+                with _safe_open(self.file) as content:
+                    names = PackedStrings.from_arrays(content.get_tensor("names"), content.get_tensor("name_ends"))
+            self._check_rows(len(names))
+            return names
 
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the features of an image."""
+        """Return the shape of the features of an image, from the header of the file."""
         with self._reading():
             if self.file.suffix == ".parquet":
-                return tuple(self._parquet_shape(import_pyarrow("--format safetensors").parquet.ParquetFile(self.file)))
+                file = import_pyarrow("--format safetensors").parquet.ParquetFile(self.file)
+                self._check_rows(file.metadata.num_rows)
+                return tuple(self._parquet_shape(file))
             with _safe_open(self.file) as content:
-                return tuple(content.get_slice("features").get_shape()[1:])
+                rows, *shape = content.get_slice("features").get_shape()
+                self._check_rows(rows)
+                return tuple(shape)
+
+    def _check_rows(self, rows: int) -> None:
+        if rows != self.images:
+            raise ValueError(f"it has {rows} rows, {self.images} are expected")
 
     def blocks(self) -> Iterator[Array]:
         """Yield the features, some rows at a time. safetensors files are memory-mapped."""
@@ -105,6 +117,7 @@ class ShardNames(Sequence[str]):
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._ends = np.cumsum([shard.images for shard in shards])
+        self._shape: tuple[int, ...] | None = None
         self._read = lru_cache(8)(lambda number: shards[number].names())
 
     def __len__(self) -> int:
@@ -139,8 +152,13 @@ class ShardNames(Sequence[str]):
             first += shard.images
 
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the features of an image."""
-        return self._shards[0].shape()
+        """Return the shape of the features of an image, after a look at the header of each file."""
+        if self._shape is None:
+            shapes = {shard.shape() for shard in self._shards}
+            if len(shapes) != 1:
+                raise VitrailError(f"The shards have features of different shapes: {sorted(shapes)}. Embed the images again.")
+            self._shape = shapes.pop()
+        return self._shape
 
     def row(self, row: int) -> Array:
         """Return the features of one image."""
@@ -157,11 +175,12 @@ class ShardNames(Sequence[str]):
 
 
 def open_shards(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
-    """Return the manifest of a folder of `vitrail embed`, and its shards."""
+    """Return what a folder of `vitrail embed` says about its features, and its shards."""
     manifest = read_manifest(folder)
     if manifest.get("command") != "embed":
         raise VitrailError(f"{folder} holds the shards of `vitrail {manifest.get('command')}`, not of `vitrail embed`.")
     try:
-        return manifest, [Shard(folder / entry["file"], entry["images"] - entry["bad"]) for entry in manifest["shards"]]
+        shards = [Shard(folder / Path(entry["file"]).name, entry["images"] - entry["bad"]) for entry in manifest["shards"]]
+        return {key: manifest[key] for key in ABOUT}, shards
     except (KeyError, TypeError) as error:
-        raise VitrailError(f"{folder}/manifest.json lists shards without {error}. Run the command again.") from error
+        raise VitrailError(f"{folder}/manifest.json is not complete ({error}). Run the command that wrote it again.") from error

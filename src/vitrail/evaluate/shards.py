@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from vitrail.checkpoints import Bundle
 from vitrail.data.eval_reader import eval_slice
@@ -101,7 +102,7 @@ def embed_shards(
     format: FeatureFormat = "safetensors",
     shard_size: int = 10_000,
     progress: Progress = no_progress,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> ShardResult | None:
     """Write the features of images to a folder of shards; resume it if a part is there.
 
@@ -129,7 +130,7 @@ def predict_shards(
     format: TableFormat = "csv",
     shard_size: int = 10_000,
     progress: Progress = no_progress,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> ShardResult | None:
     """Write the `top` predictions of images to a folder of shards, as `embed_shards` does features."""
     bundle.check_head()
@@ -168,7 +169,7 @@ class _Job:
     shard_size: int
     settings: dict[str, Any]
     progress: Progress
-    store: dist.Store | None
+    store: Store | None
 
     def run(self, suffix: str, make_output: Callable[[Model | InferenceModel, bool], ShardOutput[T]]) -> ShardResult | None:
         if self.shard_size < 1:

@@ -80,8 +80,8 @@ def predict(
             raise VitrailError("--out and --csv were both given; choose one. --out FOLDER --format csv writes shards of CSV files.")
         if not is_folder(out):
             raise VitrailError(f"--out is a folder of shards, but {out.name!r} has the suffix of a file. For one file use --csv.")
-        ref = checkpoint or DEFAULT
-        settings = ShardSettings(checkpoint=ref, images=images, out=out, size=shard_size, options=options, json=json_)
+        common: dict[str, Any] = {"images": images, "out": out, "size": shard_size, "options": options, "json": json_}
+        settings = ShardSettings(checkpoint=checkpoint or DEFAULT, default_model=checkpoint is None, **common)
         return predict_to_folder(settings, top, format_)
     refuse_ranks(csv_)
     world = World(choose_device(options.device))

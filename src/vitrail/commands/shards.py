@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from vitrail.checkpoints import Bundle
+from vitrail.commands.default_model import default_note
 from vitrail.commands.options import RunOptions, image_progress
 from vitrail.commands.terminal import Console, say
 from vitrail.data.types import Split
@@ -36,6 +37,8 @@ class ShardSettings:
     size: int
     options: RunOptions
     json: bool
+    default_model: bool = False
+    """Whether no checkpoint was given, so that the model is to be named."""
 
 
 def is_folder(out: Path) -> bool:
@@ -81,6 +84,8 @@ def _run(
         bundle = settings.options.bundle(settings.checkpoint, world)
         split = open_images(world, settings.images)
         context = settings.options.eval_context(world)
+        if world.main and settings.default_model:
+            console.print(default_note(bundle), highlight=False, soft_wrap=True)
         if world.main and (note := context.precision_note(bundle.model)) is not None:
             console.print(note, highlight=False, soft_wrap=True)
         with _progress(console, doing, world) as progress:

@@ -21,7 +21,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from vitrail.checkpoints import Bundle
@@ -172,6 +171,14 @@ class _Job:
     store: Store | None
 
     def run(self, suffix: str, make_output: Callable[[Model | InferenceModel, bool], ShardOutput[T]]) -> ShardResult | None:
+        """Compute what is missing; on rank 0 return the result, when all ranks have finished."""
+        try:
+            return self._run(suffix, make_output)
+        except RuntimeError as error:
+            self.context.world.raise_rank_error(error, "compute the shards that are missing")
+            raise
+
+    def _run(self, suffix: str, make_output: Callable[[Model | InferenceModel, bool], ShardOutput[T]]) -> ShardResult | None:
         if self.shard_size < 1:
             raise VitrailError(f"The shard size is {self.shard_size}; use 1 or more.")
         began, world = time.monotonic(), self.context.world
@@ -235,16 +242,10 @@ class _Job:
             queue.report(images)
             self.progress(queue.last_known(), total)
 
-        try:
-            worker.run(queue, report)
-            queue.images()  # sends what was not yet sent
-            if self.context.world.main:
-                self._finish(worker, queue, missing, total)
-        except dist.DistError as error:
-            raise VitrailError(
-                f"Rank {self.context.world.rank} cannot reach rank 0, which has ended or does not answer. Finished shards are "
-                "kept: run the same command again to resume."
-            ) from error
+        worker.run(queue, report)
+        queue.images()  # sends what was not yet sent
+        if self.context.world.main:
+            self._finish(worker, queue, missing, total)
 
     def _finish(self, worker: _Worker[Any], queue: ShardQueue, missing: list[int], total: int) -> None:
         """Wait for the last shards of the other ranks. If they make no progress, compute these here."""

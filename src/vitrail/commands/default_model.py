@@ -47,9 +47,8 @@ def _is_images(word: str) -> bool:
         return False
     if path.is_dir():
         return not _is_checkpoint(word) and next(images_under(path), None) is not None
-    if word.startswith("hf:") or word.endswith(".pth.tar"):
-        return False
-    return path.suffix.lower() == ".txt" or is_image(path.name or ".") or is_source(word)
+    is_list = path.suffix.lower() == ".txt"
+    return is_list or is_image(path.name or ".") or (is_source(word) and not word.endswith(".pth.tar"))
 
 
 def _is_checkpoint(word: str) -> bool:

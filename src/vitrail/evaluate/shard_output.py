@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle, Prediction
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import PackedStrings
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.parquet import import_pyarrow, name_column
@@ -59,19 +60,26 @@ class FeatureOutput:
     """Features of images."""
 
     def __init__(
-        self, spec: FeatureSpec, model: Model | InferenceModel, format_: FeatureFormat, about: dict[str, Any], *, name_bytes: bool
+        self,
+        spec: FeatureSpec,
+        model: Model | InferenceModel,
+        preprocess: Preprocess,
+        format_: FeatureFormat,
+        about: dict[str, Any],
+        *,
+        name_bytes: bool,
     ) -> None:
         self.spec, self.model, self.suffix = spec, model, f".{format_}"
         self.about, self.name_bytes = about, name_bytes
         if format_ == "parquet":
             import_pyarrow("--format safetensors")
-        self.shape = self._one_image()
+        self.shape = self._one_image(preprocess)
 
-    def _one_image(self) -> tuple[int, ...]:
+    def _one_image(self, preprocess: Preprocess) -> tuple[int, ...]:
         """Return the shape of the features of an image: a shard of bad images only has it, too."""
-        weight, config = next(self.model.parameters()), self.model.config
+        weight = next(self.model.parameters())
         with torch.no_grad():
-            zeros = torch.zeros(1, config.channels, *config.image_size, device=weight.device, dtype=weight.dtype)
+            zeros = torch.zeros(1, preprocess.channels, *preprocess.size, device=weight.device, dtype=weight.dtype)
             return tuple(self.spec.compute(self.model, zeros).shape[1:])
 
     def compute(self, images: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def embed_shards(
     about = {"model": bundle.model.config.name, "features": spec.to_dict(), "preprocess": bundle.stored_preprocess().to_dict()}
 
     def output(model: Model | InferenceModel, name_bytes: bool) -> FeatureOutput:
-        return FeatureOutput(spec, model, format, about, name_bytes=name_bytes)
+        return FeatureOutput(spec, model, bundle.stored_preprocess(), format, about, name_bytes=name_bytes)
 
     settings = {"command": "embed", "file_format": format, **about}
     job = _Job(bundle, images, Path(out), context, shard_size, settings, progress, store)
@@ -150,10 +150,10 @@ def open_images(world: World, words: Sequence[str | os.PathLike[str]]) -> Split:
     """List the images of a command. The first rank of each machine is first: it downloads, and indexes tars, for the others."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not first:
-        world.barrier()
+        world.gather(None)  # not a barrier, which would start NCCL on GPUs: nothing else needs it
     split = find_images(words)
     if first:
-        world.barrier()
+        world.gather(None)
     return split
 
 
@@ -277,34 +277,50 @@ class _Worker(Generic[T]):
     folder: ShardFolder
 
     def run(self, shards: Iterable[int], progress: Callable[[int], None]) -> None:
-        taken: deque[tuple[int, OpenShard[T]]] = deque()
+        taken: deque[_Taken[T]] = deque()
         context = replace(self.context, progress=progress)
         results = context.run(self.split, self.preprocess, self.model, self.output.compute, self._slices(shards, taken))
         for output, batch in results:
             indices = batch.indices.numpy()
-            while int(indices[0]) not in self.folder.rows(taken[0][0]):
-                self._write(*taken.popleft(), results)
-            taken[0][1].add(output, indices)
+            while int(indices[0]) not in self.folder.rows(taken[0].shard):
+                self._write(taken.popleft(), results)
+            taken[0].opened.add(output, indices)
+            taken[0].images += len(indices)
         while taken:
-            self._write(*taken.popleft(), results)
+            self._write(taken.popleft(), results)
 
-    def _slices(self, shards: Iterable[int], taken: deque[tuple[int, OpenShard[T]]]) -> Iterator[BatchSlice]:
+    def _slices(self, shards: Iterable[int], taken: deque[_Taken[T]]) -> Iterator[BatchSlice]:
         step, batch = 0, self.context.batch_size
         for shard in shards:
             rows = self.folder.rows(shard)
-            taken.append((shard, self.output.begin(rows)))
+            taken.append(_Taken(shard, self.output.begin(rows)))
             for first in range(rows.start, rows.stop, batch):
                 yield eval_slice(step, np.arange(first, min(first + batch, rows.stop)))
                 step += 1
 
-    def _write(self, shard: int, opened: OpenShard[T], results: Pass[T]) -> None:
-        found = sorted(index for index in results.bad_at if index in self.folder.rows(shard))
+    def _write(self, taken: _Taken[T], results: Pass[T]) -> None:
+        shard, rows = taken.shard, self.folder.rows(taken.shard)
+        found = sorted(index for index in results.bad_at if index in rows)
         reasons = {index: printable(results.bad_at.pop(index).reason, one_line=True) for index in found}
         results.bad.clear()
+        if taken.images + len(found) != len(rows):
+            raise VitrailError(
+                f"Shard {shard} has {taken.images} images and {len(found)} bad ones of {len(rows)}. This is a bug in Vitrail; "
+                "please report it."
+            )
         bad = [BadRow(index, self.split.image_name(index), reason) for index, reason in reasons.items()]
         with atomic_file(self.folder.file(shard)) as temporary:
-            opened.write(temporary, self.split.image_name, bad)
+            taken.opened.write(temporary, self.split.image_name, bad)
         self.folder.write_record(shard, bad)
+
+
+@dataclass
+class _Taken(Generic[T]):
+    """A shard that this rank computes now."""
+
+    shard: int
+    opened: OpenShard[T]
+    images: int = 0
 
 
 def fingerprint(bundle: Bundle) -> str:

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.evaluate.test_evaluator import Threads
 from vitrail.checkpoints import Bundle, load
 from vitrail.cli import main
 from vitrail.data.types import Payload, Split
@@ -35,20 +36,8 @@ from vitrail.train.parallel import World
 SIZE = 5
 
 
-class Ranks(World):
+class Ranks(Threads):
     """A rank that is a thread: what all ranks exchange passes through a barrier."""
-
-    def __init__(self, rank: int, ranks: int, barrier: threading.Barrier, table: dict[int, Any]) -> None:
-        super().__init__(torch.device("cpu"), rank, ranks, ranks)
-        object.__setattr__(self, "_shared", (barrier, table))
-
-    def gather(self, value: Any) -> list[Any]:
-        barrier, table = self._shared  # type: ignore[attr-defined]
-        table[self.rank] = value
-        barrier.wait(60)
-        found = [table[rank] for rank in range(self.ranks)]
-        barrier.wait(60)
-        return found
 
     def broadcast(self, value: Any) -> Any:
         return self.gather(value)[0]

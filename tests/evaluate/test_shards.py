@@ -315,6 +315,16 @@ def test_names_that_are_not_unicode_and_names_given_twice(bundle: Bundle, images
     assert result is not None and result.bad_images == 2
 
 
+def test_images_of_any_size(bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    context = EvalContext(any_size=True, bad_images="skip")
+    assert embed_shards(bundle, [images], tmp_path / "out", None, context, shard_size=15) is not None
+    found, expected = load_embeddings(tmp_path / "out"), embed(bundle, [images], context=context)
+    assert found.names == expected.names and found.about == expected.about
+    assert np.abs(found.features - expected.features).max() < 2e-5
+    with pytest.raises(VitrailError, match="grids of any size"):
+        embed_shards(bundle, [images], tmp_path / "patches", FeatureSpec(feature="patches"), context)
+
+
 class Endless(Split):
     """Images of noise that exist only while they are read."""
 

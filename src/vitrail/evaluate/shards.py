@@ -108,8 +108,9 @@ def embed_shards(
     Under torchrun all ranks call it; ranks other than 0 return None. `progress` gets (images done, images to do) of all ranks.
     """
     spec, context = spec or FeatureSpec(), context or default_context(bundle.model, bad_images="skip")
-    spec.check(bundle.model)
-    about = {"model": bundle.model.config.name, "features": spec.to_dict(), "preprocess": bundle.stored_preprocess().to_dict()}
+    spec.check(bundle.model, any_size=context.any_size)
+    preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
+    about = {"model": bundle.model.config.name, "features": spec.to_dict(), "preprocess": preprocess.to_dict()}
 
     def output(model: Model | InferenceModel, name_bytes: bool) -> FeatureOutput:
         return FeatureOutput(spec, model, bundle.stored_preprocess(), format, about, name_bytes=name_bytes)
@@ -140,7 +141,8 @@ def predict_shards(
     def output(model: Model | InferenceModel, name_bytes: bool) -> PredictionOutput:
         return PredictionOutput(bundle, model, top, format, name_bytes=name_bytes)
 
-    about = {"model": bundle.model.config.name, "top": top, "preprocess": bundle.stored_preprocess().to_dict()}
+    preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
+    about = {"model": bundle.model.config.name, "top": top, "preprocess": preprocess.to_dict()}
     settings = {"command": "predict", "file_format": format, **about}
     job = _Job(bundle, images, Path(out), context, shard_size, settings, progress, store)
     return job.run(f".{format}", output)
@@ -191,7 +193,8 @@ class _Job:
             missing = sorted(shard for part in world.gather(self._unfinished(folder)) for shard in part)
             queue = ShardQueue(world, missing, self.store or default_store())
             if missing:
-                model, preprocess = self.context.prepare(self.bundle.model), self.bundle.stored_preprocess()
+                model = self.context.prepare(self.bundle.model)
+                preprocess = self.context.preprocess_for(self.bundle.stored_preprocess(), self.bundle.model)
                 worker = _Worker(self.context, split, preprocess, model, make_output(model, name_bytes), folder)
                 self._compute(worker, queue, missing)
         if not world.main:
@@ -290,7 +293,7 @@ class _Worker(Generic[T]):
             self._write(taken.popleft(), results)
 
     def _slices(self, shards: Iterable[int], taken: deque[_Taken[T]]) -> Iterator[BatchSlice]:
-        step, batch = 0, self.context.batch_size
+        step, batch = 0, self.context.read_size(self.preprocess)
         for shard in shards:
             rows = self.folder.rows(shard)
             taken.append(_Taken(shard, self.output.begin(rows)))

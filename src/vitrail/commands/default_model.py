@@ -10,6 +10,7 @@ from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.checkpoints.references import is_name
 from vitrail.data.sources.layout import images_under, is_image
 from vitrail.errors import VitrailError, counted
+from vitrail.evaluate.predictor import is_source
 
 
 def split_checkpoint(words: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -46,7 +47,8 @@ def _is_images(word: str) -> bool:
         return False
     if path.is_dir():
         return not _is_checkpoint(word) and next(images_under(path), None) is not None
-    return path.suffix.lower() == ".txt" or is_image(path.name or ".")
+    is_list = path.suffix.lower() == ".txt"
+    return is_list or is_image(path.name or ".") or (is_source(word) and not word.endswith(".pth.tar"))
 
 
 def _is_checkpoint(word: str) -> bool:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from vitrail.commands.options import Checkpoint, Features, Images, Json, Options, RunOptions, progress_bar
+from vitrail.commands.shards import ShardSettings, embed_to_folder, is_folder, refuse_ranks
 from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.embeddings import check_extension
 from vitrail.evaluate.embeddings import embed as embed_images
 from vitrail.evaluate.features import FeatureSpec
 from vitrail.evaluate.predictor import find_images
+from vitrail.evaluate.shard_output import FeatureFormat
 from vitrail.text import printable, to_json
 from vitrail.train.parallel import World, choose_device
 
@@ -21,26 +26,40 @@ def embed(
     *,
     out: Path,
     features: Features = FeatureSpec(),  # noqa: B008 - it is frozen
+    format_: Annotated[FeatureFormat, tyro.conf.arg(name="format")] = "safetensors",
+    shard_size: int = 10_000,
     json_: Json = False,
     options: Options = RunOptions(bad_images="skip"),  # noqa: B008
 ) -> int:
-    """Compute features of images and write them to a file with the image names.
+    """Compute features of images and write them, with the image names, to a file or to a folder of shards.
 
-    The file also records which features they are and how images were preprocessed. An image that cannot be read is reported
+    The output also records which features they are and how images were preprocessed. An image that cannot be read is reported
     and skipped; the exit status is then 1.
+
+    A folder is for millions of images: memory does not grow, torchrun may run the command on many GPUs and machines, and running
+    it again after it was interrupted, on any number of them, computes only the shards that are missing.
 
     Example: vitrail embed runs/pets photos/ --out photos.npz
 
     Example: vitrail embed B_16.npz photos/ --out photos.parquet --feature mean --layer 8 --no-norm
 
+    Example: torchrun --nproc-per-node 8 -m vitrail embed ViT-B/16 wds:laion/{00000..00099}.tar --out features
+
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
-        images: Image files, folders (searched recursively), or .txt files with one path per line.
-        out: The output file, .npz or .parquet.
+        images: Image files, folders (searched recursively), .txt files with one path per line, or data sources such as csv:FILE,
+            wds:PATTERN (also of URLs), packed:DIR or hf:NAME.
+        out: The output file, .npz or .parquet, or a folder for shards.
         features: Which features.
+        format_: File format of the shards.
+        shard_size: Images per shard.
         json_: Print a summary as JSON.
         options: How images are loaded and computed.
     """
+    if is_folder(out):
+        settings = ShardSettings(checkpoint=checkpoint, images=images, out=out, size=shard_size, options=options, json=json_)
+        return embed_to_folder(settings, features, format_)
+    refuse_ranks(out)
     console = Console(stderr=True)
     check_extension(out)
     world = World(choose_device(options.device))

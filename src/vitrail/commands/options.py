@@ -119,6 +119,12 @@ def show_trained_on(console: Console, seen: Overlap | None) -> None:
         console.print(f"warning: {note}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
+def image_progress(console: Console) -> Progress:
+    """Return the bars of commands that run a model over images."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
 @contextmanager
 def progress_bar(
     console: Console, description: str, total: int, world: World | None = None, *, hidden: bool = False
@@ -127,8 +133,7 @@ def progress_bar(
     if hidden or not console.is_terminal or (world is not None and not world.main):
         yield no_progress
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with image_progress(console) as bars:
         bar = bars.add_task(description, total=total)
         ranks = world.ranks if world is not None else 1
         yield lambda images: bars.advance(bar, images * ranks)

@@ -11,14 +11,17 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
-from vitrail.checkpoints import Bundle, Prediction
+from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import CheckpointAndImages, Json, Options, RunOptions, progress_bar
+from vitrail.commands.shards import ShardSettings, is_folder, predict_to_folder, refuse_ranks
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
+from vitrail.evaluate.prediction_table import PredictionTable
 from vitrail.evaluate.predictor import ImagePredictions, find_images
 from vitrail.evaluate.predictor import predict as predict_images
+from vitrail.evaluate.shard_output import TableFormat
 from vitrail.files import atomic_file
 from vitrail.text import csv_line, printable, to_bytes, to_json
 from vitrail.train.parallel import World, choose_device
@@ -30,6 +33,9 @@ def predict(
     *,
     top: int = 5,
     csv_: Annotated[Path | None, tyro.conf.arg(name="csv")] = None,
+    out: Path | None = None,
+    format_: Annotated[TableFormat, tyro.conf.arg(name="format")] = "csv",
+    shard_size: int = 10_000,
     json_: Json = False,
     options: Options = RunOptions(bad_images="skip", precision="auto"),  # noqa: B008 - it is frozen
 ) -> int:
@@ -47,13 +53,21 @@ def predict(
 
     Example: vitrail predict runs/pets list.txt --csv predictions.csv
 
+    With --out, millions of images: predictions are written to a folder of shards, by one process or, under torchrun, by many GPUs
+    and machines. Running it again after it was interrupted computes only the shards that are missing.
+
+    Example: torchrun --nproc-per-node 8 -m vitrail predict runs/pets wds:photos/{000..099}.tar --out predictions --format parquet
+
     Args:
         words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16,
-            hf:owner/name or an included model. Then image files, folders (searched recursively), or .txt files with one path per
-            line.
+            hf:owner/name or an included model. Then image files, folders (searched recursively), .txt files with one path per
+            line, or data sources such as csv:FILE, wds:PATTERN (also of URLs) or packed:DIR.
         top: How many predictions per image.
         csv_: Write a table to this file; - is the standard output.
-        json_: Print one JSON object per line; each says what was assumed about a file that does not show it.
+        out: Write a folder of shards instead, with a manifest.
+        format_: File format of the shards.
+        shard_size: Images per shard.
+        json_: Print one JSON object per line; each says what was assumed about a file that does not show it. With --out, a summary.
         options: How images are loaded and computed.
     """
     if csv_ is not None and json_:
@@ -61,6 +75,15 @@ def predict(
     checkpoint, images = split_checkpoint(words)
     if not images:
         raise VitrailError("No image was given. Pass image files, folders of images, or .txt files that list images.")
+    if out is not None:
+        if csv_ is not None:
+            raise VitrailError("--out and --csv were both given; choose one. --out FOLDER --format csv writes shards of CSV files.")
+        if not is_folder(out):
+            raise VitrailError(f"--out is a folder of shards, but {out.name!r} has the suffix of a file. For one file use --csv.")
+        common: dict[str, Any] = {"images": images, "out": out, "size": shard_size, "options": options, "json": json_}
+        settings = ShardSettings(checkpoint=checkpoint or DEFAULT, default_model=checkpoint is None, **common)
+        return predict_to_folder(settings, top, format_)
+    refuse_ranks(csv_)
     world = World(choose_device(options.device))
     bundle = options.bundle(checkpoint or DEFAULT, world)
     split = find_images(images)
@@ -123,28 +146,11 @@ class _CsvWriter:
     """Write one row per image: its predictions, or the error."""
 
     def __init__(self, stream: TextIO, bundle: Bundle, top: int) -> None:
-        self._stream, self._bundle = stream, bundle
-        outputs = bundle.model.config.outputs
-        if bundle.task == "regress":
-            headings = [bundle.label(k) for k in range(outputs)]
-        else:
-            columns = ("label", "probability", *(("above_threshold",) if bundle.task == "multilabel" else ()))
-            headings = [f"{name}_{k}" for k in range(1, min(top, outputs) + 1) for name in columns]
-        self._width = len(headings)
-        self._write(["image", *headings, "error"])
+        self._stream, self._table = stream, PredictionTable(bundle, top)
+        self._write(self._table.headings)
 
     def __call__(self, one: ImagePredictions) -> None:
-        if one.error is not None:
-            cells = [""] * self._width
-        elif self._bundle.task == "regress":
-            cells = [f"{prediction.score:.7g}" for prediction in one.predictions]
-        else:
-            cells = [cell for prediction in one.predictions for cell in self._cells(prediction)]
-        self._write([one.name, *cells, one.error or ""])
-
-    def _cells(self, prediction: Prediction) -> tuple[str, ...]:
-        chosen = (str(int(prediction.chosen)),) if self._bundle.task == "multilabel" else ()
-        return prediction.label, f"{prediction.score:.6f}", *chosen
+        self._write(self._table.cells(one))
 
     def _write(self, cells: list[str]) -> None:
         line = csv_line(cells)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitrail.evaluate.embeddings import Embeddings as Embeddings
     from vitrail.evaluate.embeddings import embed as embed
     from vitrail.evaluate.embeddings import load_embeddings as load_embeddings
+    from vitrail.evaluate.embeddings import open_embeddings as open_embeddings
     from vitrail.evaluate.evaluator import EvalResult as EvalResult
     from vitrail.evaluate.evaluator import evaluate as evaluate
     from vitrail.evaluate.features import FeatureSpec as FeatureSpec
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from vitrail.evaluate.reproduce import reproduce as reproduce
     from vitrail.evaluate.ridge import fit_ridge as fit_ridge
     from vitrail.evaluate.ridge import ridge_scores as ridge_scores
+    from vitrail.evaluate.shards import ShardResult as ShardResult
+    from vitrail.evaluate.shards import embed_shards as embed_shards
+    from vitrail.evaluate.shards import predict_shards as predict_shards
 
 _MODULES = {
     "Embeddings": "vitrail.evaluate.embeddings",
@@ -52,6 +56,10 @@ _MODULES = {
     "Reproduction": "vitrail.evaluate.reproduce",
     "reproduce": "vitrail.evaluate.reproduce",
     "ridge_scores": "vitrail.evaluate.ridge",
+    "ShardResult": "vitrail.evaluate.shards",
+    "embed_shards": "vitrail.evaluate.shards",
+    "open_embeddings": "vitrail.evaluate.embeddings",
+    "predict_shards": "vitrail.evaluate.shards",
 }
 
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -44,9 +44,13 @@ class FeatureSpec:
         if not self.norm and self.feature in ("pre_logits", "pooled"):
             raise VitrailError(f"{self.feature} comes after the final norm; without the norm use class, mean or patches.")
 
-    def check(self, model: Model | InferenceModel) -> None:
-        """Refuse features this model does not have."""
+    def check(self, model: Model | InferenceModel, *, any_size: bool = False) -> None:
+        """Refuse features this model does not have, and grids of images of any size."""
         config, name = model.config, model.config.name
+        if self.feature == "patches" and any_size:
+            raise VitrailError(
+                "Images of any size have grids of any size, which do not fit into one array. Use the feature mean or class."
+            )
         if isinstance(config, BiTConfig):
             if self.feature == "class":
                 raise VitrailError(f"{name} is a ResNet without a class token; use mean or pooled.")
@@ -106,11 +110,7 @@ def extract_features(
     model: Model, split: Split, preprocess: Preprocess, spec: FeatureSpec, context: EvalContext
 ) -> ExtractedFeatures:
     """Compute the features of every image of a split, gathered from all ranks."""
-    spec.check(model)
-    if spec.feature == "patches" and context.any_size:
-        raise VitrailError(
-            "Images of any size have grids of any size, which do not fit into one array. Use the feature mean or class."
-        )
+    spec.check(model, any_size=context.any_size)
     if len(split) == 0:
         raise VitrailError(f"The split {split.name!r} has no images.")
     prepared = context.prepare(model)

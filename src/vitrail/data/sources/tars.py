@@ -25,6 +25,7 @@ import numpy as np
 from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
+from vitrail.data.sources.read_ahead import ReadAhead, with_retries
 from vitrail.data.sources.reference import CACHE, OpenResult, Request
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
 from vitrail.errors import VitrailError, counted
@@ -46,6 +47,8 @@ class TarSplit(Split):
     ) -> None:
         self.name, self.task, self.targets, self.classes = name, task, targets, classes
         self._tars, self._keys, self._spans = PackedStrings(tars), PackedStrings(keys), spans
+        self._remote = any(map(_is_remote, tars))
+        self._ahead: ReadAhead | None = None
 
     def image_name(self, index: int) -> str:
         tar = self._tars[int(self._spans[index, 0])]
@@ -55,11 +58,26 @@ class TarSplit(Split):
     def packed_names(self) -> PackedStrings:
         return self._keys
 
+    def read_ahead(self, indices: Array) -> None:
+        if not self._remote:
+            return
+        if self._ahead is None or not self._ahead.usable:
+            self._ahead = ReadAhead(_read)
+        spans = ((self._tars[number], offset, size) for number, offset, size in self._spans[indices].tolist())
+        self._ahead.start(span for span in spans if _is_remote(span[0]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None}  # its threads belong to this process
+
     def payload(self, index: int) -> Payload:
-        number, offset, size = (int(value) for value in self._spans[index])
+        number, offset, size = self._spans[index].tolist()
         tar = self._tars[number]
         try:
-            content = _read(tar, offset, size)
+            if _is_remote(tar):
+                read = self._ahead.take((tar, offset, size)) if self._ahead is not None and self._ahead.usable else None
+                content = read if read is not None else with_retries(_read, tar, offset, size)
+            else:
+                content = _read(tar, offset, size)
         except OSError as error:
             raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({error})") from error
         if len(content) != size:

@@ -73,6 +73,8 @@ def test_a_deeply_nested_line_is_a_bad_line(depth: int, tmp_path: Path, caplog: 
         {"recipe": []},
         {"recipe": {"data": "x"}},
         {"recipe": {"data": {}, "model": []}},
+        {"recipe": {"data": [1]}},
+        {"recipe": [1, "x"]},
         {"resolved": []},
         {"resolved": {"trained_on": 5}},
         {"resolved": {"trained_on": [5]}},

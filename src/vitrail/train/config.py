@@ -308,6 +308,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{path.rstrip('.') or 'the recipe'} is not an object of settings")
     hints = get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:

@@ -226,7 +226,7 @@ def _assumed(pooling: str, hints: Hints) -> str:
     values = ", ".join(f"{key}={value!r}" for key, value in assumed.items() if key not in given)
     return (
         f"a single file in timm's names does not show its architecture: assumed a plain ViT with norms before attention and MLP"
-        f"{', ' + values if values else ''}; change them by these names"
+        f"{', ' + values if values else ''}; change them by these names in vitrail.load, or once with `vitrail convert`"
     )
 
 

@@ -99,7 +99,8 @@ def _class_names(path: Path) -> tuple[str, ...]:
     try:
         return tuple(line.strip() for line in read_bytes(path).decode("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise VitrailError(f"Cannot read class names from {path}: {error}.") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise VitrailError(f"Cannot read class names from {path}: {reason}. Give a text file with one name per line.") from error
 
 
 def _table(report: Report, title: str, *, all_rows: bool) -> Table:

@@ -354,6 +354,8 @@ def check(recipe: Recipe) -> None:
     for name in ("batch", "keep", "log_every"):
         if getattr(recipe, name) < 1:
             raise VitrailError(f"{name} is {getattr(recipe, name)}; it must be at least 1.")
+    if recipe.data.workers is not None and recipe.data.workers < 0:
+        raise VitrailError(f"data.workers is {recipe.data.workers}; it must be at least 0.")
     if recipe.micro_batch != "auto" and int(recipe.micro_batch) < 1:
         raise VitrailError(f"micro_batch is {recipe.micro_batch}; it must be at least 1, or auto for what fits.")
     for name in ("epochs", "steps"):

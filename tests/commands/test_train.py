@@ -113,6 +113,7 @@ def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "add --data.source" in run(capsys, "train", "tiny-imagenet", "--out", str(tmp_path / "x"))[2]
     assert "add --from" in run(capsys, "finetune", "--data", "x")[2]
     assert "add --data" in run(capsys, "finetune", "--from", "x")[2]
+    assert "data.workers is -1" in run(capsys, "train", "digits", "--workers", "-1", "--out", str(tmp_path / "x"))[2]
 
 
 @pytest.mark.slow

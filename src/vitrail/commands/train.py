@@ -35,7 +35,7 @@ from vitrail.train.prepare import Prepared
 from vitrail.train.result import Result
 
 # Flags of every command that reads images, as sentences advise them; a recipe keeps these settings under `data`.
-SHARED = {flag: flag.replace("--", "--data.") for flag in ("--bad-images", "--ignore-unknown-classes", "--workers")}
+SHARED = {flag: flag.replace("--", "--data.") for flag in ("--bad-images", "--ignore-unknown-classes", "--preprocess", "--workers")}
 SHARED["--data"] = "--data.source"
 
 

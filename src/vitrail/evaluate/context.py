@@ -53,6 +53,12 @@ class EvalContext:
     progress: Callable[[int], None] = no_progress
     """Called with the number of images finished since the last call."""
 
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise VitrailError(f"The batch size is {self.batch}; it must be at least 1.")
+        if self.workers is not None and self.workers < 0:
+            raise VitrailError(f"The number of workers is {self.workers}; it must be at least 0.")
+
     def prepare(self, model: Model) -> Model | InferenceModel:
         """Move the model to the device, as an inference copy where one is faster; otherwise returns the model itself."""
         device, model = self.world.device, accepting_any_size(model) if self.any_size else model

@@ -28,7 +28,7 @@ from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.npy import read_npz
-from vitrail.regular_files import parse_json, read_bytes
+from vitrail.regular_files import parse_json, read_bytes, utf8_path
 from vitrail.text import printable
 
 Array = npt.NDArray[Any]
@@ -270,14 +270,16 @@ def _write_parquet(embeddings: Embeddings, path: Path) -> None:
     rows = arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(features.shape[1:])))
     about = {**embeddings.about, "shape": list(features.shape[1:])}
     table = arrow.table({"name": name_column(embeddings.names), "features": rows})
-    arrow.parquet.write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), path)
+    with utf8_path(path) as writable:
+        arrow.parquet.write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), writable)
 
 
 def _read_parquet(file: Path) -> Embeddings:
     arrow = import_pyarrow(".npz")
     if not file.is_file():
         raise FileNotFoundError(2, "no such file", str(file))
-    table = arrow.parquet.read_table(file)
+    with utf8_path(file) as readable:
+        table = arrow.parquet.read_table(readable)
     about = parse_json((table.schema.metadata or {})[b"vitrail"])
     shape = about.pop("shape")
     flat = table["features"].combine_chunks()

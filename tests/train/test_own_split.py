@@ -107,7 +107,7 @@ def test_images_that_were_trained_on_are_said_loudly(
     words = ("eval", run, "--data", f"folder:{noise}", "--split", "train", "--workers", 0)
     out, _ = command(capsys, *words, "--report", tmp_path / "report")
     assert "warning: trained on: all of these 72 images" in out.replace("\n", " ")
-    assert "<p class='warning'>trained on: all of these 72 images" in (tmp_path / "report" / "report.html").read_text()
+    assert '<p class="warning">trained on: all of these 72 images' in (tmp_path / "report" / "report.html").read_text()
     (result,) = json.loads(command(capsys, *words, "--json")[0])["results"]
     assert result["trained_on"] == {"images": 72, "exact": True} and result["warnings"][0].startswith("trained on")
     (tmp_path / "all.csv").write_text(

@@ -70,8 +70,15 @@ def convert(
         all_rows: Show every tensor instead of one line per kind.
         json_: Print JSON instead of a table.
     """
-    options = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size, "channels": channels, "stem": stem}
-    options |= {"gelu": gelu, "norm_eps": norm_eps, "pooling": pooling, "preprocess": preprocess}
+    options: dict[str, Any] = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size}
+    options |= {
+        "channels": channels,
+        "stem": stem,
+        "gelu": gelu,
+        "norm_eps": norm_eps,
+        "pooling": pooling,
+        "preprocess": preprocess,
+    }
     chosen = {key: value for key, value in options.items() if value is not None}
     names = _class_names(classes) if classes else None
     bundle, written = convert_checkpoint(source, target, to, classes=names, drop=drop, **chosen)

@@ -71,14 +71,8 @@ def convert(
         json_: Print JSON instead of a table.
     """
     options: dict[str, Any] = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size}
-    options |= {
-        "channels": channels,
-        "stem": stem,
-        "gelu": gelu,
-        "norm_eps": norm_eps,
-        "pooling": pooling,
-        "preprocess": preprocess,
-    }
+    options |= {"channels": channels, "stem": stem, "preprocess": preprocess}
+    options |= {"gelu": gelu, "norm_eps": norm_eps, "pooling": pooling}
     chosen = {key: value for key, value in options.items() if value is not None}
     names = _class_names(classes) if classes else None
     bundle, written = convert_checkpoint(source, target, to, classes=names, drop=drop, **chosen)

@@ -115,7 +115,7 @@ def test_upload_bars_hover_overview_and_slider(server: Client, included: Bundle,
     file = tmp_path / "dahlia.jpg"
     file.write_bytes(example_images()[1].data)
     page.set_input_files("#file", str(file))
-    expected = included.predict(file.read_bytes())[0]
+    expected = included.predict(file.read_bytes(), precision="fp32")[0]
     wait(page, f"document.querySelector('.bars .label').textContent === {json.dumps(expected[0].label)}")
     assert page.locator(".bars .number").first.inner_text() == f"{100 * expected[0].score:.1f} %"
     wait(page, "document.body.dataset.drawn === '36'")
@@ -168,7 +168,7 @@ def test_views_panels_and_patches_off(server: Client, included: Bundle, open_pag
     box = page.locator(".frame").bounding_box()
     for row, column in ((0, 0), (2, 3)):
         page.mouse.click(box["x"] + (column + 0.5) * box["width"] / 8, box["y"] + (row + 0.5) * box["height"] / 8)
-    best = included.predict(first)[0][0]
+    best = included.predict(first, precision="fp32")[0][0]
     wait(page, f"document.querySelector('.bars .number').textContent.startsWith('{100 * best.score:.1f} %')")
     assert page.locator(".ghost").count() and "off=0.19" in page.evaluate("location.hash")
 

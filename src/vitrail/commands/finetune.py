@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from functools import partial
 
-from vitrail.checkpoints.references import is_name
-from vitrail.checkpoints.url import is_url
-from vitrail.commands.options import progress_bar
+from vitrail.api.finetuning import starting_recipe
+from vitrail.api.image_check import image_check
 from vitrail.commands.terminal import Console
 from vitrail.commands.train import parsed, run
-from vitrail.data.data_wait import max_workers
-from vitrail.data.find_bad import find_bad
-from vitrail.data.types import BadImage, Source, Split
-from vitrail.errors import VitrailError, counted, did_you_mean
-from vitrail.recipes import recipe_named
+from vitrail.errors import VitrailError
 from vitrail.recipes.any_folder import any_folder
-from vitrail.train.config import Recipe
-from vitrail.train.parallel import World
 
 _FLAGS = ("--from", "--data", "--recipe", "--check-images")
-_SECONDS = 60.0
 
 
 def finetune(words: list[str]) -> int:
@@ -47,83 +35,15 @@ def finetune(words: list[str]) -> int:
     given, rest = extract_flags(words, _FLAGS)
     if "-h" in rest or "--help" in rest:
         parsed(any_folder("REF", "FOLDER", images=10_000), ["--help"], command="finetune", description=finetune.__doc__)
-    how = given.get("--check-images", "auto")
-    if how not in ("auto", "all", "none"):
-        raise VitrailError(f"--check-images is {how!r}; it can be auto, all or none.{did_you_mean(how, ('auto', 'all', 'none'))}")
-    recipe = _recipe(given)
+    start, data, name = (given.get(flag) for flag in _FLAGS[:3])
+    recipe = starting_recipe(start, data, name)
     chosen, options = parsed(recipe, rest, command="finetune", description=finetune.__doc__)
-    checks = how != "none" and chosen.data.bad_images != "skip"
-    check = ImageCheck(None if how == "all" else _SECONDS, quiet=options.json) if checks else None
-    return run(recipe, chosen, options, check_images=check)
+    console = Console(stderr=True, quiet=options.json)
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    return run(recipe, chosen, options, check_images=image_check(given.get("--check-images", "auto"), chosen, say=say))
 
 
 finetune.parses_arguments = True  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to
-
-
-class ImageCheck:
-    """Names all bad images before the first step, once for all runs of a sweep. Each rank looks at its share."""
-
-    def __init__(self, seconds: float | None, *, quiet: bool = False) -> None:
-        self.seconds, self.quiet, self.done = seconds, quiet, False
-
-    def __call__(self, source: Source, splits: Sequence[Split], *, world: World) -> None:
-        if self.done or source.kind == "packed":  # decoded and checked when it was packed
-            return
-        self.done = True
-        found = world.gather(self._find(splits, world))
-        bad = sorted((one for some, _ in found for one in some), key=lambda one: one.name)
-        looked_at, total = sum(done for _, done in found), sum(map(len, splits))
-        if bad:
-            listed = "\n".join(f"  {one.name}: {one.reason}" for one in bad)
-            of = f"{counted(looked_at, 'image')}{'' if looked_at == total else f' looked at, of {total:,}'}"
-            raise VitrailError(
-                f"{len(bad):,} of {of} cannot be read:\n{listed}\nRepair or remove them, or skip them with --bad-images skip."
-            )
-        if looked_at < total and world.main and not self.quiet:
-            Console(stderr=True).print(
-                f"checked {looked_at:,} of {total:,} images in {self.seconds:.0f} s, all good; --check-images all checks the rest, "
-                "none checks none",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    def _find(self, splits: Sequence[Split], world: World) -> tuple[list[BadImage], int]:
-        """Return (bad images, images looked at) of this rank. The smallest split is first; the time is divided equally, and what
-        one does not need is left to the next."""
-        bad, looked_at, start = list[BadImage](), 0, time.monotonic()
-        workers = max(1, max_workers() // world.local_ranks)
-        total = sum(len(range(world.rank, len(split), world.ranks)) for split in splits)
-        with progress_bar(Console(stderr=True, quiet=not world.main), "checking images", total) as advance:
-            for k, split in enumerate(sorted(splits, key=len)):
-                left = None if self.seconds is None else (self.seconds - (time.monotonic() - start)) / (len(splits) - k)
-                share = (world.rank, world.ranks)
-                found, done = find_bad(split, workers=workers, seconds=left, share=share, progress=advance)
-                bad, looked_at = bad + found, looked_at + done
-        return bad, looked_at
-
-
-def _recipe(given: dict[str, str]) -> Recipe:
-    start, data, name = (given.get(flag) for flag in _FLAGS[:3])
-    if start is None:
-        raise VitrailError("The checkpoint to start from is missing: add --from, such as --from ViT-B/16 or --from runs/digits.")
-    if name is not None:
-        recipe = recipe_named(name)
-        source = data or recipe.data.source
-        started = dataclasses.replace(recipe.model, start=start)
-        return recipe.replace(model=started, data=dataclasses.replace(recipe.data, source=source))
-    if data is None:
-        raise VitrailError("The images to train on are missing: add --data, such as --data FOLDER with a folder for each class.")
-    from vitrail.data import open_source
-
-    images = len(open_source(data, bad_images="skip", ignore_unknown=True).split("train"))
-    return any_folder(start, data, images=images, name=f"{_short_name(start)}-on-{Path(data.split(':')[-1]).name}")
-
-
-def _short_name(start: str) -> str:
-    """Return a name for the run's folder: `ViT-B-16-mae` for published weights, else the stem of the file or URL."""
-    if is_url(start):
-        return Path(unquote(urlsplit(start).path)).stem or "weights"
-    return start.replace("/", "-").replace("@", "-") if is_name(start) and not start.startswith("hf:") else Path(start).stem
 
 
 def extract_flags(words: list[str], flags: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vitrail.api.progress import terminal_bar
 from vitrail.checkpoints import Bundle, load
 from vitrail.commands.terminal import Console
 from vitrail.data.trained_on import Overlap
@@ -119,12 +119,6 @@ def show_trained_on(console: Console, seen: Overlap | None) -> None:
         console.print(f"warning: {note}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
-def image_progress(console: Console) -> Progress:
-    """Return the bars of commands that run a model over images."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
 @contextmanager
 def progress_bar(
     console: Console, description: str, total: int, world: World | None = None, *, hidden: bool = False
@@ -133,7 +127,5 @@ def progress_bar(
     if hidden or not console.is_terminal or (world is not None and not world.main):
         yield no_progress
         return
-    with image_progress(console) as bars:
-        bar = bars.add_task(description, total=total)
-        ranks = world.ranks if world is not None else 1
-        yield lambda images: bars.advance(bar, images * ranks)
+    with terminal_bar(console, description, total, ranks=world.ranks if world is not None else 1) as advance:
+        yield advance

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TextIO
 
 import tyro
 
+from vitrail.api.predictions import prediction_dict, predictions_text
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
@@ -32,6 +33,7 @@ def predict(
     /,
     *,
     top: int = 5,
+    tta: bool = False,
     csv_: Annotated[Path | None, tyro.conf.arg(name="csv")] = None,
     out: Path | None = None,
     format_: Annotated[TableFormat, tyro.conf.arg(name="format")] = "csv",
@@ -63,6 +65,7 @@ def predict(
             hf:owner/name or an included model. Then image files, folders (searched recursively), .txt files with one path per
             line, or data sources such as csv:FILE, wds:PATTERN (also of URLs) or packed:DIR.
         top: How many predictions per image.
+        tta: Test-time augmentation: average the probabilities of each image and its mirror image. Takes twice as long.
         csv_: Write a table to this file; - is the standard output.
         out: Write a folder of shards instead, with a manifest.
         format_: File format of the shards.
@@ -78,6 +81,8 @@ def predict(
     if out is not None:
         if csv_ is not None:
             raise VitrailError("--out and --csv were both given; choose one. --out FOLDER --format csv writes shards of CSV files.")
+        if tta:
+            raise VitrailError("--tta is not available for shards yet; leave out --tta, or write one file with --csv.")
         if not is_folder(out):
             raise VitrailError(f"--out is a folder of shards, but {out.name!r} has the suffix of a file. For one file use --csv.")
         common: dict[str, Any] = {"images": images, "out": out, "size": shard_size, "options": options, "json": json_}
@@ -94,7 +99,7 @@ def predict(
         console.print(note, highlight=False, soft_wrap=True)
     with _output(csv_) as stream, progress_bar(console, "predicting", len(split), hidden=stream.isatty()) as advance:
         write = _writer(stream, bundle, top, csv_ is not None, json_)
-        for one in predict_images(bundle, split, top=top, context=replace(context, progress=advance)):
+        for one in predict_images(bundle, split, top=top, tta=tta, context=replace(context, progress=advance)):
             write(one)
             if one.error is not None:
                 bad += 1
@@ -124,22 +129,14 @@ def _writer(stream: TextIO, bundle: Bundle, top: int, as_csv: bool, as_json: boo
 
 
 def _line(one: ImagePredictions, bundle: Bundle) -> str:
-    form = ".5g" if bundle.task == "regress" else ".1%"
-    chosen, rest = ([f"{p.label} {p.score:{form}}" for p in one.predictions if p.chosen is yes] for yes in (True, False))
-    below = f"; below the threshold: {', '.join(rest)}" if rest else ""
-    return f"{one.name}: {', '.join(chosen) or 'no label'}{below}"
+    return f"{one.name}: {predictions_text(one.predictions, bundle.task)}"
 
 
 def _to_dict(one: ImagePredictions, bundle: Bundle) -> dict[str, Any]:
     if one.error is not None:
         return {"image": one.name, "error": one.error}
-    key = "value" if bundle.task == "regress" else "probability"
-    predictions: list[dict[str, Any]] = [{"label": p.label, "index": p.index, key: p.score} for p in one.predictions]
-    if bundle.task == "multilabel":
-        for prediction, p in zip(predictions, one.predictions, strict=True):
-            prediction["above_threshold"] = p.chosen
     assumed = {"assumptions": bundle.report.assumptions} if bundle.report.assumptions else {}
-    return {"image": one.name, "predictions": predictions, **assumed}
+    return {**prediction_dict(one.name, one.predictions, bundle.task), **assumed}
 
 
 class _CsvWriter:

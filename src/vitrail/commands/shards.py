@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from vitrail.api.progress import image_progress
 from vitrail.checkpoints import Bundle
 from vitrail.commands.default_model import default_note
-from vitrail.commands.options import RunOptions, image_progress
+from vitrail.commands.options import RunOptions
 from vitrail.commands.terminal import Console, say
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted

@@ -62,4 +62,10 @@ _MODULES = {
     "predict_shards": "vitrail.evaluate.shards",
 }
 
+__all__ = [
+    "Embeddings", "EvalContext", "EvalResult", "FeatureSpec", "FewShotEvaluator", "FewShotResult", "FewShotSpec",
+    "ImagePredictions", "ProbeResult", "ProbeSpec", "Reproduction", "embed", "evaluate", "few_shot", "fit_ridge",
+    "load_embeddings", "predict", "probe", "reproduce", "ridge_scores",
+]  # fmt: skip
+
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -87,6 +87,22 @@ class EvalContext:
         kind = self.world.device.type
         return self.precision != "fp16" if kind == "cpu" else kind == "cuda" and self.precision == "auto"
 
+    def apply(self, model: Model | InferenceModel, compute: Callable[[Tensor], T], images: Tensor) -> T:
+        """Apply `compute` to preprocessed images, without gradients and in this precision."""
+        device = self.world.device
+        # On a CPU, bf16 is built into the layers of the inference copy.
+        precision = "fp32" if device.type == "cpu" and self.precision != "fp16" else self.precision
+        with torch.no_grad(), autocast(precision, device):
+            return compute(images.to(next(model.parameters()).dtype))
+
+    def run_tensor(self, images: Tensor, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Iterator[T]:
+        """Apply `compute` to each batch of images that are preprocessed already, [images, channels, height, width]."""
+        for part in images.split(self.batch or (8 if self.world.device.type == "cpu" else 128)):
+            with evaluating(model):
+                result = self.apply(model, compute, part.to(self.world.device))
+            yield result
+            self.progress(len(part))
+
     def run(
         self,
         split: Split,
@@ -224,10 +240,7 @@ class Pass(Iterator[tuple[T, Batch]]):
         return _in_order([self._apply(part) for part in parts], parts)
 
     def _apply(self, batch: Batch) -> T:
-        # On a CPU, bf16 is built into the layers of the inference copy.
-        precision = "fp32" if self._on_cpu and self._context.precision != "fp16" else self._context.precision
-        with torch.no_grad(), autocast(precision, self._context.world.device):
-            return self._compute(batch.images.to(next(self._model.parameters()).dtype))
+        return self._context.apply(self._model, self._compute, batch.images)
 
 
 def _split(batch: Batch, size: int) -> Iterator[Batch]:

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.references import without_download
@@ -27,6 +29,7 @@ from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
+from vitrail.notebook import data_frame, html_lines, html_table, short_path
 from vitrail.npy import read_npz
 from vitrail.regular_files import parse_json, read_bytes, utf8_path
 from vitrail.text import printable
@@ -114,6 +117,30 @@ class Embeddings(NamedRows):
     names: tuple[str, ...]
     about: dict[str, Any] = field(default_factory=dict)
     bad: tuple[BadImage, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.features, dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.features.shape))
+        return f"Embeddings({shape}, {self.about.get('model', 'unknown model')}, {counted(len(self.bad), 'bad image')})"
+
+    def _repr_html_(self) -> str:
+        rows = [[short_path(name), np.array2string(row.ravel()[:6], precision=3)] for name, row in self._first_rows()]
+        return html_lines([repr(self)]) + html_table(["image", "first features"], rows)
+
+    def _first_rows(self) -> list[tuple[str, Array]]:
+        return list(zip(self.names[:10], self.features[:10], strict=True))
+
+    def to_pandas(self) -> Any:
+        """Return a DataFrame with one row per image and one column per feature, or one column of arrays for patches."""
+        columns: dict[str, Any] = {"features": list(self.features)}
+        if self.features.ndim == 2:
+            columns = {str(k): self.features[:, k] for k in range(self.features.shape[1])}
+        return data_frame({"image": self.names, **columns})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `.npz` (arrays `features`, `names`, `about`) or `.parquet` (columns `name`, `features`), by file extension."""
@@ -207,14 +234,29 @@ def embed(
     split = images if isinstance(images, Split) else find_images(images)
     preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
     extracted = extract_features(bundle.model, split, preprocess, spec, context)
-    about = {
+    names = tuple(split.image_name(int(index)) for index in extracted.indices)
+    return Embeddings(extracted.features, names, _about(bundle, spec, preprocess), tuple(extracted.bad))
+
+
+def embed_tensor(bundle: Bundle, images: Tensor, spec: FeatureSpec | None = None, context: EvalContext | None = None) -> Embeddings:
+    """Compute the features of images that are preprocessed already, [images, channels, height, width]."""
+    spec, context = spec or FeatureSpec(), context or default_context(bundle.model)
+    spec.check(bundle.model)
+    if len(images) == 0:
+        raise VitrailError("The tensor has no images.")
+    model = context.prepare(bundle.model)
+    parts = context.run_tensor(images, model, lambda batch: spec.compute(model, batch).float().cpu())
+    names = tuple(f"image {number}" for number in range(len(images)))
+    return Embeddings(torch.cat(list(parts)).numpy(), names, _about(bundle, spec, None))
+
+
+def _about(bundle: Bundle, spec: FeatureSpec, preprocess: Preprocess | None) -> dict[str, Any]:
+    return {
         "checkpoint": bundle.report.source,
         "model": bundle.model.config.name,
         "features": spec.to_dict(),
-        "preprocess": preprocess.to_dict(),
+        "preprocess": preprocess.to_dict() if preprocess is not None else None,
     }
-    names = tuple(split.image_name(int(index)) for index in extracted.indices)
-    return Embeddings(extracted.features, names, about, tuple(extracted.bad))
 
 
 def open_embeddings(path: str | os.PathLike[str]) -> Embeddings | ShardedEmbeddings:

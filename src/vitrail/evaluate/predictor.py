@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from vitrail.checkpoints import Bundle, Prediction
 from vitrail.data.sources import KINDS, open_source, resolve
@@ -19,6 +20,7 @@ from vitrail.data.sources.reference import parse_reference
 from vitrail.data.types import BadImage, Split, Subset
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, Pass, default_context
+from vitrail.evaluate.flip_average import flip_average
 from vitrail.regular_files import read_bytes
 
 
@@ -32,20 +34,44 @@ class ImagePredictions:
 
 
 def predict(
-    bundle: Bundle, images: Split | Iterable[str | os.PathLike[str]], *, top: int = 5, context: EvalContext | None = None
+    bundle: Bundle,
+    images: Split | Iterable[str | os.PathLike[str]],
+    *,
+    top: int = 5,
+    tta: bool = False,
+    context: EvalContext | None = None,
 ) -> Iterator[ImagePredictions]:
     """Yield the `top` predictions for each image as soon as its batch is finished.
 
-    Memory does not grow with the number of images. `images` is a split, or files, folders and lists as in `find_images`.
+    Memory does not grow with the number of images. `images` is a split, or files, folders and lists as in `find_images`. With
+    `tta`, predictions are averaged over each image and its mirror image.
     """
-    bundle.check_head()
-    if top < 1:
-        raise VitrailError(f"top is {top}; use 1 or more.")
+    check_prediction(bundle, top)
     split = images if isinstance(images, Split) else find_images(images)
     context = context or default_context(bundle.model, bad_images="skip")
     model = context.prepare(bundle.model)
-    results = context.run(split, bundle.stored_preprocess(), model, lambda batch: bundle.decode(model(batch), top))
+    outputs = flip_average(bundle, model) if tta else model
+    results = context.run(split, bundle.stored_preprocess(), model, lambda batch: bundle.decode(outputs(batch), top))
     return _in_order(split, results)
+
+
+def check_prediction(bundle: Bundle, top: int) -> None:
+    """Refuse a model without a trained head, and a `top` below 1."""
+    bundle.check_head()
+    if top < 1:
+        raise VitrailError(f"top is {top}; use 1 or more.")
+
+
+def predict_tensor(
+    bundle: Bundle, images: Tensor, *, top: int = 5, tta: bool = False, context: EvalContext | None = None
+) -> list[list[Prediction]]:
+    """Return the `top` predictions for each preprocessed image [images, channels, height, width]."""
+    check_prediction(bundle, top)
+    context = context or default_context(bundle.model)
+    model = context.prepare(bundle.model)
+    outputs = flip_average(bundle, model) if tta else model
+    parts = context.run_tensor(images, model, lambda batch: bundle.decode(outputs(batch), top))
+    return [row for part in parts for row in part]
 
 
 def _in_order(split: Split, results: Pass[list[list[Prediction]]]) -> Iterator[ImagePredictions]:

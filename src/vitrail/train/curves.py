@@ -13,7 +13,7 @@ from vitrail.train.callbacks import Record
 from vitrail.train.run import RunFolder, number_in
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from vitrail.drawing.figure import Figure
 
 _LARGEST = 1e38  # float32 ends there
 
@@ -34,8 +34,7 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
 
 def curves(trained: list[Record], validated: list[Record], headline: str) -> Figure:
     """Draw the records of training and validation."""
-    from matplotlib.figure import Figure
-
+    from vitrail.drawing.figure import Figure
     from vitrail.drawing.style import COLOURS, WIDTH, styled
 
     blue, red, green = COLOURS[:3]

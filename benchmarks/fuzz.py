@@ -28,12 +28,19 @@ from typing import Any
 import torch
 
 from benchmarks.fuzz_cases import Case, make_cases, restored
+from benchmarks.fuzz_json import mutate_json
 from vitrail.errors import VitrailError
 
 SECONDS, MEMORY = 10, 2 << 30
 
 
 def mutate(content: bytes, rng: random.Random) -> bytes:
+    """Change bytes; in half of the files with JSON, change its values instead."""
+    changed = mutate_json(content, rng) if rng.random() < 0.5 else None
+    return mutate_bytes(content, rng) if changed is None else changed
+
+
+def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
     """Flip bits; overwrite, insert, remove and copy pieces; mostly where names and sizes are stored."""
     changed = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5))):

@@ -10,6 +10,8 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 MAX_BYTES = 1 << 30
@@ -70,6 +72,28 @@ def read_bytes(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
     if len(content) > limit:
         raise NotRegular(path, f"more than the limit of {limit:,} bytes")
     return content
+
+
+@contextmanager
+def utf8_path(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield a path at which a library that accepts only UTF-8 can open this file or folder: on Linux that of its descriptor."""
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        if not os.path.isdir(_DESCRIPTORS):  # noqa: PTH112 - this module has no Path
+            raise
+    else:
+        yield name
+        return
+    handle = os.open(path, _OPEN_FLAGS) if os.path.isdir(path) else open_regular(path)  # noqa: PTH112
+    try:
+        yield f"{_DESCRIPTORS}/{handle}"
+    finally:
+        os.close(handle)
+
+
+_DESCRIPTORS = "/proc/self/fd"
 
 
 def parse_json(content: bytes | str) -> Any:

@@ -97,7 +97,7 @@ def test_a_zero_head_is_detected_and_does_not_predict(tmp_path: Path) -> None:
     with pytest.raises(VitrailError, match=r"The head is all zeros: .*i21k\.npz is only a backbone.*finetune"):
         loaded.predict(noise_image(0))
     with pytest.raises(VitrailError, match="There is no head"):
-        bundle_of(KINDS["no-head"]).predict(noise_image(0))
+        vitrail.Bundle.of(bundle_of(KINDS["no-head"])).predict(noise_image(0))
     assert bundle_of(KINDS["distilled"]).head == "set"
 
 

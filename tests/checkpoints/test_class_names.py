@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,9 @@ def test_a_bare_file_of_1000_outputs_is_assumed(tmp_path: Path, name: str, to: s
     loaded = vitrail.load(written(tmp_path / name, to), **(FIELDS if to != "hf" else {}))
     assert loaded.classes == imagenet.labels("1k") and loaded.classes_assumed
     assert sum("assumed ImageNet-1k in its usual order" in text for text in loaded.report.assumptions) == 1
+    for given in ({"classes": [str(number) for number in range(1000)]}, {"outputs": 3}):
+        known: Any = vitrail.load(tmp_path / name, **(FIELDS if to != "hf" else {}), **given)
+        assert not any("ImageNet-1k" in text for text in known.report.assumptions)
 
 
 def test_21k(tmp_path: Path) -> None:

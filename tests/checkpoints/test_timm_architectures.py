@@ -106,6 +106,33 @@ def test_supported_arguments_are_applied(arguments: dict[str, Any], tmp_path: Pa
     assert _difference(theirs, tmp_path / "timm", small["img_size"]) <= 2e-5
 
 
+def _store_pooling(folder: Path, pool: str | None) -> None:
+    """Store the pooling next to the arguments of the model instead of in them, or not at all."""
+    config = json.loads((folder / "config.json").read_text())
+    config["model_args"].pop("global_pool", None)
+    (folder / "config.json").write_text(json.dumps({**config, "global_pool": pool}))
+
+
+@pytest.mark.parametrize("arguments", [{"global_pool": "avg"}, {"global_pool": "avg", "fc_norm": False}], ids=str)
+def test_pooling_stored_next_to_the_arguments_is_applied(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """timm's `save_for_hf` stores it there, and versions up to 1.0 store no arguments that were not given to it."""
+    small = _small("vit_tiny_patch16_224", 3, **arguments)
+    theirs = _folder("vit_tiny_patch16_224", tmp_path / "timm", **small)
+    _store_pooling(tmp_path / "timm", "avg")
+    assert _difference(theirs, tmp_path / "timm", small["img_size"]) <= 2e-5
+
+
+@pytest.mark.parametrize("pool", ["max", "avgmax"])
+def test_other_pooling_stored_next_to_the_arguments_is_rejected(pool: str, tmp_path: Path) -> None:
+    _folder("vit_tiny_patch16_224", tmp_path / "timm", **_small("vit_tiny_patch16_224", 3, global_pool=pool))
+    _store_pooling(tmp_path / "timm", pool)
+    with pytest.raises(VitrailError, match=f"global_pool='{pool}'"):
+        load(tmp_path / "timm")
+    _store_pooling(tmp_path / "timm", None)
+    with pytest.raises(VitrailError, match="class-token pooling, but the file has tensors of fc_norm"):
+        load(tmp_path / "timm")
+
+
 def test_a_post_norm_architecture_with_the_same_tensors_is_rejected(tmp_path: Path) -> None:
     _folder("vit_base_patch16_rpn_224", tmp_path / "timm", **_small("vit_base_patch16_rpn_224", 12))
     with pytest.raises(VitrailError, match=r"vit_base_patch16_rpn_224.*normalises after attention"):

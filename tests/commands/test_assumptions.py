@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import vitrail
+from tests.checkpoints.small_models import KINDS, bundle_of
 from tests.commands.test_eval import run
 from tests.evaluate.conftest import photos  # noqa: F401 - a fixture
 from tests.evaluate.test_suites import TASKS, eurosat, small_draws  # noqa: F401 - a fixture
-from vitrail.checkpoints import load
+from vitrail.checkpoints import load, write
 from vitrail.evaluate.suite_run import TaskScore
+from vitrail.export.artefact import Artefact
+from vitrail.serve.service import models_of
 
 
 @pytest.fixture
@@ -63,3 +70,44 @@ def test_vtab_tells_what_was_assumed(
     status, out, _ = run(capsys, "vtab", bare, "--root", tmp_path, "--out", tmp_path / "runs", "--tasks", "specialized", "--json")
     assert status == 0 and json.loads(out)["assumptions"] == load(bare).report.assumptions != []
     assert json.loads((tmp_path / "runs" / "results.json").read_text())["assumptions"] == json.loads(out)["assumptions"]
+
+
+def test_the_explorer_and_the_service_say_what_was_assumed(
+    capsys: pytest.CaptureFixture[str],
+    bare: Path,
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    image = next(photos.rglob("*.png"), None) or next(photos.rglob("*.jpg"))
+    page = ("explore", bare, image, "--save", tmp_path / "page.html")
+    assert run(capsys, *page)[0] == 0
+    assert caplog.text.count("does not store its preprocessing") == 1
+    caplog.clear()
+    assert run(capsys, *page, "--preprocess", "deit")[0] == 0
+    assert "does not store its preprocessing" not in caplog.text
+    models_of([str(bare)], None)["deit"]()  # as `vitrail serve` loads it
+    assert caplog.text.count("does not store its preprocessing") == 1
+
+
+@pytest.mark.slow
+def test_an_exported_file_records_what_was_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bare = tmp_path / "x.npz"
+    write(bundle_of(KINDS["plain"]), bare, "google")
+    out = tmp_path / os.fsdecode(b"caf\xe9") if sys.platform == "linux" else tmp_path / "out"
+    status, _, err = run(capsys, "export", bare, out, "--format", "pt2")
+    assert status == 0 and err.count("does not store its preprocessing") == 1
+    assert json.loads((out / "report.json").read_text(encoding="utf-8"))["assumptions"] == load(bare).report.assumptions
+    status, _, err = run(capsys, "export", "verify", out, bare, "--preprocess", "deit")
+    assert "does not store its preprocessing" not in err
+    assert Artefact.open(out).metadata["assumptions"] == load(bare).report.assumptions
+
+
+def test_what_was_assumed_can_be_changed_by_options(capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path) -> None:
+    words = ("--gelu", "tanh", "--norm-eps", 1e-5, "--pooling", "mean", "--preprocess", "deit", "--json")
+    status, out, _ = run(capsys, "convert", bare, tmp_path / "own2", *words)
+    assert status == 0 and not any("gelu" in text or "preprocessing" in text for text in json.loads(out)["assumptions"])
+    config: Any = load(tmp_path / "own2").model.config
+    assert (config.gelu, config.norm_eps, config.pooling) == ("tanh", 1e-5, "mean")
+    status, out, _ = run(capsys, "train", "digits", "--preprocess", "deit", "--explain")
+    assert status == 0 and re.search(r"data\.preprocess +deit", out)

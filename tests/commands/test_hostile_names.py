@@ -128,13 +128,29 @@ def test_an_error_message_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not UNSAFE.search(captured.out + captured.err)
 
 
+@pytest.mark.parametrize(("to", "suffix"), [("vitrail", ""), ("timm", ".safetensors"), ("timm", ".pth"), ("google", ".npz")])
+def test_checkpoints_of_any_name(to: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """safetensors and torch take paths in UTF-8 only; this was reported as a corrupted file."""
+    (tmp_path / os.fsdecode(b"caf\xe9\x1b[2J")).mkdir()
+    target = tmp_path / os.fsdecode(b"caf\xe9\x1b[2J/x\xff" + suffix.encode())
+    bundle = bundle_of(TINY)
+    write(bundle, target, to)
+    weights = load(target, **({"heads": 2} if to == "timm" else {})).model.state_dict()
+    assert all(weights[name].equal(tensor) for name, tensor in bundle.model.state_dict().items())
+    run("convert", target, tmp_path / os.fsdecode(b"\xfe"), "--heads", "2")
+    run("info", tmp_path / os.fsdecode(b"\xfe"))
+    shown = capsys.readouterr()
+    assert not UNSAFE.search(shown.out + shown.err)
+
+
 @pytest.mark.parametrize("suffix", [".npz", ".parquet"])
 def test_embeddings_keep_names(suffix: str, tmp_path: Path) -> None:
     if suffix == ".parquet":
         pytest.importorskip("pyarrow")
     names = tuple(os.fsdecode(name) for name in FILES)
-    Embeddings(np.zeros((len(names), 2), np.float32), names, {"checkpoint": "\udcff"}).save(tmp_path / f"x{suffix}")
-    assert load_embeddings(tmp_path / f"x{suffix}").names == names
+    file = tmp_path / os.fsdecode(b"\xff" + suffix.encode())
+    Embeddings(np.zeros((len(names), 2), np.float32), names, {"checkpoint": "\udcff"}).save(file)
+    assert load_embeddings(file).names == names
 
 
 def test_plots_of_any_class_names() -> None:
@@ -166,14 +182,14 @@ def test_text_reads_back_from_json_and_csv(text: str) -> None:
 
 def test_only_one_module_writes_to_the_terminal() -> None:
     # `vitrail.load` shows downloads from Python, too, below the commands; it escapes its one line itself.
-    allowed = {SRC / "commands/terminal.py", SRC / "cli.py", SRC / "checkpoints/download_progress.py"}
+    allowed = {SRC / "api/terminal.py", SRC / "cli.py", SRC / "checkpoints/download_progress.py"}
     assert "printable(" in (SRC / "checkpoints/download_progress.py").read_text()
     found = [
         file
         for file in SRC.rglob("*.py")
         if file not in allowed
         and re.search(r"^\s*print\(|import .*\bConsole\b(?<!terminal import Console)", file.read_text())
-        and not re.search(r"from vitrail\.commands\.terminal import .*Console", file.read_text())
+        and not re.search(r"from vitrail\.(api|commands)\.terminal import .*Console", file.read_text())
     ]
     assert found == []
 

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 import vitrail
+from tests.checkpoints.small_models import KINDS, bundle_of
 from vitrail import inspect
 from vitrail.cli import main
-from vitrail.commands.inspect import _files
+from vitrail.commands.inspect import _load_images
 from vitrail.data.preprocess import Preprocess, preset
 
 FIGURES = ["filters", "filters-raw", "positions", "distance", "rollout", "heads", "comparison"]
@@ -145,8 +146,15 @@ def test_without_a_checkpoint_the_included_model_is_inspected(tmp_path: Path, ca
 
 
 def test_folders_of_images_are_sampled(tmp_path: Path, pictures: list[Path]) -> None:
-    assert _files((str(tmp_path),), 1, 0)[0] in pictures and len(_files((str(tmp_path),), 5, 0)) == 2
-    assert _files(tuple(map(str, pictures)), 1, 0) == pictures, "named files are all used"
+    names = {path.name for path in pictures}
+
+    def chosen(*images: Path, count: int) -> list[str]:
+        raw = _load_images(bundle_of(KINDS["plain"]), tuple(map(str, images)), None, None, count, 0)
+        assert raw is not None
+        return raw.names
+
+    assert chosen(tmp_path, count=1)[0] in names and set(chosen(tmp_path, count=5)) == names
+    assert chosen(*pictures, count=1) == [path.name for path in pictures], "named files are all used"
 
 
 def test_a_resnet_shows_only_its_filters_and_a_note(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands.test_models import run
+from vitrail.api.finetuning import short_name
 from vitrail.checkpoints.published import published_weights
 from vitrail.checkpoints.references import is_name
-from vitrail.commands.finetune import _short_name
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,6 @@ def test_references_with_an_at_that_are_no_names(
 
 
 def test_names_of_runs() -> None:
-    assert _short_name("ViT-B/16") == "ViT-B-16" and _short_name("ViT-B/16@mae") == "ViT-B-16-mae"
-    assert _short_name("weights/ViT-B_16.npz") == "ViT-B_16" and _short_name("hf:owner/name") == "name"
-    assert _short_name("https://me:secret@host/folder/ViT-B_16.npz?signature=secret") == "ViT-B_16"
+    assert short_name("ViT-B/16") == "ViT-B-16" and short_name("ViT-B/16@mae") == "ViT-B-16-mae"
+    assert short_name("weights/ViT-B_16.npz") == "ViT-B_16" and short_name("hf:owner/name") == "name"
+    assert short_name("https://me:secret@host/folder/ViT-B_16.npz?signature=secret") == "ViT-B_16"

@@ -135,6 +135,9 @@ def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkp
     assert status == 2 and "No image was given" in err
     status, _, err = run(capsys, "predict", checkpoint, photos, "--json", "--csv", "x.csv")
     assert status == 2 and "choose one" in err
+    for option, value in (("--batch", 0), ("--workers", -1)):
+        status, _, err = run(capsys, "predict", checkpoint, photos, option, value)
+        assert status == 2 and f"is {value}; it must be at least" in err
 
 
 def test_an_empty_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 import vitrail
+from vitrail.api.image_check import ImageCheck
 from vitrail.cli import main
-from vitrail.commands.finetune import ImageCheck
 from vitrail.commands.training_display import LiveDisplay
 from vitrail.data import Split, open_source
 from vitrail.data.types import BadImage
@@ -114,6 +114,7 @@ def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "add --data.source" in run(capsys, "train", "tiny-imagenet", "--out", str(tmp_path / "x"))[2]
     assert "add --from" in run(capsys, "finetune", "--data", "x")[2]
     assert "add --data" in run(capsys, "finetune", "--from", "x")[2]
+    assert "data.workers is -1" in run(capsys, "train", "digits", "--workers", "-1", "--out", str(tmp_path / "x"))[2]
 
 
 @pytest.mark.slow
@@ -293,7 +294,7 @@ def test_the_time_to_check_images_is_divided_between_the_splits(monkeypatch: pyt
         calls.append((split.name, seconds, share))
         return [BadImage(f"{split.name} {share}", "bad")] if share[0] else [], 1
 
-    monkeypatch.setattr("vitrail.data.find_bad.find_bad", look)
+    monkeypatch.setattr("vitrail.api.image_check.find_bad", look)
     source = open_source("digits")
     splits = [source.split("train"), source.split("val")]
     assert len(splits[0]) > len(splits[1])

@@ -59,6 +59,7 @@ def changed(packed: Path, path: str, value: Any) -> None:
         ("splits.train.shape", [40, 48]),
         ("splits.train.shape", [0, 48, 3]),
         ("splits.train.shape", "abc"),
+        ("splits.train.shape", ...),
         ("splits.train.dtype", "object"),
         ("splits.train.dtype", ...),
         ("splits.train.bytes", "many"),
@@ -171,6 +172,9 @@ def tar_of(path: Path, special: bool = False) -> bytes:
             pipe = tarfile.TarInfo("pipe.png")
             pipe.type = tarfile.FIFOTYPE
             archive.addfile(pipe)
+            holes = tarfile.TarInfo("holes.png")
+            holes.type, holes.size = tarfile.GNUTYPE_SPARSE, 0
+            archive.addfile(holes)
     return path.read_bytes()
 
 
@@ -197,6 +201,8 @@ def test_a_torn_index_of_a_tar_is_made_again(tmp_path: Path) -> None:
         b"[]",
         b'{"keys": ["a"], "labels": [], "spans": []}',
         b'{"keys": [1], "labels": [null], "spans": [[0, -5]]}',
+        b'{"keys": ["0.png"], "labels": ["0"], "spans": [[512, 1000000000000000]]}',
+        b'{"keys": ["0.png"], "labels": ["0"], "spans": [[9223372036854775807, 9223372036854775807]]}',
     ):
         cached.write_bytes(torn)
         assert len(open_source(reference).splits["train"]) == 4
@@ -207,7 +213,7 @@ def test_special_members_of_a_tar_are_skipped_and_said(tmp_path: Path, caplog: p
     tar_of(tmp_path / "x.tar", special=True)
     with caplog.at_level(logging.WARNING):
         assert len(open_source(f"wds:{tmp_path}/x.tar?index={tmp_path}/cache").splits["train"]) == 4
-    assert "skipped 1 member that is not a regular file, for example pipe.png" in caplog.text
+    assert "skipped 2 members that are not regular files, for example pipe.png" in caplog.text
 
 
 @pytest.mark.parametrize("header", [{"shape": (1 << 20, 1 << 20, 3)}, {"shape": (-1, 4)}, {"descr": "|O"}, {"descr": "<U99999999"}])

@@ -193,6 +193,16 @@ def test_a_partial_dataset_is_not_resumed_with_other_options_or_images(
         pack(photos, tmp_path / "p", replace(settings, channels=1))
 
 
+def test_what_failed_before_its_first_chunk_does_not_stop_another_try(photos: Source, tmp_path: Path) -> None:
+    """As after an image that cannot be read, which was then removed, or a wrong option."""
+    settings = choose_settings(photos)
+    with pytest.raises(VitrailError, match="the others are 1×1"):
+        pack(photos, tmp_path / "p", replace(settings, size=(1, 1)))
+    assert (tmp_path / "p.partial").exists()
+    pack(photos, tmp_path / "p", settings)
+    assert not (tmp_path / "p.partial").exists()
+
+
 def test_bad_images_stop_packing_or_are_skipped_and_listed(tmp_path: Path, photos: Source) -> None:
     (tmp_path / "photos/train/a/2.png").write_bytes(b"")
     with pytest.raises(BadImage, match=r"train/a/2.png: an empty file"):

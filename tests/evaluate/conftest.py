@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import vitrail
-from vitrail.checkpoints import Bundle, load, save
+from vitrail.checkpoints import save
 from vitrail.data import open_source, preset
 from vitrail.data.loader import EvalLoader
 from vitrail.evaluate.ridge import fit_ridge
@@ -74,5 +74,5 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bundle(checkpoint: Path) -> Bundle:
-    return load(checkpoint)
+def bundle(checkpoint: Path) -> vitrail.Bundle:
+    return vitrail.load(checkpoint)

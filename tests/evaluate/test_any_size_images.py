@@ -51,7 +51,9 @@ def mixed(photos: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fields", [{"batch": 1}, {"batch": 4, "workers": 2}, {"batch": 64}, {"max_size": 40}], ids=str)
-def test_predictions_of_a_folder_are_those_of_one_image_at_a_time(bundle: Bundle, mixed: Path, fields: dict[str, int]) -> None:
+def test_predictions_of_a_folder_are_those_of_one_image_at_a_time(
+    bundle: vitrail.Bundle, mixed: Path, fields: dict[str, int]
+) -> None:
     context = dataclasses.replace(ANY, **fields)
     found = list(predict(bundle, [mixed], top=4, context=context))
     files = sorted(mixed.glob("*.jpg"))
@@ -68,7 +70,7 @@ def test_predictions_of_a_folder_are_those_of_one_image_at_a_time(bundle: Bundle
     assert isinstance(bundle.model.config, ViTConfig) and not bundle.model.config.any_size
 
 
-def test_python_and_the_command_agree(bundle: Bundle, mixed: Path) -> None:
+def test_python_and_the_command_agree(bundle: vitrail.Bundle, mixed: Path) -> None:
     files = [file for file in sorted(mixed.glob("*.jpg")) if file.stem not in ("05", "09")]
     for ours, one in zip(bundle.predict(files, top=4, any_size=True), predict(bundle, files, top=4, context=ANY), strict=True):
         same(ours, list(one.predictions))
@@ -126,7 +128,10 @@ def test_a_resnet_needs_no_positions(photos: Path) -> None:
     model = vitrail.create_model("BiT-R50x1", outputs=4, image_size=32, layers=(1, 1), seed=0)
     torch.nn.init.normal_(model.head.weight)  # type: ignore[arg-type]
     made = dataclasses.replace(
-        load("vitrail-ti8-tiny-imagenet"), model=model.eval(), classes=None, preprocess=vitrail.data.preset("google-vit", size=32)
+        vitrail.load("vitrail-ti8-tiny-imagenet"),
+        model=model.eval(),
+        classes=None,
+        preprocess=vitrail.data.preset("google-vit", size=32),
     )
     files = sorted((photos / "val" / "red").glob("*.jpg"))
     for ours, one in zip(made.predict(files, any_size=True), predict(made, files, context=ANY), strict=True):

@@ -77,6 +77,7 @@ def running(
     *,
     second: Callable[[], Bundle] | None = None,
     token: str | None = None,
+    cors: tuple[str, ...] = (),
     wait: bool = True,
     **settings: Any,
 ) -> Iterator[Client]:
@@ -96,7 +97,7 @@ def running(
 
     def run() -> None:
         try:
-            serve(service, host="127.0.0.1", port=0, token=token, cors=(), announce=address.append)
+            serve(service, host="127.0.0.1", port=0, token=token, cors=cors, announce=address.append)
         except BaseException as error:
             failure.append(error)
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.serve.conftest import Client
+import vitrail
+from tests.serve.conftest import Client, running
 from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.pretrained import DEFAULT
+from vitrail.data import open_source
+from vitrail.data.eval_reader import EvalReader, eval_slices
 from vitrail.inspect.rollout import rollout
+from vitrail.serve.explorations import example_images
+from vitrail.serve.images import decode
+from vitrail.serve.limits import PixelLimit
+from vitrail.serve.settings import ServeSettings
 
 
 def data_uri(data: bytes) -> str:
@@ -34,6 +44,46 @@ def test_predictions_are_those_of_the_bundle(client: Client, bundle: Bundle, jpe
     assert status == 200 and answer["model"] == "tiny"
     assert [one["label"] for one in found] == [one.label for one in expected]
     assert [one["probability"] for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
+
+
+def test_golden_predictions_of_the_included_model() -> None:
+    """Decoding, resizing, normalisation, model and words, against numbers that were written down once."""
+    golden = {
+        "tower": {"beacon": 0.163424, "birdhouse": 0.119522, "lakeside": 0.068919},
+        "dahlia": {"mushroom": 0.380786, "ice lolly": 0.094854, "orange": 0.061270},
+    }
+    included = vitrail.load(DEFAULT)
+    with running(lambda: included) as client:
+        for image in example_images():
+            _, answer, _ = client.call("POST", "/v1/predict?top=3", image.data)
+            found = {one["label"]: one["probability"] for one in answer["results"][0]["predictions"]}
+            assert found == pytest.approx(golden[image.name], abs=5e-4)
+
+
+def test_images_are_preprocessed_as_in_evaluation(tmp_path: Path, bundle: Bundle, jpegs: list[bytes]) -> None:
+    for number, data in enumerate(jpegs):
+        folder = tmp_path / "val" / bundle.classes[number % 2]  # type: ignore[index]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.jpg").write_bytes(data)
+    split, preprocess = open_source(f"folder:{tmp_path}").split("val"), bundle.stored_preprocess()
+    (every,) = eval_slices(len(split), len(jpegs), 0, 1)
+    evaluated = preprocess.normalise(EvalReader(split, preprocess, skip_bad=False, num_buffers=1)[every].images)
+    limit = PixelLimit(10_000_000)
+    served = torch.stack([decode(split.payload(n), preprocess, ServeSettings(), limit) for n in range(len(split))])
+    assert len(served) == len(jpegs) and torch.equal(served, evaluated)
+
+
+def test_other_origins_may_call_only_if_they_are_named(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    asked = {"origin": "https://example.org", "access_control_request_method": "POST"}
+    status, _, headers = client.call("OPTIONS", "/v1/predict", **asked)
+    assert status == 405 and "access-control-allow-origin" not in headers
+    _, _, headers = client.call("POST", "/v1/predict", jpegs[0], origin="https://example.org")
+    assert "access-control-allow-origin" not in headers
+    with running(lambda: bundle, cors=("https://example.org",)) as named:
+        status, _, headers = named.call("OPTIONS", "/v1/predict", **asked)
+        assert status == 200 and headers["access-control-allow-origin"] == "https://example.org"
+        status, answer, headers = named.call("OPTIONS", "/v1/predict", **{**asked, "origin": "https://example.com"})
+        assert status == 400 and "access-control-allow-origin" not in headers and list(answer) == ["error"]
 
 
 def test_a_bad_image_among_several_fails_alone(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
@@ -147,3 +197,17 @@ def test_metrics_count_what_was_done(client: Client, jpegs: list[bytes]) -> None
     assert images() == before + 3
     text = client.call("GET", "/metrics")[1].decode()
     assert 'vitrail_images_in_flight{model="tiny"} 0' in text and 'vitrail_batch_size_bucket{model="tiny",le="+Inf"}' in text
+
+
+def test_the_reference_page_has_every_operation_and_loads_nothing(client: Client) -> None:
+    status, page, headers = client.call("GET", "/docs")
+    text = page.decode()
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    paths = client.call("GET", "/openapi.json")[1]["paths"]
+    assert {"/v1/predict", "/v2/models/{name}/infer", "/metrics"} <= set(paths)
+    assert all(f"<code>{path}</code>" in text for path in paths)
+    assert "mean of all heads" in text and "default: rollout" in text  # descriptions and defaults of parameters
+    assert "<script" not in text and "://" not in text
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert headers["content-security-policy"].startswith(f"default-src 'none'; style-src 'sha256-{digest}'")

@@ -115,7 +115,7 @@ def test_upload_bars_hover_overview_and_slider(server: Client, included: Bundle,
     file = tmp_path / "dahlia.jpg"
     file.write_bytes(example_images()[1].data)
     page.set_input_files("#file", str(file))
-    expected = included.predict(file.read_bytes())[0]
+    expected = included.predict(file.read_bytes(), precision="fp32")[0]
     wait(page, f"document.querySelector('.bars .label').textContent === {json.dumps(expected[0].label)}")
     assert page.locator(".bars .number").first.inner_text() == f"{100 * expected[0].score:.1f} %"
     wait(page, "document.body.dataset.drawn === '36'")
@@ -168,7 +168,7 @@ def test_views_panels_and_patches_off(server: Client, included: Bundle, open_pag
     box = page.locator(".frame").bounding_box()
     for row, column in ((0, 0), (2, 3)):
         page.mouse.click(box["x"] + (column + 0.5) * box["width"] / 8, box["y"] + (row + 0.5) * box["height"] / 8)
-    best = included.predict(first)[0][0]
+    best = included.predict(first, precision="fp32")[0][0]
     wait(page, f"document.querySelector('.bars .number').textContent.startsWith('{100 * best.score:.1f} %')")
     assert page.locator(".ghost").count() and "off=0.19" in page.evaluate("location.hash")
 
@@ -214,6 +214,34 @@ def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> 
     wait(page, "document.getElementById('error').hidden")
 
 
+@pytest.mark.parametrize("way", ["paste", "drop"])
+def test_an_image_is_pasted_or_dropped(server: Client, included: Bundle, open_page: Any, way: str) -> None:
+    page = open_page(address(server))
+    wait(page, "document.body.dataset.drawn === '36'")
+    data = example_images()[1].data
+    page.evaluate(
+        """([way, bytes]) => {
+          const files = new DataTransfer();
+          files.items.add(new File([new Uint8Array(bytes)], "dahlia.jpg", { type: "image/jpeg" }));
+          const event = way === "paste" ? new ClipboardEvent("paste", { clipboardData: files, bubbles: true })
+            : new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true });
+          document.body.dispatchEvent(event);
+        }""",
+        [way, list(data)],
+    )
+    expected = included.predict(data)[0][0]
+    wait(page, f"document.querySelector('.bars .label').textContent === {json.dumps(expected.label)}")
+
+
+def test_an_address_with_impossible_values_shows_the_usual_view(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "#view=rollout&fusion=median&scale=x&style=x&panel=x&head=99&layer=99&query=9999&off=7.9999"))
+    wait(page, "document.body.dataset.drawn === 'all'")
+    assert page.locator("#fusion").input_value() == "mean" and page.locator("#style").input_value() == "colour"
+    assert page.get_by_role("tab", name="Heads").get_attribute("aria-selected") == "true"
+    page.get_by_role("tab", name="Attention").click()
+    wait(page, "document.querySelector('.map-title').textContent.includes('layer 11, mean of all heads')")
+
+
 def test_a_dropped_image_is_sent_again(server: Client, open_page: Any) -> None:
     """The server keeps few images; one that was removed is sent again without a word."""
     page = open_page(address(server), expected=("404",))
@@ -233,6 +261,7 @@ def test_phone_dark_and_keyboard(server: Client, open_page: Any) -> None:
     box = page.locator(".frame").bounding_box()
     page.touchscreen.tap(box["x"] + 0.9 * box["width"], box["y"] + 0.1 * box["height"])
     wait(page, "document.body.dataset.drawn === '7'")
+    assert page.get_by_role("button", name="PNG").is_visible() and page.get_by_role("button", name="JSON").is_visible()
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.get_by_role("button", name="Light or dark").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
@@ -241,6 +270,26 @@ def test_phone_dark_and_keyboard(server: Client, open_page: Any) -> None:
         " && !(e.ariaLabel || e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length)).map(e => e.outerHTML)"
     )
     assert not unnamed
+
+
+def test_a_finger_switches_patches_off(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "#panel=off"), PHONE, has_touch=True)
+    wait(page, "document.body.dataset.drawn === '36'")
+    box = page.locator(".frame").bounding_box()
+    finger = page.context.new_cdp_session(page)
+    for kind, column in (("touchStart", 0), ("touchMove", 1), ("touchMove", 2), ("touchEnd", None)):
+        places = [] if column is None else [{"x": box["x"] + (column + 0.5) * box["width"] / 8, "y": box["y"] + box["height"] / 16}]
+        finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
+    wait(page, "location.hash.includes('off=0.1.2') && document.querySelectorAll('.ghost').length")
+    assert page.evaluate("scrollY") == 0
+
+
+def test_reference_page(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "docs"), PHONE, color_scheme="dark")
+    page.get_by_text("/v1/attention", exact=True).click()
+    assert page.get_by_text("Token that looks").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("getComputedStyle(document.querySelector('details')).borderRadius") == "8px"  # its style is allowed
 
 
 def test_token(included: Bundle, open_page: Any) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,3 +253,15 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle
             process.send_signal(signal.SIGTERM)
             assert [call.result()[0] for call in calls] == [200, 200, 200]
         assert process.wait(20) == 0
+
+
+def test_results_of_the_load_benchmark_as_a_table(tmp_path: Path) -> None:
+    from benchmarks.serving import markdown
+    from benchmarks.serving_load import quantile, write_rows
+
+    rows = [("half load, even: p99", 408.4712, "ms"), ("overload: status 429", 1049, "answers")]
+    write_rows(tmp_path / "a.csv", rows, {"cpu": "AMD EPYC", "server_cores": 1, "command": "python -m benchmarks.serving"})
+    lines = markdown(tmp_path / "a.csv").splitlines()
+    assert lines[0] == "`python -m benchmarks.serving`, cpu AMD EPYC, server cores 1:"
+    assert lines[-2:] == ["| half load, even: p99 | 408.47 | ms |", "| overload: status 429 | 1049 | answers |"]
+    assert quantile([3.0, 1.0, 2.0, 4.0], 0.5) == 3.0 and quantile(range(1, 101), 0.99) == 100

@@ -45,6 +45,17 @@ def test_a_model_without_a_head_has_embeddings_only(tmp_path: Path, jpegs: list[
         assert client.call("POST", "/v1/embeddings", {"input": data_uri(jpegs[0])})[0] == 200
 
 
+def test_requests_do_not_read_the_weights_of_the_head(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that would make the event loop wait for the batch that is being computed."""
+    read: list[str] = []
+    found = Bundle.head
+    monkeypatch.setattr(Bundle, "head", property(lambda self: read.append("head") or found.fget(self)))  # type: ignore[attr-defined]
+    with running(lambda: bundle) as client:
+        at_loading = len(read)
+        assert client.call("POST", "/v1/predict", jpegs[0])[0] == 200
+    assert len(read) == at_loading > 0
+
+
 def test_a_model_without_attention_says_so(tmp_path: Path, jpegs: list[bytes]) -> None:
     bundle = saved(tmp_path / "x", "BiT-R50x1", image_size=32, layers=(1, 1))
     with running(lambda: bundle) as client:

@@ -28,6 +28,7 @@ def test_records_without_numbers_are_left_out(tmp_path: Path) -> None:
     run.add({"kind": "train", "step": 2, "loss": 1.0, "lr": 0.1, "speed": {"seconds": 1.5}})
     run.add({"kind": "train", "step": 4, "lost": 1.0, "lr": "0.1", "speed": {"seconds": 10**400}})
     run.add({"kind": "train", "step": 10**30, "speed": 3})
+    run.add({"kind": "train", "step": 6, "loss": 1e308, "lr": -1e308})
     run.add({"kind": "val", "step": 4, "accuracx": 0.5, "loss": None})
     assert draw_curves(run, headline="accuracy")
     assert run.seconds() == 1.5

@@ -14,6 +14,7 @@ import vitrail
 from tests.train.small import Recorder, small
 from tests.train.test_resume import interrupted
 from vitrail.cli import main
+from vitrail.commands.export import _images as export_images
 from vitrail.data import open_source
 from vitrail.data.split import stratified
 from vitrail.evaluate.evaluator import evaluate, open_data
@@ -120,7 +121,7 @@ def test_images_that_were_trained_on_are_said_loudly(
     words = ("eval", run, "--data", f"folder:{noise}", "--split", "train", "--workers", 0)
     out, _ = command(capsys, *words, "--out", tmp_path / "report")
     assert "warning: trained on: all of these 72 images" in out.replace("\n", " ")
-    assert "<p class='warning'>trained on: all of these 72 images" in (tmp_path / "report" / "report.html").read_text()
+    assert '<p class="warning">trained on: all of these 72 images' in (tmp_path / "report" / "report.html").read_text()
     (result,) = json.loads(command(capsys, *words, "--json")[0])["results"]
     assert result["trained_on"] == {"images": 72, "exact": True} and result["warnings"][0].startswith("trained on")
     (tmp_path / "all.csv").write_text(
@@ -133,6 +134,18 @@ def test_images_that_were_trained_on_are_said_loudly(
         own = ("--train-split", "val", "--split", "train", "--out", tmp_path / out_file, "--workers", 0, "--json", *more)
         found = json.loads(command(capsys, name, run, "--data", f"folder:{noise}", *own)[0])
         assert found["trained_on"]["images"] == 72 and found["warnings"]
+
+
+def test_an_export_is_compared_on_images_that_were_not_trained_on(
+    noise: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = vitrail.load(run)
+    for name, said in ((None, "none of these images was among the training images"), ("train", "all of these 72 images")):
+        _, labels, data = export_images(bundle, f"folder:{noise}", name, 99)
+        assert labels is not None and data == f"folder:{noise}, split {name or 'val'}"
+        assert said in capsys.readouterr().err.replace("\n", " ")
+    export_images(bundle, f"folder:{noise}", "train", 99, measured=False)  # to calibrate
+    assert not capsys.readouterr().err
 
 
 def test_fine_tuning_keeps_the_record_and_writes_nothing_into_the_folder(

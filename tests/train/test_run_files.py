@@ -73,6 +73,12 @@ def test_a_deeply_nested_line_is_a_bad_line(depth: int, tmp_path: Path, caplog: 
         {"recipe": []},
         {"recipe": {"data": "x"}},
         {"recipe": {"data": {}, "model": []}},
+        {"recipe": {"data": [1]}},
+        {"recipe": {"optim": {"lr_scale": [1.5]}}},
+        {"recipe": {"data": {"source": 3}}},
+        {"recipe": {"ema": "x"}},
+        {"recipe": {"batch": True}},
+        {"recipe": [1, "x"]},
         {"resolved": []},
         {"resolved": {"trained_on": 5}},
         {"resolved": {"trained_on": [5]}},
@@ -89,6 +95,13 @@ def test_a_config_that_is_not_one_is_a_sentence(change: dict[str, Any], tmp_path
         run.saved_recipe()
         run.saved_precision()
         run.saved_images()
+
+
+def test_a_run_without_its_config_is_resumed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert RunFolder(tmp_path / "new").check_unchanged(small()) == {} and not caplog.text
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    assert RunFolder(tmp_path).check_unchanged(small()) == {}
+    assert "a run without config.json: it is not known whether it began with these settings" in caplog.text
 
 
 @pytest.mark.parametrize("depth", [300, 100_000])

@@ -30,4 +30,6 @@ _MODULES = {
     "write": "vitrail.checkpoints.conversion",
 }
 
+__all__ = ["FORMATS", "Bundle", "Prediction", "Report", "convert", "load", "save", "write"]
+
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

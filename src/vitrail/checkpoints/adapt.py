@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.class_names import set_classes
 from vitrail.checkpoints.native import assign_weights
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
@@ -22,7 +23,7 @@ def change_outputs(bundle: Bundle, outputs: int) -> None:
     """Replace the head by a zero-initialised one, as for fine-tuning (§3.2)."""
     old = bundle.model.config.outputs
     bundle.model.replace_head(outputs)
-    bundle.classes, bundle.classes_assumed = None, False
+    set_classes(bundle, None)
     new = f"zero-initialised head with {counted(outputs, 'output')}" if outputs else "no head"
     bundle.report.notes.append(f"{new}, was {counted(old, 'output') if old else 'no head'}")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import VitrailError
-from vitrail.regular_files import open_regular
+from vitrail.regular_files import open_regular, utf8_path
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUMPY = {np.dtype(np.float16): torch.float16, np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
@@ -193,7 +193,8 @@ def _read_all(stream: Any, target: memoryview, path: Path) -> None:
 def _open_safetensors(path: Path) -> Archive:
     from safetensors import safe_open
 
-    file: Any = safe_open(path, framework="pt")
+    with utf8_path(path) as readable:
+        file: Any = safe_open(readable, framework="pt")
     tensors = {}
     for name in file.keys():  # noqa: SIM118 - the handle is not a mapping
         part = file.get_slice(name)
@@ -208,8 +209,8 @@ def _open_pth(path: Path, part: str | None, *, mapped: bool) -> Archive:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle protocol: only success or failure matters
-            with torch.serialization.safe_globals([(_Placeholder, name) for name in _SETTINGS]):
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            with torch.serialization.safe_globals([(_Placeholder, name) for name in _SETTINGS]), utf8_path(path) as readable:
+                content = torch.load(readable, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise VitrailError(_pickle_message(path, str(error))) from error
     (key, state), others = _state_dict(path, content, part)

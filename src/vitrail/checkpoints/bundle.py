@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,17 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.report import Report
-from vitrail.data.preprocess import Preprocess, read_file
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
 from vitrail.models import Model, ViTConfig
-from vitrail.models.features import evaluating, stride_of
-from vitrail.models.surgery import accepting_any_size
 
 if TYPE_CHECKING:
     from vitrail.data.trained_on import TrainedOn
-
-log = logging.getLogger("vitrail.data")
-_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class Prediction:
 
 @dataclass
 class Bundle:
-    """The result of `vitrail.load`."""
+    """What a checkpoint holds. `vitrail.load` returns one that can also predict, evaluate and so on: `vitrail.Bundle`."""
 
     model: Model
     preprocess: Preprocess | None
@@ -48,6 +40,17 @@ class Bundle:
     provenance: dict[str, Any] = field(default_factory=dict)
     classes_assumed: bool = False
     """Whether the class names are a guess, as `report.assumptions` says: the file has none, but as many outputs as ImageNet."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.describe())})"
+
+    def describe(self) -> list[str]:
+        """Return the model, its input, its outputs and where it is from, in a few words each."""
+        config = self.model.config
+        outputs = counted(config.outputs, "class", "classes") if config.outputs else "no head"
+        if config.outputs and self.task != "classify":
+            outputs = counted(config.outputs, "label" if self.task == "multilabel" else "output")
+        return [config.name, _shape(config.image_size, config.channels), outputs, f"from {self.report.source}"]
 
     @property
     def head(self) -> Literal["set", "zero", "none"]:
@@ -80,26 +83,6 @@ class Bundle:
         """From which probability on a multi-label model predicts each label: as chosen in training, else 0.5."""
         saved = self.task_info.get("thresholds")
         return tuple(saved) if saved is not None else (0.5,) * self.model.config.outputs
-
-    def predict(self, images: Any, top: int = 5, *, any_size: bool = False, max_size: int | None = None) -> list[list[Prediction]]:
-        """Return the `top` predictions per image, best first.
-
-        `images` is one image or a sequence of images: paths, file contents, Pillow images or arrays, which are preprocessed
-        with `self.preprocess`; or a preprocessed float tensor [images, channels, height, width]. With `any_size` each image keeps
-        its aspect ratio (`Preprocess.keep_aspect`), and a tensor may have any size; `max_size` limits the long side.
-        """
-        if max_size is not None and not any_size:
-            raise VitrailError(
-                f"max_size={max_size} limits the long side of images that keep their aspect ratio; add any_size=True."
-            )
-        self.check_head()
-        if top < 1:
-            raise VitrailError(f"top is {top}; it must be at least 1.")
-        predictions: list[list[Prediction]] = []
-        model = accepting_any_size(self.model) if any_size else self.model
-        for batch in self._batches(images, any_size, max_size):
-            predictions += self._predict_batch(model, batch, top)
-        return predictions
 
     def label(self, index: int) -> str:
         return self.classes[index] if self.classes else str(index)
@@ -134,37 +117,6 @@ class Bundle:
             )
         return given
 
-    def _batches(self, images: Any, any_size: bool, max_size: int | None) -> Iterator[Sequence[Tensor]]:
-        if isinstance(images, Tensor):
-            yield from map(list, (images if images.ndim == 4 else images[None]).split(_BATCH))
-            return
-        is_single = isinstance(images, (str, bytes, os.PathLike)) or not isinstance(images, Sequence)
-        items = [images] if is_single else list(images)
-        preprocess, warned = self.stored_preprocess(), False
-        if any_size:
-            preprocess = preprocess.keep_aspect(stride_of(self.model.config), max_size)
-        for start in range(0, len(items), _BATCH):
-            names = [_name(image, start + i) for i, image in enumerate(items[start : start + _BATCH])]
-            contents = [read_file(one) if isinstance(one, (str, os.PathLike)) else one for one in items[start : start + _BATCH]]
-            rotated = next((name for name, one in zip(names, contents, strict=True) if preprocess.leaves_rotated(one)), None)
-            if rotated is not None and not warned:
-                warned = True
-                log.warning("%s", preprocess.rotated_note(rotated))
-            yield [preprocess(image, name=name) for image, name in zip(contents, names, strict=True)]
-
-    @torch.no_grad()
-    def _predict_batch(self, model: Model, batch: Sequence[Tensor], top: int) -> list[list[Prediction]]:
-        """Predict images [channel, height, width], those of one size together."""
-        weight, found, rows_of = model.norm.weight, list[list[Prediction]]([[]] * len(batch)), dict[torch.Size, list[int]]()
-        for row, image in enumerate(batch):
-            rows_of.setdefault(image.shape, []).append(row)
-        with evaluating(model):
-            for rows in rows_of.values():
-                images = torch.stack([batch[row] for row in rows]).to(weight.device, weight.dtype)
-                for row, predictions in zip(rows, self.decode(model(images), top), strict=True):
-                    found[row] = predictions
-        return found
-
     def scores(self, outputs: Tensor) -> Tensor:
         """Turn the model's outputs into probabilities, by softmax or sigmoid; the values of a regression stay as they are."""
         logits = outputs.float().cpu()
@@ -188,10 +140,6 @@ class Bundle:
             chosen, indices = torch.ones_like(scores, dtype=torch.bool), scores.topk(min(top, scores.shape[1]), dim=1).indices
         picked = zip(indices.tolist(), scores.gather(1, indices).tolist(), chosen.gather(1, indices).tolist(), strict=True)
         return [[Prediction(self.label(i), i, score, yes) for i, score, yes in zip(*row, strict=True)] for row in picked]
-
-
-def _name(image: Any, number: int) -> str:
-    return str(image) if isinstance(image, (str, os.PathLike)) else f"image {number}"
 
 
 def _shape(size: tuple[int, int], channels: int) -> str:

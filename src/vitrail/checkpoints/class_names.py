@@ -44,8 +44,17 @@ def known_classes(
         return
     bundle.classes_assumed = True
     bundle.report.assumptions.append(
-        f"{outputs:,} outputs without class names: assumed {_SETS[which]} in its usual order; change them with classes="
+        f"{outputs:,} {_ASSUMED} {_SETS[which]} in its usual order; change them with classes= (`vitrail convert --classes`)"
     )
+
+
+_ASSUMED = "outputs without class names: assumed"
+
+
+def set_classes(bundle: Bundle, classes: tuple[str, ...] | None) -> None:
+    """Replace the class names of a bundle; those that were assumed are no longer listed."""
+    bundle.classes, bundle.classes_assumed = classes, False
+    bundle.report.assumptions[:] = [text for text in bundle.report.assumptions if _ASSUMED not in text]
 
 
 def _stored(fmt: str, config: Mapping[str, Any], outputs: int) -> tuple[str, ...] | None:

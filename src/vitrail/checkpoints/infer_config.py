@@ -132,7 +132,8 @@ def bit_config(hints: Hints, resnet: ResNetConfig, *, outputs: int, channels: in
     size = (grid[0] * resnet.stride, grid[1] * resnet.stride) if grid else (DEFAULT_SIZE, DEFAULT_SIZE)
     if not grid and hints.image_size is None:
         hints.assumptions.append(
-            f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with image_size="
+            f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with image_size= "
+            "(`vitrail convert --image-size`)"
         )
     name = f"BiT-R{depth}x{resnet.multiplier}"
     return BiTConfig(name=name, outputs=outputs, channels=channels, image_size=size, resnet=resnet).replace(**given)
@@ -160,7 +161,8 @@ def _grid(
         if grid := given_grid or asked:
             return (int(grid[0]), int(grid[1])), False
         hints.assumptions.append(
-            f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with grid=(rows, columns)"
+            f"the file does not store the image size: assumed {DEFAULT_SIZE}×{DEFAULT_SIZE}; change it with grid=(rows, columns) "
+            "(`vitrail convert --grid`)"
         )
         return (max(DEFAULT_SIZE // stride[0], 1), max(DEFAULT_SIZE // stride[1], 1)), False
     options = {

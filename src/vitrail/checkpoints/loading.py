@@ -14,7 +14,7 @@ import torch
 from vitrail.checkpoints import adapt, hub, native, published, url
 from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.class_names import known_classes
+from vitrail.checkpoints.class_names import known_classes, set_classes
 from vitrail.checkpoints.download import shown_url
 from vitrail.checkpoints.flax import strip_prefix
 from vitrail.checkpoints.format import Format
@@ -95,7 +95,7 @@ def load(
         bundle.preprocess = _checked(preprocess, bundle.model.config)
     if classes is not None:
         native.check_task(bundle.task, classes, bundle.model.config.outputs)
-        bundle.classes, bundle.classes_assumed = tuple(classes), False
+        set_classes(bundle, tuple(classes))
     if device is not None or dtype is not None:
         bundle.model.to(device=device, dtype=dtype)
     return bundle
@@ -242,7 +242,9 @@ def _preprocess(found: Found, fmt: Format, config: ModelConfig, report: Report) 
         stored = from_timm(found.config, size, channels)
     if stored is None:
         stored = preset(fmt.preset, size=size, channels=channels)
-        report.assumptions.append(f"the file does not store its preprocessing: assumed {fmt.preset!r}; change it with preprocess=")
+        report.assumptions.append(
+            f"the file does not store its preprocessing: assumed {fmt.preset!r}; change it with preprocess= (--preprocess)"
+        )
     if stored.size != size:
         report.notes.append(f"the stored preprocessing has size {stored.size}, the model {size}: changed to the model's")
         stored = stored.with_size(size)

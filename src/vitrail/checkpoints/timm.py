@@ -150,6 +150,11 @@ def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
             f"{shapes.path}: config.json means {pooling} pooling, but the file has {'' if pooled else 'no '}tensors of attention "
             f"pooling. One of them is wrong."
         )
+    if function and after and pooling == "class" and not arguments.get("fc_norm"):
+        raise VitrailError(
+            f"{shapes.path}: config.json means class-token pooling, but the file has tensors of fc_norm, the norm after average or "
+            'maximum pooling. Write the model\'s pooling into config.json, such as "global_pool": "avg".'
+        )
     if any(tokens.values()):
         _check_pooled_tokens(shapes.path, pooling, function)
     if function is None:
@@ -226,7 +231,7 @@ def _assumed(pooling: str, hints: Hints) -> str:
     values = ", ".join(f"{key}={value!r}" for key, value in assumed.items() if key not in given)
     return (
         f"a single file in timm's names does not show its architecture: assumed a plain ViT with norms before attention and MLP"
-        f"{', ' + values if values else ''}; change them by these names"
+        f"{', ' + values if values else ''}; change them by these names in vitrail.load, or once with `vitrail convert`"
     )
 
 

@@ -138,9 +138,7 @@ def function_of(config: Mapping[str, Any]) -> Function:
     arguments = model_arguments(config)
     is_bit = architecture.heads is None
     _check_arguments(name, arguments, *((_BIT_SHOWN, _BIT_VALUES) if is_bit else (_SHOWN, _VALUES)))
-    pretrained = config.get("pretrained_cfg", config)
-    stored = pretrained.get("global_pool") if isinstance(pretrained, Mapping) else None
-    pool = arguments.get("global_pool", architecture.pool or stored or "token")
+    pool = arguments.get("global_pool", _stored_pool(config) or architecture.pool or "token")
     if not is_bit and (not isinstance(pool, str) or pool not in _POOLS):
         raise VitrailError(f"config.json has global_pool={pool!r} for {name}; only {', '.join(_POOLS)} are supported.")
     act = arguments.get("act_layer")
@@ -150,6 +148,13 @@ def function_of(config: Mapping[str, Any]) -> Function:
         _GELUS[act] if act else architecture.gelu,
         bool(arguments.get("pool_include_prefix", architecture.pool_include_prefix)),
     )
+
+
+def _stored_pool(config: Mapping[str, Any]) -> Any:
+    """Return the pooling of the saved model: timm's `save_for_hf` writes it next to `model_args`, which many folders lack."""
+    pretrained = config.get("pretrained_cfg")
+    stored = pretrained.get("global_pool") if isinstance(pretrained, Mapping) else None
+    return config.get("global_pool") or stored
 
 
 def find_architecture(name: str) -> Architecture:

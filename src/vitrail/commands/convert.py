@@ -35,6 +35,9 @@ def convert(
     image_size: int | None = None,
     channels: int | None = None,
     stem: Literal["sum", "repeat", "random"] | None = None,
+    gelu: Literal["tanh", "erf"] | None = None,
+    norm_eps: float | None = None,
+    pooling: Literal["class", "mean", "map"] | None = None,
     preprocess: str | None = None,
     classes: Path | None = None,
     drop: tuple[str, ...] = (),
@@ -61,6 +64,9 @@ def convert(
         image_size: Resample the position embedding for images of this size.
         channels: Change the number of input channels; needs --stem.
         stem: How to adapt the first layer to other channels.
+        gelu: The GELU that the weights were trained with, if the file does not show it.
+        norm_eps: The epsilon of their layer norms, if the file does not show it.
+        pooling: What their head reads, if the file does not show it: the class token, the mean of patches, or attention pooling.
         preprocess: The preprocessing the weights expect, if the file does not store it: google-vit, big-vision, timm, imagenet.
         classes: A text file with one class name per line, in the order of the outputs.
         drop: Patterns of tensor names to leave out, such as "decoder.*".
@@ -70,8 +76,10 @@ def convert(
     from vitrail.checkpoints import convert as convert_checkpoint
 
     check_place(Path(target))
-    options = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size, "channels": channels, "stem": stem}
-    chosen = {key: value for key, value in {**options, "preprocess": preprocess}.items() if value is not None}
+    options: dict[str, Any] = {"heads": heads, "grid": grid, "outputs": outputs, "image_size": image_size}
+    options |= {"channels": channels, "stem": stem, "preprocess": preprocess}
+    options |= {"gelu": gelu, "norm_eps": norm_eps, "pooling": pooling}
+    chosen = {key: value for key, value in options.items() if value is not None}
     names = _class_names(classes) if classes else None
     bundle, written = convert_checkpoint(source, target, to, classes=names, drop=drop, **chosen)
     if json_:
@@ -98,7 +106,8 @@ def _class_names(path: Path) -> tuple[str, ...]:
     try:
         return tuple(line.strip() for line in read_bytes(path).decode("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise VitrailError(f"Cannot read class names from {path}: {error}.") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise VitrailError(f"Cannot read class names from {path}: {reason}. Give a text file with one name per line.") from error
 
 
 def _table(report: Report, title: str, *, all_rows: bool) -> Table:

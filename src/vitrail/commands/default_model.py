@@ -44,13 +44,15 @@ def default_note(bundle: Bundle) -> str:
 def _is_images(word: str) -> bool:
     from vitrail.checkpoints.references import is_name
     from vitrail.data.sources.layout import images_under, is_image
+    from vitrail.evaluate.predictor import is_source
 
     path = Path(word).expanduser()
     if is_name(word):
         return False
     if path.is_dir():
         return not _is_checkpoint(word) and next(images_under(path), None) is not None
-    return path.suffix.lower() == ".txt" or is_image(path.name or ".")
+    is_list = path.suffix.lower() == ".txt"
+    return is_list or is_image(path.name or ".") or (is_source(word) and not word.endswith(".pth.tar"))
 
 
 def _is_checkpoint(word: str) -> bool:

@@ -30,6 +30,7 @@ EXTRAS = {
     "hub": ("datasets",),
     "web": ("fsspec", "aiohttp"),
     "wandb": ("wandb",),
+    "faiss": ("faiss",),
 }
 KERNELS = {
     "flash": "FLASH_ATTENTION",

@@ -137,9 +137,9 @@ def _bench(device: str, model: str, task: Task, log: Log) -> list[dict[str, Any]
     modes = ("fast", "plain") if task == "infer" else ("loop", "plain") if gpu else ("default",)
     plan = BenchPlan(
         model=(model,),
-        mode=(task,),
+        task=(task,),
         against=(),
-        modes=modes,
+        mode=modes,
         batch=128 if gpu else 2,
         device=device,
         rounds=3 if gpu else 2,

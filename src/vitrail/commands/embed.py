@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from vitrail.commands.options import Checkpoint, Features, Images, Json, Options, RunOptions, progress_bar
-from vitrail.commands.output import check_output_file
+from vitrail.commands.output import check_output_file, check_place
+from vitrail.commands.shards import ShardSettings, embed_to_folder, is_folder, refuse_ranks
 from vitrail.commands.terminal import Console, say
-from vitrail.evaluate.settings import FeatureSpec
+from vitrail.evaluate.settings import FeatureFormat, FeatureSpec
 from vitrail.text import printable, to_json
 
 
@@ -19,24 +23,34 @@ def embed(
     out: Path,
     overwrite: bool = False,
     features: Features = FeatureSpec(),  # noqa: B008 - it is frozen
+    format_: Annotated[FeatureFormat, tyro.conf.arg(name="format")] = "safetensors",
+    shard_size: int = 10_000,
     json_: Json = False,
     options: Options = RunOptions(bad_images="skip"),  # noqa: B008
 ) -> int:
-    """Compute features of images and write them to a file with the image names.
+    """Compute features of images and write them, with the image names, to a file or to a folder of shards.
 
-    The file also records which features they are and how images were preprocessed. An image that cannot be read is reported
+    The output also records which features they are and how images were preprocessed. An image that cannot be read is reported
     and skipped; the exit status is then 1.
+
+    A folder is for millions of images: memory does not grow, torchrun may run the command on many GPUs and machines, and running
+    it again after it was interrupted, on any number of them, computes only the shards that are missing.
 
     Example: vitrail embed runs/pets photos/ --out photos.npz
 
     Example: vitrail embed B_16.npz photos/ --out photos.parquet --feature mean --layer 8 --no-norm
 
+    Example: torchrun --nproc-per-node 8 -m vitrail embed ViT-B/16 'wds:photos/*.tar' --out features
+
     Args:
         checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name. It needs no head.
-        images: Image files, folders (searched recursively), or .txt files with one path per line.
-        out: The output file, .npz or .parquet.
+        images: Image files, folders (searched recursively), .txt files with one path per line, or data sources such as csv:FILE,
+            wds:PATTERN (also of URLs), packed:DIR or hf:NAME.
+        out: The output file, .npz or .parquet, or a folder for shards.
         overwrite: Replace an existing file.
         features: Which features.
+        format_: File format of the shards.
+        shard_size: Images per shard.
         json_: Print a summary as JSON.
         options: How images are loaded and computed.
     """
@@ -45,6 +59,11 @@ def embed(
     from vitrail.evaluate.predictor import find_images
     from vitrail.train.parallel import World, choose_device
 
+    if is_folder(out):
+        check_place(out)
+        settings = ShardSettings(checkpoint=checkpoint, images=images, out=out, size=shard_size, options=options, json=json_)
+        return embed_to_folder(settings, features, format_)
+    refuse_ranks(out)
     console = Console(stderr=True)
     check_extension(out)
     check_output_file(out, overwrite=overwrite)

@@ -31,6 +31,7 @@ def evaluate(
     real: Path | None = None,
     match: Match = "name",
     ignore_unknown_classes: bool = False,
+    tta: bool = False,
     out: Path | None = None,
     overwrite: bool = False,
     options: Options = DEFAULT,
@@ -53,6 +54,7 @@ def evaluate(
         real: A JSON file of reassessed labels, such as ImageNet ReaL's real.json. Images without labels are skipped and counted.
         match: Match the dataset's classes to the model's outputs by name or by order.
         ignore_unknown_classes: Skip images of classes that the checkpoint does not have.
+        tta: Test-time augmentation: average the probabilities of each image and its mirror image. Takes twice as long.
         out: Write a report to this folder: report.html, confusion.png and .csv, per-class.csv, predictions.csv, metrics.json.
         overwrite: Replace an existing report.
         options: How images are loaded and computed.
@@ -79,7 +81,7 @@ def evaluate(
         with progress_bar(console, "evaluating", len(opened) * len(input_sizes), world) as advance:
             context = options.eval_context(world, advance)
             results = [
-                evaluate_checkpoint(bundle, opened, size=size, match=match, real=truth, context=context, trained_on=seen)
+                evaluate_checkpoint(bundle, opened, size=size, match=match, real=truth, tta=tta, context=context, trained_on=seen)
                 for size in input_sizes
             ]
         if not world.main:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from vitrail.commands.options import Checkpoint, Json
+from vitrail.commands.options import Checkpoint, Json, show_assumptions, show_trained_on
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
@@ -31,7 +31,7 @@ def export(
     *,
     settings: Settings = ExportSettings(),  # noqa: B008 - it is frozen
     data: str | None = None,
-    split: str = "val",
+    split: str | None = None,
     images: int = 256,
     calibrate: str | None = None,
     calibrate_split: str = "train",
@@ -55,7 +55,7 @@ def export(
         out: The folder to write.
         settings: What is written.
         data: Images to compare on; with labels, accuracies are compared, too. None: crops of two photos.
-        split: Which split of --data.
+        split: Which split of --data; default: as in `vitrail eval`, the one the run validated on, else val.
         images: How many of these images, spread evenly.
         calibrate: Images to measure the ranges of activations with; needed for int8.
         calibrate_split: Which split of --calibrate.
@@ -75,8 +75,9 @@ def export(
         raise VitrailError(f"--max-drop is {max_drop}; it must be a fraction from 0 to 1, such as 0.01.")
     bundle = load(checkpoint, preprocess=preprocess)
     bundle.check_head()
+    show_assumptions(bundle)
     examples, labels, name = _images(bundle, data, split, images)
-    ranges = () if calibrate is None else _images(bundle, calibrate, calibrate_split, calibrate_images)[0]
+    ranges = () if calibrate is None else _images(bundle, calibrate, calibrate_split, calibrate_images, measured=False)[0]
     comparison = export_model(
         bundle, out, settings, images=examples, labels=labels, data=name, calibrate=ranges, max_drop=max_drop, force=force
     )
@@ -101,7 +102,7 @@ def verify(
     /,
     *,
     data: str | None = None,
-    split: str = "val",
+    split: str | None = None,
     images: int = 256,
     max_drop: float = MAX_DROP,
     preprocess: str | None = None,
@@ -115,7 +116,7 @@ def verify(
         artefact: A folder that `vitrail export` wrote, or the file in it.
         checkpoint: The checkpoint it was exported from.
         data: Images to compare on. None: crops of two photos.
-        split: Which split of --data.
+        split: Which split of --data; default: as in `vitrail eval`, the one the run validated on, else val.
         images: How many of these images, spread evenly.
         max_drop: Most accuracy that may be lost, as a fraction, where --data has labels of the model's classes.
         preprocess: The preprocessing the weights expect, if the checkpoint does not store it.
@@ -127,6 +128,7 @@ def verify(
 
     opened = Artefact.open(artefact)
     bundle = load(checkpoint, preprocess=preprocess)
+    show_assumptions(bundle)
     own = opened.preprocess
     if own is not None and own.size != bundle.model.config.image_size:
         bundle.model.resize(own.size)
@@ -143,13 +145,21 @@ def verify(
     return 1 if problems else 0
 
 
-def _images(bundle: Bundle, source: str | None, split: str, count: int) -> tuple[list[Any], list[int] | None, str]:
-    from vitrail.data import open_source
+def _images(
+    bundle: Bundle, reference: str | None, name: str | None, count: int, *, measured: bool = True
+) -> tuple[list[Any], list[int] | None, str]:
+    """Return images, their labels and what they are. The source is divided as for training; where the accuracy is `measured` on
+    images that the model was trained on, a warning says so."""
+    from vitrail.data.trained_on import evaluation_split, open_for, overlap
     from vitrail.export.verify import images_of, sample_photos
 
     if count < 1:
         raise VitrailError(f"The number of images is {count}; it must be at least 1.")
-    if source is None:
+    if reference is None:
         return sample_photos(), None, _PHOTOS
-    examples, labels = images_of(open_source(source).split(split), count, bundle.classes)
-    return examples, labels, f"{source}, split {split}"
+    source = open_for(bundle.trained_on, reference)
+    split = evaluation_split(bundle.trained_on, source, name)
+    examples, labels = images_of(split, count, bundle.classes)
+    if measured and labels is not None:
+        show_trained_on(Console(stderr=True), overlap(bundle.trained_on, source, split))
+    return examples, labels, f"{reference}, split {split.name}"

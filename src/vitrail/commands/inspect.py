@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.text import Text
@@ -21,8 +18,8 @@ from vitrail.text import to_json
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import Bundle
-    from vitrail.inspect.images import PreprocessedImages, RawImages
-    from vitrail.inspect.report import InspectOptions, Section
+    from vitrail.inspect.images import RawImages
+    from vitrail.inspect.inspection import Inspection
 
 
 def inspect(
@@ -96,122 +93,55 @@ def inspect(
     """
     from vitrail.checkpoints import load
     from vitrail.inspect.images import preprocess_images
+    from vitrail.inspect.inspection import Inspected, check_amounts, check_reconstruction, inspect_checkpoints, short_names
     from vitrail.inspect.reconstruction import own_source
-    from vitrail.inspect.report import InspectOptions, check_output_folder, write_report
+    from vitrail.inspect.report import InspectOptions, check_output_folder
     from vitrail.train.parallel import choose_device
 
     console = Console(stderr=json_)
     check_output_folder(out, overwrite)
     check_place(out)
-    if show < 1:
-        raise VitrailError(f"--show is {show}; use 1 or more.")
+    check_amounts(count=count, show=show)
     given, images = split_checkpoint(words)
     checkpoint = given or DEFAULT
     size, references = _size(image_size), (checkpoint, *compare_with)
+    short_names(references)
     if what == "reconstruction":
-        _check_runs(references)
         data, count = (data if data or images else own_source(checkpoint)), min(count, show)
-        _check_reconstruction(data, images, size)
-    names = short_names(references)
+        check_reconstruction(references, has_images=bool(data or images), resized=size is not None)
     with console.status("loading") as status:
         bundles = [load(ref, preprocess=preprocess, device=choose_device(device), image_size=size) for ref in references]
-        raw, loaded = _load_images(bundles[0], images, data, split, count, seed), []
-        for bundle, reference, name in zip(bundles, references, names, strict=True):
-            folder = "." if len(references) == 1 else re.sub(r"[^A-Za-z0-9._+-]+", "-", name)
-            inputs = preprocess_images(bundle, raw, show) if raw is not None else None
-            loaded.append(Loaded(reference, name, folder, bundle, inputs))
-        if what == "figures":
-            sections = _figures(loaded, InspectOptions(layers=layers or None, patch=patch, batch=batch), status.update)
-        else:
-            sections = _reconstructions(loaded, seed)
+        raw = _load_images(bundles[0], images, data, split, count, seed)
         if given is None:
-            console.print(default_note(loaded[0].bundle), highlight=False, soft_wrap=True)
-        for section, one in zip(sections[-len(loaded) :], loaded, strict=True):  # a comparison comes first
-            section.notes += [f"assumed: {text}" for text in one.bundle.report.assumptions]
-            section.notes += raw.trained_on(one.bundle) if raw is not None else []
-        about = {"checkpoints": list(references), "titles": names, "data": data, "version": version("vitrail")}
-        write_report(out, sections, {**about, "images": raw.names if raw else []})
-    _print_summary(console, sections, out, json_)
-
-
-class Loaded(NamedTuple):
-    """A checkpoint to inspect, and the images as it takes them."""
-
-    reference: str
-    name: str
-    folder: str
-    bundle: Bundle
-    inputs: PreprocessedImages | None
-
-
-def _figures(loaded: Sequence[Loaded], options: InspectOptions, show_status: Callable[[str], None]) -> list[Section]:
-    from vitrail.inspect.report import compare, inspect_model
-
-    sections = []
-    for one in loaded:
-        progress = lambda text, name=one.name: show_status(f"{name}: {text}")  # noqa: E731
-        sections.append(inspect_model(one.name, one.folder, one.bundle, one.inputs, options, progress))
-    show_status("drawing")
-    comparison = compare(sections, [one.bundle for one in loaded], [one.inputs for one in loaded])
-    return [comparison, *sections] if comparison is not None else sections
-
-
-def _reconstructions(loaded: Sequence[Loaded], seed: int) -> list[Section]:
-    from vitrail.inspect.reconstruction import inspect_reconstruction
-
-    sections = []
-    for one in loaded:
-        assert one.inputs is not None  # checked before
-        sections.append(inspect_reconstruction(one.name, one.folder, one.reference, one.bundle, one.inputs, seed))
-    return sections
+            console.print(default_note(bundles[0]), highlight=False, soft_wrap=True)
+        inputs = [preprocess_images(bundle, raw, show) if raw is not None else None for bundle in bundles]
+        inspection = inspect_checkpoints(
+            [Inspected(*one) for one in zip(references, bundles, inputs, strict=True)],
+            raw,
+            what=what,
+            options=InspectOptions(layers=layers or None, patch=patch, batch=batch),
+            seed=seed,
+            data=data,
+            progress=status.update,
+        )
+        inspection.save(out, overwrite=overwrite)
+    _print_summary(console, inspection, out, json_)
 
 
 def _load_images(
     bundle: Bundle, images: tuple[str, ...], data: str | None, split: str | None, count: int, seed: int
 ) -> RawImages | None:
-    from vitrail.inspect.images import from_files, from_source
+    from vitrail.evaluate.predictor import find_images
+    from vitrail.inspect.images import from_source, from_split
 
     if images and data is not None:
         raise VitrailError("Image files and --data were both given; choose one.")
     if data is not None:
-        _check_count(count)
         return from_source(bundle, data, split, count, seed)
-    return from_files(_files(images, count, seed)) if images else None
-
-
-def _files(images: tuple[str, ...], count: int, seed: int) -> list[Path]:
-    """List the files: all of those that are named, but at most `count` random ones where folders or lists are given."""
-    import numpy as np
-
-    from vitrail.evaluate.predictor import find_images
-
+    if not images:
+        return None
     found = find_images(images)
-    files = [Path(found.image_name(index)) for index in range(len(found))]
-    if len(files) == len(images):
-        return files
-    _check_count(count)
-    chosen = np.random.default_rng(seed).permutation(len(files))[:count]
-    return [files[index] for index in sorted(chosen.tolist())]
-
-
-def _check_count(count: int) -> None:
-    if count < 1:
-        raise VitrailError(f"--count is {count}; use 1 or more.")
-
-
-def _check_runs(references: tuple[str, ...]) -> None:
-    missing = next((one for one in references if not Path(one).is_dir()), None)
-    if missing is not None:
-        raise VitrailError(
-            f"There is no folder {missing}. Reconstructions need a run with --task.kind masked-patch or masked-autoencoder."
-        )
-
-
-def _check_reconstruction(data: str | None, images: tuple[str, ...], size: int | tuple[int, int] | None) -> None:
-    if data is None and not images:
-        raise VitrailError("Reconstructions need images: pass image files, or --data such as folder:DIR.")
-    if size is not None:
-        raise VitrailError("--image-size does not work with reconstructions: the prediction head has a fixed input size.")
+    return from_split(found, None if len(found) == len(images) else count, seed)  # files that are named are all used
 
 
 def _size(numbers: tuple[int, ...]) -> int | tuple[int, int] | None:
@@ -220,25 +150,13 @@ def _size(numbers: tuple[int, ...]) -> int | tuple[int, int] | None:
     return None if not numbers else numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def short_names(references: Sequence[str]) -> list[str]:
-    """Shorten references to the shortest ends that differ: `runs/a/model` and `runs/b/model` become a and b."""
-    parts = [[part for part in Path(reference).parts if part not in ("/", "model")] or [reference] for reference in references]
-    if len({tuple(one) for one in parts}) < len(parts):
-        raise VitrailError(f"The same checkpoint was given twice: {', '.join(references)}. Pass different checkpoints to compare.")
-    length = 1
-    while len({tuple(one[-length:]) for one in parts}) < len(parts):
-        length += 1
-    return ["/".join(one[-length:]) for one in parts]
-
-
-def _print_summary(console: Console, sections: Sequence[Section], out: Path, as_json: bool) -> None:
+def _print_summary(console: Console, inspection: Inspection, out: Path, as_json: bool) -> None:
     from vitrail.inspect.report import INDEX
 
     if as_json:
-        summary = {one.folder: {"figures": [panel.name for panel in one.panels], "notes": one.notes} for one in sections}
-        say(to_json({"index": str(out / INDEX), "sections": summary}, indent=2))
+        say(to_json({"index": str(out / INDEX), "sections": inspection.summary()}, indent=2))
         return
-    for section in sections:
+    for section in inspection.sections:
         names = ", ".join(panel.heading.lower() for panel in section.panels)
         console.print(Text.assemble((section.title, "bold"), f": {names}"), highlight=False, soft_wrap=True)
         for note in section.notes:

@@ -17,8 +17,9 @@ from vitrail.evaluate.settings import Metric
 from vitrail.text import to_json
 
 if TYPE_CHECKING:
-    from vitrail.evaluate.embeddings import Embeddings
+    from vitrail.evaluate.embeddings import Embeddings, ShardedEmbeddings
 
+    AnyEmbeddings = Embeddings | ShardedEmbeddings
 
 Neighbours = list[tuple[str, list[tuple[str, float]]]]
 """Each query with its nearest images, and their similarity or distance."""
@@ -37,14 +38,16 @@ def neighbours(
     seed: int = 0,
     json_: Json = False,
 ) -> None:
-    """Find the nearest images in a file written by `vitrail embed`; --sheet draws them on a contact sheet.
+    """Find the nearest images in a file or folder written by `vitrail embed`; --sheet draws them on a contact sheet.
+
+    The search is exact. A folder of shards is read block by block, so it may be larger than memory; faiss is used if installed.
 
     Example: vitrail neighbours photos.npz
 
     Example: vitrail neighbours photos.npz holiday/cat.jpg --count 12 --sheet cats.png
 
     Args:
-        embeddings: A file written by `vitrail embed`.
+        embeddings: A file or a folder of shards written by `vitrail embed`.
         images: Query images: names in the file, or other image files, which are embedded with the same checkpoint and settings.
             Default: random images of the file.
         count: How many neighbours per query.
@@ -57,10 +60,10 @@ def neighbours(
     """
     import numpy as np
 
-    from vitrail.evaluate.embeddings import contact_sheet, load_embeddings
+    from vitrail.evaluate.embeddings import contact_sheet, open_embeddings
 
     check_output_file(sheet, overwrite=overwrite)
-    loaded = load_embeddings(embeddings)
+    loaded = open_embeddings(embeddings)
     names = loaded.names
     if count < 1:
         raise VitrailError(f"--count is {count}; use 1 or more.")
@@ -84,7 +87,7 @@ def neighbours(
         _show(found, metric, sheet, missing)
 
 
-def _with_queries(loaded: Embeddings, images: tuple[str, ...]) -> tuple[Embeddings, list[int]]:
+def _with_queries(loaded: AnyEmbeddings, images: tuple[str, ...]) -> tuple[AnyEmbeddings, list[int]]:
     """Return the rows of the queries; files that are not in the embeddings are embedded and added behind them.
 
     A file that exists is this file, not another of the same name in the embeddings.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vitrail.api.progress import terminal_bar
 from vitrail.commands.terminal import Console
 from vitrail.data.settings import BadImages
 from vitrail.errors import VitrailError
@@ -175,8 +175,5 @@ def progress_bar(
     if not console.is_terminal:
         yield PlainProgress(console, description, total, world.ranks if world is not None else 1)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task(description, total=total)
-        ranks = world.ranks if world is not None else 1
-        yield lambda images: bars.advance(bar, images * ranks)
+    with terminal_bar(console, description, total, ranks=world.ranks if world is not None else 1) as advance:
+        yield advance

@@ -14,14 +14,16 @@ import tyro
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import CheckpointAndImages, Json, Options, RunOptions, progress_bar
-from vitrail.commands.output import check_output_file
+from vitrail.commands.output import check_output_file, check_place
+from vitrail.commands.shards import ShardSettings, is_folder, predict_to_folder, refuse_ranks
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
+from vitrail.evaluate.settings import TableFormat
 from vitrail.files import atomic_file
 from vitrail.text import csv_line, printable, to_bytes, to_json
 
 if TYPE_CHECKING:
-    from vitrail.checkpoints import Bundle, Prediction
+    from vitrail.checkpoints import Bundle
     from vitrail.evaluate.predictor import ImagePredictions
 
 
@@ -30,8 +32,12 @@ def predict(
     /,
     *,
     top: int = 5,
+    tta: bool = False,
     csv_: Annotated[Path | None, tyro.conf.arg(name="csv")] = None,
     overwrite: bool = False,
+    out: Path | None = None,
+    format_: Annotated[TableFormat, tyro.conf.arg(name="format")] = "csv",
+    shard_size: int = 10_000,
     json_: Json = False,
     options: Options = RunOptions(bad_images="skip", precision="auto"),  # noqa: B008 - it is frozen
 ) -> int:
@@ -49,14 +55,23 @@ def predict(
 
     Example: vitrail predict runs/pets list.txt --csv predictions.csv
 
+    With --out, millions of images: predictions are written to a folder of shards, by one process or, under torchrun, by many GPUs
+    and machines. Running it again after it was interrupted computes only the shards that are missing.
+
+    Example: torchrun --nproc-per-node 8 -m vitrail predict runs/pets 'wds:photos/*.tar' --out predictions --format parquet
+
     Args:
         words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16,
-            hf:owner/name or an included model. Then image files, folders (searched recursively), or .txt files with one path per
-            line.
+            hf:owner/name or an included model. Then image files, folders (searched recursively), .txt files with one path per
+            line, or data sources such as csv:FILE, wds:PATTERN (also of URLs) or packed:DIR.
         top: How many predictions per image.
+        tta: Test-time augmentation: average the probabilities of each image and its mirror image. Takes twice as long.
         csv_: Write a table to this file; - is the standard output.
         overwrite: Replace an existing file.
-        json_: Print one JSON object per line; each says what was assumed about a file that does not show it.
+        out: Write a folder of shards instead, with a manifest.
+        format_: File format of the shards.
+        shard_size: Images per shard.
+        json_: Print one JSON object per line; each says what was assumed about a file that does not show it. With --out, a summary.
         options: How images are loaded and computed.
     """
     from vitrail.evaluate.predictor import find_images
@@ -69,6 +84,18 @@ def predict(
     checkpoint, images = split_checkpoint(words)
     if not images:
         raise VitrailError("No image was given. Pass image files, folders of images, or .txt files that list images.")
+    if out is not None:
+        if csv_ is not None:
+            raise VitrailError("--out and --csv were both given; choose one. --out FOLDER --format csv writes shards of CSV files.")
+        if tta:
+            raise VitrailError("--tta is not available for shards yet; leave out --tta, or write one file with --csv.")
+        if not is_folder(out):
+            raise VitrailError(f"--out is a folder of shards, but {out.name!r} has the suffix of a file. For one file use --csv.")
+        check_place(out)
+        common: dict[str, Any] = {"images": images, "out": out, "size": shard_size, "options": options, "json": json_}
+        settings = ShardSettings(checkpoint=checkpoint or DEFAULT, default_model=checkpoint is None, **common)
+        return predict_to_folder(settings, top, format_)
+    refuse_ranks(csv_)
     world = World(choose_device(options.device))
     bundle = options.bundle(checkpoint or DEFAULT, world)
     split = find_images(images)
@@ -79,7 +106,7 @@ def predict(
         console.print(note, highlight=False, soft_wrap=True)
     with _output(csv_) as stream, progress_bar(console, "predicting", len(split), hidden=stream.isatty()) as advance:
         write = _writer(stream, bundle, top, csv_ is not None, json_)
-        for one in predict_images(bundle, split, top=top, context=replace(context, progress=advance)):
+        for one in predict_images(bundle, split, top=top, tta=tta, context=replace(context, progress=advance)):
             write(one)
             if one.error is not None:
                 bad += 1
@@ -109,50 +136,31 @@ def _writer(stream: TextIO, bundle: Bundle, top: int, as_csv: bool, as_json: boo
 
 
 def _line(one: ImagePredictions, bundle: Bundle) -> str:
-    form = ".5g" if bundle.task == "regress" else ".1%"
-    chosen, rest = ([f"{p.label} {p.score:{form}}" for p in one.predictions if p.chosen is yes] for yes in (True, False))
-    below = f"; below the threshold: {', '.join(rest)}" if rest else ""
-    return f"{one.name}: {', '.join(chosen) or 'no label'}{below}"
+    from vitrail.api.predictions import predictions_text
+
+    return f"{one.name}: {predictions_text(one.predictions, bundle.task)}"
 
 
 def _to_dict(one: ImagePredictions, bundle: Bundle) -> dict[str, Any]:
+    from vitrail.api.predictions import prediction_dict
+
     if one.error is not None:
         return {"image": one.name, "error": one.error}
-    key = "value" if bundle.task == "regress" else "probability"
-    predictions: list[dict[str, Any]] = [{"label": p.label, "index": p.index, key: p.score} for p in one.predictions]
-    if bundle.task == "multilabel":
-        for prediction, p in zip(predictions, one.predictions, strict=True):
-            prediction["above_threshold"] = p.chosen
     assumed = {"assumptions": bundle.report.assumptions} if bundle.report.assumptions else {}
-    return {"image": one.name, "predictions": predictions, **assumed}
+    return {**prediction_dict(one.name, one.predictions, bundle.task), **assumed}
 
 
 class _CsvWriter:
     """Write one row per image: its predictions, or the error."""
 
     def __init__(self, stream: TextIO, bundle: Bundle, top: int) -> None:
-        self._stream, self._bundle = stream, bundle
-        outputs = bundle.model.config.outputs
-        if bundle.task == "regress":
-            headings = [bundle.label(k) for k in range(outputs)]
-        else:
-            columns = ("label", "probability", *(("above_threshold",) if bundle.task == "multilabel" else ()))
-            headings = [f"{name}_{k}" for k in range(1, min(top, outputs) + 1) for name in columns]
-        self._width = len(headings)
-        self._write(["image", *headings, "error"])
+        from vitrail.evaluate.prediction_table import PredictionTable
+
+        self._stream, self._table = stream, PredictionTable(bundle, top)
+        self._write(self._table.headings)
 
     def __call__(self, one: ImagePredictions) -> None:
-        if one.error is not None:
-            cells = [""] * self._width
-        elif self._bundle.task == "regress":
-            cells = [f"{prediction.score:.7g}" for prediction in one.predictions]
-        else:
-            cells = [cell for prediction in one.predictions for cell in self._cells(prediction)]
-        self._write([one.name, *cells, one.error or ""])
-
-    def _cells(self, prediction: Prediction) -> tuple[str, ...]:
-        chosen = (str(int(prediction.chosen)),) if self._bundle.task == "multilabel" else ()
-        return prediction.label, f"{prediction.score:.6f}", *chosen
+        self._write(self._table.cells(one))
 
     def _write(self, cells: list[str]) -> None:
         line = csv_line(cells)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from vitrail.train.loop import CheckImages, MakeEvaluator
     from vitrail.train.parallel import World
     from vitrail.train.prepare import Prepared
-    from vitrail.train.result import Result
 
 
 RECIPES_FLAG = Option(("--recipes",), "", "List all recipes and exit.")
@@ -102,7 +101,7 @@ def run(recipe: Recipe, chosen: Recipe, options: Options, *, check_images: Check
 def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console, check_images: CheckImages | None) -> int:
     from vitrail.commands.training_display import deviations, display_for, print_result
     from vitrail.train.callbacks import TensorBoard, WeightsAndBiases
-    from vitrail.train.loop import train as run_training
+    from vitrail.train.sweep import sweep_and_train
 
     out = options.out or Path("runs") / chosen.name
     check_place(out)
@@ -117,22 +116,18 @@ def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console, che
     callbacks: list[Callback] = [] if options.json else [display_for(console, plain=options.plain)]
     callbacks += [TensorBoard()] if options.tensorboard else []
     callbacks += [WeightsAndBiases(options.wandb)] if options.wandb else []
-    if options.sweep:
-        from vitrail.train.sweep import sweep
-
-        show = partial(console.print, soft_wrap=True, highlight=False)
-        chosen = sweep(chosen, out, say=show, check_images=check_images)
-    evaluators = [_few_shot(options.few_shot)] if options.few_shot else []
-    result = run_training(
+    result = sweep_and_train(
         chosen,
         out,
+        sweep=options.sweep,
+        say=partial(console.print, soft_wrap=True, highlight=False),
         callbacks=callbacks,
-        evaluators=evaluators,
+        evaluators=[_few_shot(options.few_shot)] if options.few_shot else [],
         allow_change=options.allow_change,
         check_images=check_images,
     )
     if options.json and main_rank():
-        say(to_json(as_json(result)))
+        say(to_json(result.summary()))
     elif main_rank():
         print_result(result, console)
     return 0 if result.ended_by is None else 128 + result.ended_by  # as a shell reports it: the run is not finished
@@ -192,19 +187,6 @@ def print_recipes(*, as_json: bool) -> None:
             console.print(f"\n{what}", style="bold", highlight=False)
         length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
         console.print(f"  {name:<28} {length:>12}, batch {recipe.batch:<5} {recipe.expected}", highlight=False, soft_wrap=True)
-
-
-def as_json(result: Result) -> dict[str, object]:
-    return {
-        "out": str(result.out),
-        "steps": result.steps,
-        "seconds": result.seconds,
-        "finished": result.ended_by is None,
-        "stopped_early": result.stopped_early,
-        "model": result.model.to_dict() if result.model is not None else None,
-        "headline": result.headline,
-        "metrics": result.metrics,
-    }
 
 
 def main_rank() -> bool:

@@ -32,4 +32,6 @@ _MODULES = {
     "preset": "vitrail.data.preprocess",
 }
 
+__all__ = ["Augment", "BadImage", "EvalLoader", "Preprocess", "Source", "Split", "TrainLoader", "open_source", "preset"]
+
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

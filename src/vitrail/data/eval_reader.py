@@ -24,6 +24,7 @@ class EvalReader:
 
     def __getitem__(self, batch_slice: BatchSlice) -> HostBatch:
         arrays, read, bad, rotated = [], [], list[BadImage](), None
+        self.split.read_ahead(batch_slice.indices)
         for index in batch_slice.indices.tolist():
             try:
                 name = self.split.image_name(index)
@@ -33,6 +34,7 @@ class EvalReader:
                 if rotated is None and self.preprocess.leaves_rotated(payload):
                     rotated = name
             except BadImage as error:
+                error.index = index
                 if not self.skip_bad:
                     raise error.skippable() from None
                 bad.append(error)
@@ -71,6 +73,10 @@ def eval_slices(length: int, batch: int, rank: int, ranks: int) -> list[BatchSli
     """Return the batches of a rank: every `ranks`-th image, so sizes differ by at most one and nothing is padded or dropped."""
     own = np.arange(rank, length, ranks)
     return [
-        BatchSlice(0, step, 0, 1, indices, (), 0, len(indices), len(indices))
-        for step, indices in enumerate(np.split(own, range(batch, len(own), batch)) if len(own) else [])
+        eval_slice(step, indices) for step, indices in enumerate(np.split(own, range(batch, len(own), batch)) if len(own) else [])
     ]
+
+
+def eval_slice(step: int, indices: Array) -> BatchSlice:
+    """Return one batch for evaluation: the images at these positions."""
+    return BatchSlice(0, step, 0, 1, indices, (), 0, len(indices), len(indices))

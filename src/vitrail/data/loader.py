@@ -235,8 +235,12 @@ class EvalLoader(_Loader):
         device: torch.device | str = "cpu",
         prefetch: int = 2,
         start_method: str | None = None,
+        slices: Iterable[BatchSlice] | None = None,
     ) -> None:
-        """Prepare the loader. `batch` is per rank. With `bad_images="skip"` bad images are skipped and listed in `bad`."""
+        """Prepare the loader. `batch` is per rank. With `bad_images="skip"` bad images are skipped and listed in `bad`.
+
+        `slices` are the batches to read instead of this rank's part of the split; they are taken from the iterable as needed.
+        """
         _check_labels(split)
         if batch < 1:
             raise VitrailError(f"The batch size is {batch}; it must be at least 1.")
@@ -253,11 +257,13 @@ class EvalLoader(_Loader):
             start_method=start_method,
         )
         self.preprocess, self.batch = preprocess, batch
-        self._warned = False
+        self._given, self._warned = slices, False
+        self.bad_at: dict[int, BadImage] = {}
+        """The bad images by their position in the split; names need not be unique in a list of files."""
 
     def __len__(self) -> int:
         """Return the number of batches of this rank."""
-        return len(self._slices())
+        return len(eval_slices(len(self.split), self.batch, self.rank, self.ranks))
 
     @property
     def images(self) -> int:
@@ -271,8 +277,8 @@ class EvalLoader(_Loader):
     def host_batches(self) -> Iterator[HostBatch]:
         """Read this rank's images; `batches_of` prepares them for the model."""
         self.data_wait.reset(idle=True)
-        for host in self._host_batches(self._slices()):
-            self.warn_of_rotated(host)
+        for host in self._host_batches(self.slices()):
+            self.record(host)
             yield host
 
     def batches_of(self, host: HostBatch) -> Iterator[Batch]:
@@ -285,14 +291,16 @@ class EvalLoader(_Loader):
             total = host.slice.total
             yield Batch(self.preprocess.normalise(images), targets[rows], host.indices[rows], 0, host.slice.step, 0, 1, total)
 
-    def warn_of_rotated(self, host: HostBatch) -> None:
-        """Warn once of an image that the model sees rotated."""
+    def record(self, host: HostBatch) -> None:
+        """Record the bad images of a batch, and warn once of an image that the model sees rotated."""
+        self.bad_at.update({bad.index: bad for bad in host.bad if bad.index is not None})
         if host.rotated is not None and not self._warned:
             self._warned = True
             log.warning("%s", self.preprocess.rotated_note(host.rotated))
 
-    def _slices(self) -> list[BatchSlice]:
-        return eval_slices(len(self.split), self.batch, self.rank, self.ranks)
+    def slices(self) -> Iterable[BatchSlice]:
+        """Return the batches to read."""
+        return self._given if self._given is not None else eval_slices(len(self.split), self.batch, self.rank, self.ranks)
 
 
 def _same_size(

@@ -204,7 +204,10 @@ def _check_partial(partial: Path, resume_key: dict[str, Any]) -> None:
         started = read_json_object(file) if file.exists() else resume_key
     except (OSError, ValueError):
         started = None
-    if started != resume_key:
+    if started != resume_key and not any(journal.stat().st_size for journal in partial.glob("*.journal")):
+        for left in (*partial.glob("*.journal"), *partial.glob("*.images.bin")):  # it failed before its first chunk was complete
+            left.unlink()
+    elif started != resume_key:
         raise VitrailError(
             f"{partial} was started with other images, options or another version. Use the same ones to resume, or delete it."
         )

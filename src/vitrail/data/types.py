@@ -32,16 +32,18 @@ class BadImage(VitrailError):
         reason: str,
         advice: str = "Replace or remove it.",
         kind: Literal["unreadable", "missing", "special-file", "unread-format"] = "unreadable",
+        index: int | None = None,
     ) -> None:
         super().__init__(f"{name}: {reason}. {advice}")
         self.name, self.reason, self.advice, self.kind = name, reason, advice, kind
+        self.index = index  # position in the split, set by the reader
 
     def skippable(self) -> BadImage:
         """Return the error with the advice of a loader, which can skip the image."""
-        return BadImage(self.name, self.reason, "Replace or remove it, or pass --bad-images skip.", self.kind)
+        return BadImage(self.name, self.reason, "Replace or remove it, or pass --bad-images skip.", self.kind, self.index)
 
-    def __reduce__(self) -> tuple[type[BadImage], tuple[str, ...]]:
-        return type(self), (self.name, self.reason, self.advice, self.kind)  # pickled when a worker returns it
+    def __reduce__(self) -> tuple[type[BadImage], tuple[str | int | None, ...]]:
+        return type(self), (self.name, self.reason, self.advice, self.kind, self.index)  # pickled when a worker returns it
 
 
 class Split(ABC):
@@ -64,6 +66,9 @@ class Split(ABC):
     @abstractmethod
     def payload(self, index: int) -> Payload:
         """Return the image, encoded or decoded. Raise `BadImage` if it cannot be read."""
+
+    def read_ahead(self, indices: Array) -> None:  # noqa: B027 - most splits have nothing to do
+        """Begin to read these images in the background, if reading them is mostly waiting; `payload` then returns sooner."""
 
     @property
     def arrays(self) -> Array | None:
@@ -95,6 +100,9 @@ class Subset(Split):
 
     def payload(self, index: int) -> Payload:
         return self.parent.payload(int(self.indices[index]))
+
+    def read_ahead(self, indices: Array) -> None:
+        self.parent.read_ahead(self.indices[indices])
 
     @property
     def arrays(self) -> Array | None:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import matplotlib as mpl
 from matplotlib import font_manager
@@ -23,6 +23,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 log = logging.getLogger("vitrail.drawing")
 P = ParamSpec("P")
+F = TypeVar("F", bound=Figure)
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -62,11 +63,11 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+def styled(draw: Callable[P, F]) -> Callable[P, F]:
     """Decorate a drawing function so that it uses the common style."""
 
     @wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> F:
         with mpl.rc_context(_style()):
             return draw(*args, **kwargs)
 

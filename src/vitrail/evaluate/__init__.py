@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitrail.evaluate.embeddings import Embeddings as Embeddings
     from vitrail.evaluate.embeddings import embed as embed
     from vitrail.evaluate.embeddings import load_embeddings as load_embeddings
+    from vitrail.evaluate.embeddings import open_embeddings as open_embeddings
     from vitrail.evaluate.evaluator import EvalResult as EvalResult
     from vitrail.evaluate.evaluator import evaluate as evaluate
     from vitrail.evaluate.fewshot import FewShotEvaluator as FewShotEvaluator
@@ -30,16 +31,19 @@ if TYPE_CHECKING:
     from vitrail.evaluate.settings import FeatureSpec as FeatureSpec
     from vitrail.evaluate.settings import FewShotSpec as FewShotSpec
     from vitrail.evaluate.settings import ProbeSpec as ProbeSpec
+    from vitrail.evaluate.shards import ShardResult as ShardResult
+    from vitrail.evaluate.shards import embed_shards as embed_shards
+    from vitrail.evaluate.shards import predict_shards as predict_shards
 
 _MODULES = {
     "Embeddings": "vitrail.evaluate.embeddings",
-    "FeatureSpec": "vitrail.evaluate.features",
+    "FeatureSpec": "vitrail.evaluate.settings",
     "FewShotResult": "vitrail.evaluate.fewshot",
     "FewShotEvaluator": "vitrail.evaluate.fewshot",
-    "FewShotSpec": "vitrail.evaluate.fewshot",
+    "FewShotSpec": "vitrail.evaluate.settings",
     "EvalResult": "vitrail.evaluate.evaluator",
     "ImagePredictions": "vitrail.evaluate.predictor",
-    "ProbeSpec": "vitrail.evaluate.probes",
+    "ProbeSpec": "vitrail.evaluate.settings",
     "ProbeResult": "vitrail.evaluate.probes",
     "EvalContext": "vitrail.evaluate.context",
     "embed": "vitrail.evaluate.embeddings",
@@ -52,6 +56,16 @@ _MODULES = {
     "Reproduction": "vitrail.evaluate.reproduce",
     "reproduce": "vitrail.evaluate.reproduce",
     "ridge_scores": "vitrail.evaluate.ridge",
+    "ShardResult": "vitrail.evaluate.shards",
+    "embed_shards": "vitrail.evaluate.shards",
+    "open_embeddings": "vitrail.evaluate.embeddings",
+    "predict_shards": "vitrail.evaluate.shards",
 }
+
+__all__ = [
+    "Embeddings", "EvalContext", "EvalResult", "FeatureSpec", "FewShotEvaluator", "FewShotResult", "FewShotSpec",
+    "ImagePredictions", "ProbeResult", "ProbeSpec", "Reproduction", "embed", "evaluate", "few_shot", "fit_ridge",
+    "load_embeddings", "predict", "probe", "reproduce", "ridge_scores",
+]  # fmt: skip
 
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

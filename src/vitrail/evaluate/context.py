@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vitrail.data.batch import Batch, HostBatch
 from vitrail.data.data_wait import max_workers
-from vitrail.data.eval_reader import eval_slices
 from vitrail.data.loader import EvalLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import BatchSlice
@@ -50,6 +49,12 @@ class EvalContext:
     progress: Callable[[int], None] = no_progress
     """Called with the number of images finished since the last call."""
 
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise VitrailError(f"The batch size is {self.batch}; it must be at least 1.")
+        if self.workers is not None and self.workers < 0:
+            raise VitrailError(f"The number of workers is {self.workers}; it must be at least 0.")
+
     def prepare(self, model: Model) -> Model | InferenceModel:
         """Move the model to the device, as an inference copy where one is faster; otherwise returns the model itself."""
         device, model = self.world.device, accepting_any_size(model) if self.any_size else model
@@ -78,9 +83,32 @@ class EvalContext:
         kind = self.world.device.type
         return self.precision != "fp16" if kind == "cpu" else kind == "cuda" and self.precision == "auto"
 
-    def run(self, split: Split, preprocess: Preprocess, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Pass[T]:
-        """Iterate over this rank's images and apply `compute`, which is the model or a part of it, to each batch."""
-        return Pass(self, split, self.preprocess_for(preprocess, model), model, compute)
+    def apply(self, model: Model | InferenceModel, compute: Callable[[Tensor], T], images: Tensor) -> T:
+        """Apply `compute` to preprocessed images, without gradients and in this precision."""
+        device = self.world.device
+        # On a CPU, bf16 is built into the layers of the inference copy.
+        precision = "fp32" if device.type == "cpu" and self.precision != "fp16" else self.precision
+        with torch.no_grad(), autocast(precision, device):
+            return compute(images.to(next(model.parameters()).dtype))
+
+    def run_tensor(self, images: Tensor, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Iterator[T]:
+        """Apply `compute` to each batch of images that are preprocessed already, [images, channels, height, width]."""
+        for part in images.split(self.batch or (8 if self.world.device.type == "cpu" else 128)):
+            with evaluating(model):
+                result = self.apply(model, compute, part.to(self.world.device))
+            yield result
+            self.progress(len(part))
+
+    def run(
+        self,
+        split: Split,
+        preprocess: Preprocess,
+        model: Model | InferenceModel,
+        compute: Callable[[Tensor], T],
+        slices: Iterable[BatchSlice] | None = None,
+    ) -> Pass[T]:
+        """Iterate over this rank's images, or over `slices`, and apply `compute`, the model or a part of it, to each batch."""
+        return Pass(self, split, self.preprocess_for(preprocess, model), model, compute, slices)
 
     def preprocess_for(self, preprocess: Preprocess, model: Model | InferenceModel) -> Preprocess:
         """Return the preprocessing that images get: the model's own, or with `any_size` one that keeps the aspect ratio."""
@@ -89,6 +117,20 @@ class EvalContext:
         if not self.any_size or preprocess.resize == "keep-aspect":
             return preprocess
         return preprocess.keep_aspect(stride_of(model.config), self.max_size)
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch or (8 if self.world.device.type == "cpu" else 128)
+
+    def chosen_precision(self, model: Model) -> str:
+        """Return the precision that the model is computed in; `auto` depends on the machine."""
+        if not self._uses_inference_copy:
+            return "fp32" if self.precision == "auto" else self.precision
+        return choose(model.config, self.precision, self.world.device).precision  # type: ignore[arg-type]
+
+    def read_size(self, preprocess: Preprocess) -> int:
+        """Return how many images are read together. They are grouped by size: of too few, none has the size of another."""
+        return max(self.batch_size, 32) if preprocess.resize == "keep-aspect" else self.batch_size
 
 
 def default_context(model: Model, *, bad_images: BadImages = "error") -> EvalContext:
@@ -106,13 +148,12 @@ class Pass(Iterator[tuple[T, Batch]]):
         preprocess: Preprocess,
         model: Model | InferenceModel,
         compute: Callable[[Tensor], T],
+        slices: Iterable[BatchSlice] | None = None,
     ) -> None:
         world = context.world
         self._context, self._model, self._compute = context, model, compute
         self._on_cpu = world.device.type == "cpu"
-        self._batch = context.batch or (8 if self._on_cpu else 128)
-        # Images that are read together are grouped by size: of too few, none has the size of another.
-        self._read = max(self._batch, 32) if preprocess.resize == "keep-aspect" else self._batch
+        self._batch, self._read = context.batch_size, context.read_size(preprocess)
         self._loader = EvalLoader(
             split,
             preprocess=preprocess,
@@ -124,12 +165,17 @@ class Pass(Iterator[tuple[T, Batch]]):
             workers=0 if len(split) <= self._read else context.workers,
             bad_images=context.bad_images,
             device=world.device,
+            slices=slices,
         )
         self._results = self._threaded() if self._on_cpu else self._sequential()
 
     @property
     def bad(self) -> dict[str, BadImage]:
         return self._loader.bad
+
+    @property
+    def bad_at(self) -> dict[int, BadImage]:
+        return self._loader.bad_at
 
     def __next__(self) -> tuple[T, Batch]:
         return next(self._results)
@@ -150,21 +196,21 @@ class Pass(Iterator[tuple[T, Batch]]):
         Threads that share one batch synchronise after every operation. Threads with a batch of their own never do, and
         one can read while the others compute.
         """
-        loader, world = self._loader, self._context.world
-        slices = eval_slices(len(loader.split), self._read, world.rank, world.ranks)
+        loader, world, slices = self._loader, self._context.world, self._loader.slices()
         workers = max_workers(world.local_ranks) if self._context.workers is None else loader.workers
-        workers, torch_threads, remaining = max(1, min(workers, len(slices))), torch.get_num_threads(), iter(slices)
+        workers = min(workers, len(slices)) if isinstance(slices, list) else workers
+        workers, torch_threads, remaining = max(1, workers), torch.get_num_threads(), iter(slices)
         per_worker = max(1, torch_threads // workers)  # a single batch still gets all of them
         with (
             evaluating(self._model),
             ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(per_worker,)) as pool,
         ):
-            pending = deque(pool.submit(self._read_and_apply, part) for part in islice(remaining, 2 * workers))
+            pending = deque(self._submit(pool, part) for part in islice(remaining, 2 * workers))
             try:
                 while pending:
                     host, result = pending.popleft().result()
-                    pending.extend(pool.submit(self._read_and_apply, part) for part in islice(remaining, 1))
-                    loader.warn_of_rotated(host)
+                    pending.extend(self._submit(pool, part) for part in islice(remaining, 1))
+                    loader.record(host)
                     loader.bad.update({bad.name: bad for bad in host.bad if bad.name not in loader.bad})
                     if result is not None:
                         yield result
@@ -173,6 +219,10 @@ class Pass(Iterator[tuple[T, Batch]]):
                 for future in pending:
                     future.cancel()
                 torch.set_num_threads(torch_threads)  # new threads would inherit the workers' setting
+
+    def _submit(self, pool: ThreadPoolExecutor, part: BatchSlice) -> Future[tuple[HostBatch, tuple[T, Batch] | None]]:
+        self._loader.split.read_ahead(part.indices)
+        return pool.submit(self._read_and_apply, part)
 
     def _read_and_apply(self, part: BatchSlice) -> tuple[HostBatch, tuple[T, Batch] | None]:
         host = self._loader.reader[part]
@@ -186,10 +236,7 @@ class Pass(Iterator[tuple[T, Batch]]):
         return _in_order([self._apply(part) for part in parts], parts)
 
     def _apply(self, batch: Batch) -> T:
-        # On a CPU, bf16 is built into the layers of the inference copy.
-        precision = "fp32" if self._on_cpu and self._context.precision != "fp16" else self._context.precision
-        with torch.no_grad(), autocast(precision, self._context.world.device):
-            return self._compute(batch.images.to(next(self._model.parameters()).dtype))
+        return self._context.apply(self._model, self._compute, batch.images)
 
 
 def _split(batch: Batch, size: int) -> Iterator[Batch]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.references import without_download
@@ -20,27 +23,125 @@ from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import extract_features
+from vitrail.evaluate.nearest import check_vectors, nearest_rows
+from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column
 from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.settings import FeatureSpec, Metric
+from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
+from vitrail.notebook import data_frame, html_lines, html_table, short_path
 from vitrail.npy import read_npz
-from vitrail.regular_files import parse_json, read_bytes
-from vitrail.text import printable, to_bytes
+from vitrail.regular_files import parse_json, read_bytes, utf8_path
+from vitrail.text import printable
 
 Array = npt.NDArray[Any]
 _CELL, _GAP, _CAPTION = 128, 8, 30
 _MAX_FILE = 1 << 36
+_MAX_SUGGESTED = 100_000  # names among which a similar one is looked for
+
+
+class NamedRows:
+    """Features with a name per row: what `Embeddings` and `ShardedEmbeddings` share."""
+
+    names: Sequence[str]
+    about: dict[str, Any]
+
+    def named(self, tail: str) -> Iterable[tuple[int, str]]:
+        """Return row and name of the images whose names end so."""
+        return ((row, name) for row, name in enumerate(self.names) if name.endswith(tail))
+
+    def matches(self, name: str) -> list[int]:
+        """Return the rows of images whose path ends so."""
+        return [row for row, one in self.named(name) if one.endswith(f"/{name}") or Path(one).name == name]
+
+    def find(self, name: str) -> int:
+        """Return the row of an image, by its name or the end of its path."""
+        same = [row for row, one in self.named(name) if one == name]
+        if same:
+            return same[0]
+        matches = self.matches(name)
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise VitrailError(
+                f"{name!r} matches {len(matches)} images, such as {self.names[matches[0]]} and {self.names[matches[1]]}. "
+                "Give more of the path."
+            )
+        raise VitrailError(
+            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}), and no file of this name."
+            f"{did_you_mean(name, self.names) if len(self.names) <= _MAX_SUGGESTED else ''}"
+        )
+
+    def row_of_file(self, file: str) -> int | None:
+        """Return the row of an image by its path, or by that of the same file on this machine; None if it is not here."""
+        rows = [(row, one) for row, one in self.named(Path(file).name) if Path(one).name == Path(file).name]
+        same = next((row for row, one in rows if one == file), None)
+        if same is not None:
+            return same
+        real = os.path.realpath(file)
+        return next((row for row, one in rows if os.path.realpath(one) == real), None)
+
+    def _embed_files(self, files: Sequence[str], shape: Sequence[int]) -> Embeddings:
+        """Embed files with the same checkpoint and settings.
+
+        The checkpoint is named by the embeddings file, so it is not downloaded: a file from others must not choose downloads.
+        """
+        from vitrail.checkpoints import load
+
+        try:
+            spec = FeatureSpec(**self.about["features"])
+            checkpoint = without_download(self.about["checkpoint"])
+            preprocess = Preprocess.from_dict(self.about["preprocess"])
+            bundle = load(checkpoint, preprocess=preprocess, image_size=preprocess.size)
+        except (KeyError, TypeError, VitrailError) as error:
+            raise VitrailError(
+                f"{files[0]} is not in this file, and cannot be embedded now: {error} "
+                "Embed it together with the others, or give a name that is in the file."
+            ) from error
+        context = replace(default_context(bundle.model, bad_images="error"), any_size=preprocess.resize == "keep-aspect")
+        more = embed(bundle, file_split(files), spec, context)
+        if more.features.shape[1:] != tuple(shape):
+            was, now = ("×".join(map(str, one)) for one in (shape, more.features.shape[1:]))
+            raise VitrailError(
+                f"{files[0]} cannot be compared: {self.about['checkpoint']} now has features of size {now}, those of this file are "
+                f"of size {was}. Is it another checkpoint than at that time? Embed all images again."
+            )
+        return more
 
 
 @dataclass(frozen=True)
-class Embeddings:
+class Embeddings(NamedRows):
     """Features [n, …] float32, image names, and the checkpoint and settings they were computed with."""
 
     features: Array
     names: tuple[str, ...]
     about: dict[str, Any] = field(default_factory=dict)
     bad: tuple[BadImage, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.features, dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.features.shape))
+        return f"Embeddings({shape}, {self.about.get('model', 'unknown model')}, {counted(len(self.bad), 'bad image')})"
+
+    def _repr_html_(self) -> str:
+        rows = [[short_path(name), np.array2string(row.ravel()[:6], precision=3)] for name, row in self._first_rows()]
+        return html_lines([repr(self)]) + html_table(["image", "first features"], rows)
+
+    def _first_rows(self) -> list[tuple[str, Array]]:
+        return list(zip(self.names[:10], self.features[:10], strict=True))
+
+    def to_pandas(self) -> Any:
+        """Return a DataFrame with one row per image and one column per feature, or one column of arrays for patches."""
+        columns: dict[str, Any] = {"features": list(self.features)}
+        if self.features.ndim == 2:
+            columns = {str(k): self.features[:, k] for k in range(self.features.shape[1])}
+        return data_frame({"image": self.names, **columns})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `.npz` (arrays `features`, `names`, `about`) or `.parquet` (columns `name`, `features`), by file extension."""
@@ -60,81 +161,64 @@ class Embeddings:
 
         Returns the rows and their similarity or distance for each query: less than `count` if there are not as many.
         """
-        if self.features.ndim != 2:
-            raise VitrailError(
-                f"Neighbours need one vector per image; these features have the shape {list(self.features.shape[1:])}. "
-                "Embed again with --feature mean."
-            )
-        rows = self.features.astype(np.float32)
-        if metric == "cosine":
-            rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-        query_rows = rows[np.asarray(queries)]
-        scores = query_rows @ rows.T
-        if metric == "euclidean":
-            squares = (rows**2).sum(1)
-            scores = -np.sqrt(np.maximum(squares[np.asarray(queries)][:, None] + squares - 2 * scores, 0))
-        scores[np.arange(len(query_rows)), np.asarray(queries)] = -np.inf  # an image is not its own neighbour
-        scores[:, len(rows) if among is None else among :] = -np.inf
-        order = [np.argsort(-line, kind="stable")[:count] for line in scores]
-        order = [found[np.isfinite(line[found])] for found, line in zip(order, scores, strict=True)]
-        values = [line[found] for found, line in zip(order, scores, strict=True)]
-        return order, values if metric == "cosine" else [-line for line in values]
-
-    def matches(self, name: str) -> list[int]:
-        """Return the rows of images whose path ends so."""
-        return [row for row, one in enumerate(self.names) if one.endswith(f"/{name}") or Path(one).name == name]
-
-    def find(self, name: str) -> int:
-        """Return the row of an image, by its name or the end of its path."""
-        if name in self.names:
-            return self.names.index(name)
-        matches = self.matches(name)
-        if len(matches) == 1:
-            return matches[0]
-        if matches:
-            raise VitrailError(
-                f"{name!r} matches {len(matches)} images, such as {self.names[matches[0]]} and {self.names[matches[1]]}. "
-                "Give more of the path."
-            )
-        raise VitrailError(
-            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}), and no file of this name."
-            f"{did_you_mean(name, self.names)}"
-        )
-
-    def row_of_file(self, file: str) -> int | None:
-        """Return the row of an image by its path, or by that of the same file on this machine; None if it is not here."""
-        if file in self.names:
-            return self.names.index(file)
-        same_name, real = Path(file).name, os.path.realpath(file)
-        rows = (row for row, one in enumerate(self.names) if Path(one).name == same_name)
-        return next((row for row in rows if os.path.realpath(self.names[row]) == real), None)
+        check_vectors(self.features.shape[1:])
+        return nearest_rows([(0, self.features[:among])], self.features[np.asarray(queries)], queries, count, metric)
 
     def with_images(self, files: Sequence[str]) -> Embeddings:
-        """Return these embeddings with a row per file behind, computed with the same checkpoint and settings.
-
-        The checkpoint is named by the embeddings file, so it is not downloaded: a file from others must not choose downloads.
-        """
-        from vitrail.checkpoints import load
-
-        try:
-            spec = FeatureSpec(**self.about["features"])
-            checkpoint = without_download(self.about["checkpoint"])
-            preprocess = Preprocess.from_dict(self.about["preprocess"])
-            bundle = load(checkpoint, preprocess=preprocess, image_size=preprocess.size)
-        except (KeyError, TypeError, VitrailError) as error:
-            raise VitrailError(
-                f"{files[0]} is not in this file, and cannot be embedded now: {error} "
-                "Embed it together with the others, or give a name that is in the file."
-            ) from error
-        context = replace(default_context(bundle.model, bad_images="error"), any_size=preprocess.resize == "keep-aspect")
-        more = embed(bundle, file_split(files), spec, context)
-        if more.features.shape[1:] != self.features.shape[1:]:
-            was, now = ("×".join(map(str, one.features.shape[1:])) for one in (self, more))
-            raise VitrailError(
-                f"{files[0]} cannot be compared: {self.about['checkpoint']} now has features of size {now}, those of this file are "
-                f"of size {was}. Is it another checkpoint than at that time? Embed all images again."
-            )
+        """Return these embeddings with a row per file behind, computed with the same checkpoint and settings."""
+        more = self._embed_files(files, self.features.shape[1:])
         return Embeddings(np.concatenate([self.features, more.features]), (*self.names, *more.names), self.about)
+
+
+@dataclass(frozen=True)
+class ShardedEmbeddings(NamedRows):
+    """The shards of a folder, and rows behind them for images that are not in it."""
+
+    shards: ShardNames
+    about: dict[str, Any]
+    more: Embeddings | None = None
+
+    @property
+    def names(self) -> Sequence[str]:  # type: ignore[override]
+        return self.shards if self.more is None else _Joined(self.shards, self.more.names)
+
+    def named(self, tail: str) -> Iterable[tuple[int, str]]:
+        return self.shards.ending(tail)
+
+    def nearest(
+        self, queries: Sequence[int], count: int, metric: Metric = "cosine", *, among: int | None = None
+    ) -> tuple[list[Array], list[Array]]:
+        """Do as `Embeddings.nearest`, with a block of rows in memory at a time. `among` may be the number of rows of the shards."""
+        assert among in (None, len(self.shards))
+        check_vectors(self.shards.shape())
+        rows = np.stack([self._row(query) for query in queries])
+        blocks = self.shards.blocks()
+        if self.more is not None and among is None:
+            blocks = chain(blocks, [(len(self.shards), self.more.features)])
+        return nearest_rows(blocks, rows, queries, count, metric)
+
+    def _row(self, row: int) -> Array:
+        if row < len(self.shards):
+            return self.shards.row(row)
+        assert self.more is not None
+        return np.asarray(self.more.features[row - len(self.shards)])
+
+    def with_images(self, files: Sequence[str]) -> ShardedEmbeddings:
+        """Return these embeddings with a row per file behind, computed with the same checkpoint and settings."""
+        return replace(self, more=self._embed_files(files, self.shards.shape()))
+
+
+class _Joined(Sequence[str]):
+    """Names of shards and of a few more images."""
+
+    def __init__(self, first: Sequence[str], second: Sequence[str]) -> None:
+        self._first, self._second = first, second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def __getitem__(self, row: Any) -> Any:
+        return self._first[row] if row < len(self._first) else self._second[row - len(self._first)]
 
 
 def embed(
@@ -151,19 +235,50 @@ def embed(
     split = images if isinstance(images, Split) else find_images(images)
     preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
     extracted = extract_features(bundle.model, split, preprocess, spec, context)
-    about = {
+    names = tuple(split.image_name(int(index)) for index in extracted.indices)
+    return Embeddings(extracted.features, names, _about(bundle, spec, preprocess), tuple(extracted.bad))
+
+
+def embed_tensor(bundle: Bundle, images: Tensor, spec: FeatureSpec | None = None, context: EvalContext | None = None) -> Embeddings:
+    """Compute the features of images that are preprocessed already, [images, channels, height, width]."""
+    spec, context = spec or FeatureSpec(), context or default_context(bundle.model)
+    spec.check(bundle.model)
+    if len(images) == 0:
+        raise VitrailError("The tensor has no images.")
+    model = context.prepare(bundle.model)
+    parts = context.run_tensor(images, model, lambda batch: spec.compute(model, batch).float().cpu())
+    names = tuple(f"image {number}" for number in range(len(images)))
+    return Embeddings(torch.cat(list(parts)).numpy(), names, _about(bundle, spec, None))
+
+
+def _about(bundle: Bundle, spec: FeatureSpec, preprocess: Preprocess | None) -> dict[str, Any]:
+    return {
         "checkpoint": bundle.report.source,
         "model": bundle.model.config.name,
         "features": spec.to_dict(),
-        "preprocess": preprocess.to_dict(),
+        "preprocess": preprocess.to_dict() if preprocess is not None else None,
     }
-    names = tuple(split.image_name(int(index)) for index in extracted.indices)
-    return Embeddings(extracted.features, names, about, tuple(extracted.bad))
+
+
+def open_embeddings(path: str | os.PathLike[str]) -> Embeddings | ShardedEmbeddings:
+    """Open a file, or a folder of shards: of the latter, only what is needed is read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return load_embeddings(folder)
+    about, shards = open_shards(folder)
+    return ShardedEmbeddings(ShardNames(shards), about)
 
 
 def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
-    """Read a file written by `Embeddings.save`."""
+    """Read a file written by `Embeddings.save`, or all of a folder of shards."""
     file = Path(path)
+    if file.is_dir():
+        opened = open_embeddings(file)
+        assert isinstance(opened, ShardedEmbeddings)
+        features = np.empty((len(opened.shards), *opened.shards.shape()), np.float32)
+        for first, block in opened.shards.blocks():
+            features[first : first + len(block)] = block
+        return Embeddings(features, tuple(opened.shards), opened.about)
     check_extension(file)
     try:
         if file.suffix == ".parquet":
@@ -183,56 +298,40 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
 def check_extension(file: Path) -> None:
     """Refuse a file name that is neither .npz nor .parquet, or .parquet without pyarrow."""
     if file.suffix not in (".npz", ".parquet"):
-        raise VitrailError(f"An embeddings file must end in .npz or .parquet; {file.name!r} does not.")
+        raise VitrailError(
+            f"An embeddings file must end in .npz or .parquet; {file.name!r} does not. "
+            "A folder of shards has a name without a suffix."
+        )
     if file.suffix == ".parquet":
-        _pyarrow()
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise VitrailError("Parquet files need pyarrow: pip install 'vitrail[hub]'. Or use .npz.") from error
-    return pyarrow
+        import_pyarrow(".npz")
 
 
 def _write_parquet(embeddings: Embeddings, path: Path) -> None:
-    arrow = _pyarrow()
+    arrow = import_pyarrow(".npz")
     features = embeddings.features
     flat = arrow.array(features.reshape(-1), type=arrow.float32())
     rows = arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(features.shape[1:])))
     about = {**embeddings.about, "shape": list(features.shape[1:])}
-    table = arrow.table({"name": _arrow_names(arrow, embeddings.names), "features": rows})
-    arrow.parquet.write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), path)
-
-
-def _arrow_names(arrow: Any, names: Sequence[str]) -> Any:
-    """Return a column of text; of bytes if a name is not valid Unicode."""
-    try:
-        return arrow.array(names, type=arrow.string())
-    except UnicodeEncodeError:
-        return arrow.array([to_bytes(name) for name in names], type=arrow.binary())
+    table = arrow.table({"name": name_column(embeddings.names), "features": rows})
+    with utf8_path(path) as writable:
+        arrow.parquet.write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), writable)
 
 
 def _read_parquet(file: Path) -> Embeddings:
-    arrow = _pyarrow()
+    arrow = import_pyarrow(".npz")
     if not file.is_file():
         raise FileNotFoundError(2, "no such file", str(file))
-    table = arrow.parquet.read_table(file)
+    with utf8_path(file) as readable:
+        table = arrow.parquet.read_table(readable)
     about = parse_json((table.schema.metadata or {})[b"vitrail"])
     shape = about.pop("shape")
     flat = table["features"].combine_chunks()
     values = flat.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-    return Embeddings(values.reshape(-1, *shape), tuple(map(_as_text, table["name"].to_pylist())), about)
-
-
-def _as_text(name: str | bytes) -> str:
-    return name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name
+    return Embeddings(values.reshape(-1, *shape), tuple(map(as_text, table["name"].to_pylist())), about)
 
 
 def contact_sheet(
-    path: Path, embeddings: Embeddings, queries: Sequence[int], neighbours: Sequence[Array], values: Sequence[Array]
+    path: Path, embeddings: NamedRows, queries: Sequence[int], neighbours: Sequence[Array], values: Sequence[Array]
 ) -> list[str]:
     """Write a PNG with a row per query: the image, then its neighbours. Returns the files that could not be read."""
     width = _GAP + (1 + max(map(len, neighbours), default=0)) * (_CELL + _GAP) + _GAP

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,18 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.settings import BadImages
 from vitrail.data.trained_on import Overlap, evaluation_split, open_for, overlap
 from vitrail.data.types import BadImage, Split
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate import classification, multilabel, regression
 from vitrail.evaluate.classification import Predictions
 from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images
+from vitrail.evaluate.flip_average import flip_average
 from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import real_hits
 from vitrail.evaluate.settings import Match
+from vitrail.notebook import data_frame, html_image, html_lines, html_table
+
+if TYPE_CHECKING:
+    from vitrail.drawing.figure import Figure
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +56,58 @@ class EvalResult:
     notes: list[str] = field(default_factory=list)
     trained_on: Overlap | None = None
     """Which of the images the checkpoint was trained on; None if a split was given that was opened elsewhere."""
+    split: Split | None = field(default=None, compare=False)
+    """The images, as they were opened."""
+
+    def __repr__(self) -> str:
+        headline = next(iter(self.metrics))
+        from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, interval_text
+
+        value = f"{METRIC_NAMES[headline]} {format_metric(headline, self.metrics[headline])}"
+        on = f" of {self.split.name}" if self.split is not None else ""
+        return f"EvalResult({value}, 95 % interval {interval_text(self, headline)}, {counted(self.images, 'image')}{on})"
+
+    def _repr_html_(self) -> str:
+        from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, interval_text
+
+        rows = [[METRIC_NAMES[name], format_metric(name, value), interval_text(self, name)] for name, value in self.metrics.items()]
+        seen = list(self.trained_on.notes) if self.trained_on is not None else []
+        bad = [f"{counted(len(self.bad), 'image')} could not be read and skipped"] if self.bad else []
+        table = html_table(["metric", "value", "95 % interval"], rows)
+        figures = "".join(html_image(figure._repr_png_(), name) for name, figure in self.figures.items() if name == "confusion")
+        return html_lines([repr(self), *seen, *self.notes, *bad]) + table + figures
+
+    @property
+    def confusion(self) -> Array:
+        """Images by [true class, predicted class]."""
+        if self.predictions is None:
+            raise VitrailError(
+                f"A confusion matrix needs one class per image; this is {_MODELS[self.task]}. Use to_pandas('classes')."
+            )
+        return classification.confusion_matrix(self.predictions.targets, self.predictions.predicted, len(self.classes))
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """The figures of the task: `confusion` and `reliability`; `scatter-0` and so on for a regression."""
+        from vitrail.evaluate.result_tables import result_figures
+
+        return result_figures(self)
+
+    def to_pandas(self, what: Literal["metrics", "classes", "images"] = "metrics") -> Any:
+        """Return a DataFrame of the metrics with their intervals, of the metrics per class, or of the predictions per image."""
+        from vitrail.evaluate import result_tables
+
+        if what == "images":
+            if self.predictions is None or self.split is None:
+                raise VitrailError("A table of images needs one class per image. Use to_pandas('classes').")
+            headings, rows = result_tables.IMAGE_HEADINGS, [list(row) for row in result_tables.image_rows(self, self.split)]
+        elif what == "classes":
+            headings, rows = result_tables.class_table(self)
+        elif what == "metrics":
+            headings, rows = result_tables.metric_table(self)
+        else:
+            raise VitrailError(f"There is no table {what!r}; use 'metrics', 'classes' or 'images'.")
+        return data_frame({name: [row[k] for row in rows] for k, name in enumerate(headings)})
 
     @property
     def size(self) -> tuple[int, int]:
@@ -87,6 +144,7 @@ def evaluate(
     size: int | tuple[int, int] | None = None,
     match: Match = "name",
     real: Callable[[Split], Sequence[frozenset[int]]] | None = None,
+    tta: bool = False,
     context: EvalContext | None = None,
     trained_on: Overlap | None = None,
 ) -> EvalResult:
@@ -94,7 +152,7 @@ def evaluate(
 
     `split` defaults to val, then test, then what the run held out itself. `size` resizes a copy of the model (position embeddings
     are resampled). `match="order"` assigns the dataset's classes to the outputs by order instead of by name. `real` returns
-    reassessed labels, see `real_labels.read_real`.
+    reassessed labels, see `real_labels.read_real`. With `tta`, predictions are averaged over each image and its mirror image.
     """
     bundle.check_head()
     context = context or default_context(bundle.model)
@@ -111,8 +169,9 @@ def evaluate(
     preprocess = context.preprocess_for(preprocess, model)
     note = context.precision_note(model)
     notes += [note] if note is not None else []
+    notes += ["predictions were averaged over each image and its mirror image"] if tta else []
     prepared = context.prepare(model)
-    results = context.run(opened, preprocess, prepared, prepared.__call__)
+    results = context.run(opened, preprocess, prepared, flip_average(bundle, prepared) if tta else prepared.__call__)
     collected = (_collect_predictions if bundle.task == "classify" else _collect_outputs)(bundle, opened, results, context)
     common = {
         "task": bundle.task,
@@ -122,6 +181,7 @@ def evaluate(
         "preprocess": preprocess,
         "notes": notes,
         "trained_on": trained_on,
+        "split": opened,
     }
     if isinstance(collected, Predictions):
         return _classification_result(collected, opened, common, real(opened) if real else None)

@@ -31,11 +31,7 @@ def extract_features(
     model: Model, split: Split, preprocess: Preprocess, spec: FeatureSpec, context: EvalContext
 ) -> ExtractedFeatures:
     """Compute the features of every image of a split, gathered from all ranks."""
-    spec.check(model)
-    if spec.feature == "patches" and context.any_size:
-        raise VitrailError(
-            "Images of any size have grids of any size, which do not fit into one array. Use the feature mean or class."
-        )
+    spec.check(model, any_size=context.any_size)
     if len(split) == 0:
         raise VitrailError(f"The split {split.name!r} has no images.")
     prepared = context.prepare(model)

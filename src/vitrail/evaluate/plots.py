@@ -1,4 +1,4 @@
-"""Draw the plots of an evaluation report, each as the bytes of a PNG."""
+"""Draw the plots of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.figure import Figure
 
-from vitrail.drawing.style import COLOURS, rendered, styled
+from vitrail.drawing.figure import Figure
+from vitrail.drawing.style import COLOURS, styled
 from vitrail.evaluate.classification import Calibration
 from vitrail.text import printable
 
@@ -18,13 +18,9 @@ _INK, _FAINT = "#24292f", "#d0d4d9"
 _BLUE, _RED, _GREEN = COLOURS[:3]
 
 
-def reliability(calibration: Calibration) -> bytes:
-    """Plot accuracy against confidence, and the fraction of images in each bin below."""
-    return _png(_reliability(calibration))
-
-
 @styled
-def _reliability(calibration: Calibration) -> Figure:
+def reliability(calibration: Calibration) -> Figure:
+    """Plot accuracy against confidence, and the fraction of images in each bin below."""
     figure = _figure(5.0, 5.4)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     edges, count = calibration.edges, calibration.count
@@ -44,13 +40,9 @@ def _reliability(calibration: Calibration) -> Figure:
     return figure
 
 
-def confusion(matrix: Array, classes: Sequence[str]) -> bytes:
-    """Plot a confusion matrix, normalised by row (true class), with all class names, and with counts where they fit."""
-    return _png(_confusion(matrix, classes))
-
-
 @styled
-def _confusion(matrix: Array, classes: Sequence[str]) -> Figure:
+def confusion(matrix: Array, classes: Sequence[str]) -> Figure:
+    """Plot a confusion matrix, normalised by row (true class), with all class names, and with counts where they fit."""
     count = len(classes)
     cell = max(0.09, min(0.42, 14 / count))  # inches
     side = max(3.4, 1.8 + cell * count)
@@ -74,13 +66,9 @@ def _confusion(matrix: Array, classes: Sequence[str]) -> Figure:
     return figure
 
 
-def sizes(labels: Sequence[str], values: Sequence[float], intervals: Sequence[tuple[float, float]], name: str) -> bytes:
-    """Plot one metric at several input sizes."""
-    return _png(_sizes(labels, values, intervals, name))
-
-
 @styled
-def _sizes(labels: Sequence[str], values: Sequence[float], intervals: Sequence[tuple[float, float]], name: str) -> Figure:
+def sizes(labels: Sequence[str], values: Sequence[float], intervals: Sequence[tuple[float, float]], name: str) -> Figure:
+    """Plot one metric at several input sizes."""
     figure = _figure(5.2, 3.2)
     axes = figure.subplots()
     middle = np.array(values)
@@ -91,13 +79,9 @@ def _sizes(labels: Sequence[str], values: Sequence[float], intervals: Sequence[t
     return figure
 
 
-def scatter(predicted: Array, truth: Array, name: str) -> bytes:
-    """Plot predicted against true values of one target."""
-    return _png(_scatter(predicted, truth, name))
-
-
 @styled
-def _scatter(predicted: Array, truth: Array, name: str) -> Figure:
+def scatter(predicted: Array, truth: Array, name: str) -> Figure:
+    """Plot predicted against true values of one target."""
     figure = _figure(4.4, 4.2)
     axes = figure.subplots()
     ends = [float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max()))]
@@ -109,10 +93,6 @@ def _scatter(predicted: Array, truth: Array, name: str) -> Figure:
 
 def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _png(figure: Figure) -> bytes:
-    return rendered(figure, "png", dpi=144)
 
 
 def _short(name: str) -> str:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from vitrail.checkpoints import Bundle, Prediction
+from vitrail.data.sources import KINDS, open_source, resolve
+from vitrail.data.sources.chain import Chain, MissingImages
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.layout import images_under, warn_of_skipped
-from vitrail.data.types import BadImage, Split
+from vitrail.data.sources.reference import parse_reference
+from vitrail.data.types import BadImage, Split, Subset
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, Pass, default_context
+from vitrail.evaluate.flip_average import flip_average
 from vitrail.regular_files import read_bytes
 
 
@@ -28,20 +34,44 @@ class ImagePredictions:
 
 
 def predict(
-    bundle: Bundle, images: Split | Iterable[str | os.PathLike[str]], *, top: int = 5, context: EvalContext | None = None
+    bundle: Bundle,
+    images: Split | Iterable[str | os.PathLike[str]],
+    *,
+    top: int = 5,
+    tta: bool = False,
+    context: EvalContext | None = None,
 ) -> Iterator[ImagePredictions]:
     """Yield the `top` predictions for each image as soon as its batch is finished.
 
-    Memory does not grow with the number of images. `images` is a split, or files, folders and lists as in `find_images`.
+    Memory does not grow with the number of images. `images` is a split, or files, folders and lists as in `find_images`. With
+    `tta`, predictions are averaged over each image and its mirror image.
     """
-    bundle.check_head()
-    if top < 1:
-        raise VitrailError(f"top is {top}; use 1 or more.")
+    check_prediction(bundle, top)
     split = images if isinstance(images, Split) else find_images(images)
     context = context or default_context(bundle.model, bad_images="skip")
     model = context.prepare(bundle.model)
-    results = context.run(split, bundle.stored_preprocess(), model, lambda batch: bundle.decode(model(batch), top))
+    outputs = flip_average(bundle, model) if tta else model
+    results = context.run(split, bundle.stored_preprocess(), model, lambda batch: bundle.decode(outputs(batch), top))
     return _in_order(split, results)
+
+
+def check_prediction(bundle: Bundle, top: int) -> None:
+    """Refuse a model without a trained head, and a `top` below 1."""
+    bundle.check_head()
+    if top < 1:
+        raise VitrailError(f"top is {top}; use 1 or more.")
+
+
+def predict_tensor(
+    bundle: Bundle, images: Tensor, *, top: int = 5, tta: bool = False, context: EvalContext | None = None
+) -> list[list[Prediction]]:
+    """Return the `top` predictions for each preprocessed image [images, channels, height, width]."""
+    check_prediction(bundle, top)
+    context = context or default_context(bundle.model)
+    model = context.prepare(bundle.model)
+    outputs = flip_average(bundle, model) if tta else model
+    parts = context.run_tensor(images, model, lambda batch: bundle.decode(outputs(batch), top))
+    return [row for part in parts for row in part]
 
 
 def _in_order(split: Split, results: Pass[list[list[Prediction]]]) -> Iterator[ImagePredictions]:
@@ -57,18 +87,55 @@ def _in_order(split: Split, results: Pass[list[list[Prediction]]]) -> Iterator[I
 
 def _bad_image(split: Split, results: Pass[list[list[Prediction]]], index: int) -> ImagePredictions:
     name = split.image_name(index)
-    bad = results.bad.get(name)
+    bad = results.bad_at.pop(index, None)
     return ImagePredictions(name, error=bad.reason if bad is not None else "cannot be read")
 
 
 def find_images(paths: Iterable[str | os.PathLike[str]]) -> Split:
-    """List the images of files, folders (searched recursively) and .txt lists (one path per line), in that order."""
-    files: list[str] = []
-    for path in paths:
-        files += _images_at(os.fspath(path))
-    if not files:
+    """List the images of files, folders (searched recursively), .txt lists (one path per line) and data sources, in that order.
+
+    A data source is one of `vitrail.data.open_source`: all its splits are listed, its labels are not needed.
+    """
+    parts: list[Split] = []
+    for is_data, words in groupby([os.fspath(path) for path in paths], is_source):
+        if is_data:
+            parts += [split for word in words for split in _source_splits(word)]
+        elif files := [file for word in words for file in _images_at(word)]:
+            parts.append(file_split(files))
+    if not parts:
         raise VitrailError("No image found. Pass image files, folders of images, or .txt files that list images.")
-    return file_split(files)
+    return parts[0] if len(parts) == 1 else Chain(parts)
+
+
+def is_source(word: str) -> bool:
+    """Whether a word is a data source (`wds:…`, a .csv, .tar or .parquet file, a packed folder), not an image, folder or list."""
+    kind, location, _ = parse_reference(word)
+    if kind is not None:
+        return kind in KINDS
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return (path / "packed.json").is_file()
+    return path.suffix.lower() in (".csv", ".tsv", ".tar", ".parquet") or (location == "digits" and not path.exists())
+
+
+# Options under which a source keeps the order of its images and needs no labels.
+_UNLABELLED = {"csv": {"task": "unlabelled", "val": "0"}, "folder": {"labels": "none"}, "wds": {"task": "unlabelled"}}
+
+
+def _source_splits(word: str) -> list[Split]:
+    kind, location, options = resolve(word)
+    options = {**_UNLABELLED.get(kind, {}), **options}
+    tail = "&".join(f"{name}={value}" for name, value in options.items())
+    source = open_source(f"{kind}:{location}{'?' if tail else ''}{tail}", bad_images="skip")
+    splits = [_with_paths(split) for split in source.splits.values() if len(split)]
+    missing = [one for one in source.skipped if one.kind == "missing"]
+    return [*splits, MissingImages(missing)] if missing else splits
+
+
+def _with_paths(split: Split) -> Split:
+    """Name files by a path that can be opened, as in a folder that is given directly; other images keep their names."""
+    parent, rows = (split.parent, split.indices.tolist()) if isinstance(split, Subset) else (split, range(len(split)))
+    return file_split([parent.path(row) for row in rows]) if isinstance(parent, FileSplit) else split
 
 
 def file_split(files: Sequence[str]) -> Split:

@@ -8,17 +8,19 @@ from typing import Any
 
 from vitrail.data.types import Split
 from vitrail.drawing.page import PageSection, Paragraph, Plot, Strip, Table
+from vitrail.drawing.style import rendered
 from vitrail.errors import VitrailError, counted
-from vitrail.evaluate import multilabel, plots, regression
-from vitrail.evaluate.classification import calibration, confusion_matrix, per_class, worst_confusions
+from vitrail.evaluate import plots
+from vitrail.evaluate.classification import calibration, confusion_matrix, worst_confusions
 from vitrail.evaluate.evaluator import EvalResult
 from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, page
+from vitrail.evaluate.result_tables import IMAGE_HEADINGS, class_table, image_rows, result_figures
 from vitrail.evaluate.thumbnails import data_uri, split_thumbnail
 from vitrail.files import atomic_folder
 from vitrail.text import to_csv, to_json
 
 _MAX_CLASSES_CSV = 2000  # a larger confusion matrix is not readable
-_MAX_CLASSES_PLOT = 300
+_PLOT_DPI = 144
 _THUMBNAIL = 96
 
 
@@ -60,19 +62,8 @@ def _classification(result: EvalResult, split: Split) -> Parts:
     predictions, classes = result.predictions, result.classes
     assert predictions is not None
     count = len(classes)
-    scores = per_class(predictions.targets, predictions.predicted, count)
-    calibrated = calibration(predictions.confidence, predictions.correct)
-    images = {"reliability.png": plots.reliability(calibrated)}
-    rows = [
-        [
-            classes[k],
-            int(scores.support[k]),
-            int(scores.predicted[k]),
-            *(float(one[k]) for one in (scores.precision, scores.recall, scores.f1)),
-        ]
-        for k in range(count)
-    ]
-    headings = ["class", "images", "predicted", "precision", "recall", "f1"]
+    calibrated, images = calibration(predictions.confidence, predictions.correct), _images(result)
+    headings, rows = class_table(result)
     tables: dict[str, Iterable[Sequence[Any]]] = {
         "per-class.csv": [headings, *rows],
         "predictions.csv": _predictions(result, split),
@@ -81,8 +72,7 @@ def _classification(result: EvalResult, split: Split) -> Parts:
     if count <= _MAX_CLASSES_CSV:
         matrix = confusion_matrix(predictions.targets, predictions.predicted, count)
         tables["confusion.csv"] = [["true \\ predicted", *classes], *([classes[k], *matrix[k].tolist()] for k in range(count))]
-        if count <= _MAX_CLASSES_PLOT:
-            images["confusion.png"] = plots.confusion(matrix, classes)
+        if "confusion.png" in images:
             matrix_plot = Plot(images["confusion.png"], "confusion matrix")
             sections.append(PageSection("Confusion matrix", [matrix_plot], file="confusion.csv"))
     diagram = Plot(images["reliability.png"], "reliability diagram")
@@ -94,14 +84,14 @@ def _classification(result: EvalResult, split: Split) -> Parts:
     return images, tables, sections
 
 
+def _images(result: EvalResult) -> dict[str, bytes]:
+    return {f"{name}.png": rendered(figure, "png", dpi=_PLOT_DPI) for name, figure in result_figures(result).items()}
+
+
 def _predictions(result: EvalResult, split: Split) -> Iterable[Sequence[Any]]:
-    predictions, classes = result.predictions, result.classes
-    assert predictions is not None
-    yield ["image", "true", "predicted", "probability", "correct"]
-    for row in range(len(predictions)):
-        true, predicted = int(predictions.targets[row]), int(predictions.predicted[row])
-        name, probability = split.image_name(int(predictions.indices[row])), f"{predictions.confidence[row]:.6f}"
-        yield [name, classes[true], classes[predicted], probability, int(true == predicted)]
+    yield IMAGE_HEADINGS
+    for name, true, predicted, probability, correct in image_rows(result, split):
+        yield [name, true, predicted, f"{probability:.6f}", int(correct)]
 
 
 def _confusions(result: EvalResult, split: Split) -> list[Strip | Paragraph]:
@@ -132,26 +122,15 @@ def _calibration_text(ece: float, mce: float) -> Paragraph:
 
 
 def _multilabel(result: EvalResult, split: Split) -> Parts:
-    assert result.outputs is not None and result.truth is not None
-    scores = multilabel.per_label(result.outputs, result.truth, result.thresholds)
-    headings = ["label", "images", "average precision", "precision", "recall", "f1", "threshold", "best threshold"]
-    columns = (scores.average_precision, scores.precision, scores.recall, scores.f1, scores.threshold, scores.best_threshold)
-    rows = [[name, int(scores.support[k]), *(float(one[k]) for one in columns)] for k, name in enumerate(result.classes)]
+    headings, rows = class_table(result)
     note = Paragraph("The best threshold gives the highest F1 on these same images, so that F1 is optimistic.", faint=True)
     labels = PageSection("Labels", [Table(headings, rows, sortable=True), note], file="per-label.csv")
     return {}, {"per-label.csv": [headings, *rows]}, [labels]
 
 
 def _regression(result: EvalResult, split: Split) -> Parts:
-    assert result.outputs is not None and result.truth is not None
-    scores = regression.per_target(result.outputs, result.truth)
-    headings = ["target", "mean absolute error", "root mean squared error", "R²", "mean true value"]
-    columns = (scores.mae, scores.rmse, scores.r2, scores.mean)
-    rows = [[name, *(float(one[k]) for one in columns)] for k, name in enumerate(result.classes)]
-    images = {
-        f"scatter-{k}.png": plots.scatter(result.outputs[:, k], result.truth[:, k], name)
-        for k, name in enumerate(result.classes[:12])
-    }
+    headings, rows = class_table(result)
+    images = _images(result)
     scatters = [Plot(content, "predicted against true values") for content in images.values()]
     sections = [
         PageSection("Targets", [Table(headings, rows)], file="per-target.csv"),
@@ -164,7 +143,7 @@ def _sizes(results: Sequence[EvalResult]) -> tuple[bytes, PageSection]:
     headline = next(iter(results[0].metrics))
     sizes = [f"{one.size[0]}×{one.size[1]}" for one in results]
     values, intervals = [one.metrics[headline] for one in results], [one.intervals[headline] for one in results]
-    image = plots.sizes(sizes, values, intervals, METRIC_NAMES.get(headline, headline))
+    image = rendered(plots.sizes(sizes, values, intervals, METRIC_NAMES.get(headline, headline)), "png", dpi=_PLOT_DPI)
     shared = [name for name in results[0].metrics if name in METRIC_NAMES]
     rows = [[METRIC_NAMES[name], *(format_metric(name, one.metrics[name]) for one in results)] for name in shared]
     plot = Plot(image, f"{METRIC_NAMES.get(headline, headline)} at several input sizes")

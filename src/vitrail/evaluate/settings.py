@@ -20,6 +20,8 @@ Feature = Literal["pre_logits", "pooled", "class", "mean", "patches"]
 SmallClasses = Literal["error", "drop"]
 Match = Literal["name", "order"]
 Metric = Literal["cosine", "euclidean"]
+FeatureFormat = Literal["safetensors", "parquet"]
+TableFormat = Literal["csv", "parquet"]
 
 SHOTS, SEEDS = (1, 5, 10, 25), 3
 L2 = 2.0**10
@@ -55,9 +57,13 @@ class FeatureSpec:
         if not self.norm and self.feature in ("pre_logits", "pooled"):
             raise VitrailError(f"{self.feature} comes after the final norm; without the norm use class, mean or patches.")
 
-    def check(self, model: Model | InferenceModel) -> None:
-        """Refuse features this model does not have."""
+    def check(self, model: Model | InferenceModel, *, any_size: bool = False) -> None:
+        """Refuse features this model does not have, and grids of images of any size."""
         config, name = model.config, model.config.name
+        if self.feature == "patches" and any_size:
+            raise VitrailError(
+                "Images of any size have grids of any size, which do not fit into one array. Use the feature mean or class."
+            )
         if isinstance(config, BiTConfig):
             if self.feature == "class":
                 raise VitrailError(f"{name} is a ResNet without a class token; use mean or pooled.")

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from vitrail.export.verify import compare as compare
     from vitrail.export.write import export_model as export_model
 
-__getattr__, __dir__ = lazy_attributes(
-    __name__,
-    {
-        "Artefact": "vitrail.export.artefact",
-        "Comparison": "vitrail.export.verify",
-        "compare": "vitrail.export.verify",
-        "ExportSettings": "vitrail.export.settings",
-        "export_model": "vitrail.export.write",
-    },
-)
+_MODULES = {
+    "Artefact": "vitrail.export.artefact",
+    "Comparison": "vitrail.export.verify",
+    "ExportSettings": "vitrail.export.settings",
+    "compare": "vitrail.export.verify",
+    "export_model": "vitrail.export.write",
+}
+
+__all__ = ["Artefact", "Comparison", "ExportSettings", "compare", "export_model"]
+
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

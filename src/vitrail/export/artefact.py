@@ -13,6 +13,7 @@ import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
+from vitrail.regular_files import utf8_path
 
 FILES = {"onnx": "model.onnx", "pt2": "model.pt2"}
 REPORT = "report.json"
@@ -36,7 +37,8 @@ class Artefact:
         format = next((format for format in FILES if file.suffix == f".{format}"), None)
         if format is None or not file.is_file():
             raise VitrailError(f"{path} is not an exported model: give a folder with model.onnx or model.pt2, or such a file.")
-        metadata, run = (_open_onnx if format == "onnx" else _open_pt2)(file)
+        with utf8_path(file.parent) as folder:  # weights above 2 GB are in a second file there
+            metadata, run = (_open_onnx if format == "onnx" else _open_pt2)(Path(folder) / file.name)
         missing = [key for key in ("model", "preprocess", "classes", "input", "input_type", "precision") if key not in metadata]
         if missing:
             raise VitrailError(f"{file} was not written by `vitrail export`: its metadata has no {', '.join(missing)}.")

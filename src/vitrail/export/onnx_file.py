@@ -17,9 +17,10 @@ from torch import Tensor
 
 from vitrail.errors import VitrailError
 from vitrail.export.module import Exported
+from vitrail.text import printable, to_json
 
 INPUT, OUTPUT = "images", "logits"
-_JSON = ("classes", "config", "opset", "preprocess", "versions")  # the other metadata are plain texts
+_JSON = ("assumptions", "classes", "config", "opset", "preprocess", "versions")  # the other metadata are plain texts
 _MAX_FILE = 1_900_000_000  # bytes; protobuf holds less than 2 GiB, larger weights go to a second file
 
 
@@ -50,7 +51,7 @@ def write_onnx(module: Exported, example: Tensor, path: Path, *, opset: int, met
     keep_pad_before_pool(model.graph)
     for key, value in metadata.items():
         entry = model.metadata_props.add()
-        entry.key, entry.value = f"vitrail.{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        entry.key, entry.value = f"vitrail.{key}", printable(value) if isinstance(value, str) else to_json(value)
     external = sum(tensor.nbytes for tensor in module.state_dict().values()) > _MAX_FILE
     onnx.save(model, str(path), save_as_external_data=external, location=f"{path.name}.data" if external else None)
     onnx.checker.check_model(str(path))

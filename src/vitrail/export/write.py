@@ -19,6 +19,8 @@ from vitrail.export.quantise import quantise
 from vitrail.export.settings import MAX_DROP, ExportSettings
 from vitrail.export.verify import THRESHOLDS, Comparison, batched, compare, sample_photos
 from vitrail.files import atomic_folder
+from vitrail.regular_files import utf8_path
+from vitrail.text import to_json
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float32}
 
@@ -57,7 +59,8 @@ def export_model(
     target = Path(out)
     if target.exists() and not (target.is_dir() and all(path.name in _FILES for path in target.iterdir())):
         raise VitrailError(f"{target} exists and is not an exported model; give a new folder.")
-    with atomic_folder(target) as folder:
+    with atomic_folder(target) as new, utf8_path(new) as name:
+        folder = Path(name)
         file = folder / FILES[settings.format]
         _write(module, file, bundle, settings, metadata, calibrate)
         artefact = Artefact.open(file)
@@ -72,7 +75,7 @@ def export_model(
         limits = {**dataclasses.asdict(THRESHOLDS[settings.precision]), "max_drop": max_drop}
         outcome = {"limits": limits, "problems": problems, "forced": bool(problems)}
         report = {**metadata, "comparison": dataclasses.asdict(comparison), **outcome}
-        (folder / REPORT).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / REPORT).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
     return comparison
 
 
@@ -118,5 +121,6 @@ def _metadata(bundle: Bundle, module: Exported, settings: ExportSettings) -> dic
         "precision": settings.precision,
         "opset": settings.opset if settings.format == "onnx" else None,
         "source": bundle.report.source,
+        "assumptions": bundle.report.assumptions,
         "versions": {name: version(name) for name in ("vitrail", "torch")},
     }

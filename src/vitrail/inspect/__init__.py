@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from vitrail.inspect.distance import attention_distance, attention_distances, head_attention, uniform_distance
 from vitrail.inspect.inputs import UntrainedWarning, untrained
+from vitrail.inspect.inspection import Inspection
 from vitrail.inspect.layers import feature_colours, feature_similarity, layer_features, layer_outputs
 from vitrail.inspect.rollout import gradient_rollout, rollout, token_similarity
 from vitrail.inspect.weights import Filters, filters, position_similarity
 
 __all__ = [
-    "Filters", "UntrainedWarning", "attention_distance", "attention_distances", "feature_colours", "feature_similarity", "filters",
+    "Filters", "Inspection", "UntrainedWarning", "attention_distance", "attention_distances",
+    "feature_colours", "feature_similarity", "filters",
     "gradient_rollout", "head_attention", "layer_features", "layer_outputs", "position_similarity", "rollout", "token_similarity",
     "uniform_distance", "untrained",
 ]  # fmt: skip

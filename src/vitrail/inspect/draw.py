@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from vitrail.drawing.figure import Figure
 from vitrail.drawing.style import COLOURS, MAP, MARKERS, WIDTH, bare, fitted, styled, tight
 from vitrail.errors import VitrailError
 from vitrail.inspect.inputs import Array

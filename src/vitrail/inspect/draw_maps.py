@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from vitrail.drawing.figure import Figure
 from vitrail.drawing.style import MAP, WIDTH, bare, fitted, styled, tight
 from vitrail.inspect.inputs import Array
 from vitrail.inspect.pictures import attention_mask, dimmed, mosaic

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
-from vitrail.data.preprocess import Preprocess, read_file
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.trained_on import evaluation_split, open_for, overlap
 from vitrail.data.types import BadImage, Payload, Source, Split
 from vitrail.errors import VitrailError
@@ -50,8 +49,15 @@ class PreprocessedImages:
     """The first images, denormalised: [height, width, 3] from 0 to 1, cropped and resized as the model sees them."""
 
 
-def from_files(paths: Sequence[Path]) -> RawImages:
-    return RawImages([printable(path.name, one_line=True) for path in paths], [read_file(path) for path in paths])
+def from_split(split: Split, count: int | None, seed: int) -> RawImages:
+    """Take all images of a split, or at most `count` random ones."""
+    if count is not None:
+        split = split.subset(sorted(np.random.default_rng(seed).permutation(len(split))[:count].tolist()))
+    names = [printable(Path(split.image_name(k)).name, one_line=True) for k in range(len(split))]
+    try:
+        return RawImages(names, [split.payload(k) for k in range(len(split))])
+    except BadImage as bad:
+        raise _unusable(bad) from bad
 
 
 def from_source(bundle: Bundle, reference: str, split: str | None, count: int, seed: int) -> RawImages:
@@ -76,8 +82,12 @@ def preprocess_images(bundle: Bundle, raw: RawImages, shown: int) -> Preprocesse
     try:
         images = torch.stack([preprocess(payload, name=name) for payload, name in pairs])
     except BadImage as bad:
-        raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
+        raise _unusable(bad) from bad
     return PreprocessedImages(raw.names, images, [denormalise(image, preprocess) for image in images[:shown]])
+
+
+def _unusable(bad: BadImage) -> VitrailError:
+    return VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.")
 
 
 def denormalise(image: Tensor, preprocess: Preprocess) -> Array:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
+from vitrail.drawing.figure import Figure
 from vitrail.drawing.style import WIDTH, bare, fitted, styled, tight
 from vitrail.inspect.images import PreprocessedImages
 from vitrail.inspect.inputs import Array

@@ -56,4 +56,10 @@ _MODULES = {
     "resize_grid": "vitrail.models.resample",
 }
 
+__all__ = [
+    "RULES", "VARIANTS", "BiT", "BiTConfig", "Features", "Model", "ModelConfig", "ResNetConfig", "ViT", "ViTConfig",
+    "build_model", "canonical_name", "create_model", "flops", "initialise", "model_config", "needed_flops", "parameters",
+    "resize_grid",
+]  # fmt: skip
+
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.train.config import Recipe
 
+__all__ = ["RECIPES", "recipe_named", "summary"]
+
 # Each file, and the recipes in it, in the order in which they are listed.
 _FILES = (
     "digits", "cifar10_scratch", "tiny_imagenet", "plain_vit", "deit", "paper_pretrain", "paper_finetune", "augreg", "bit",

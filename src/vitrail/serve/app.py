@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -19,7 +21,14 @@ from vitrail.serve import explorer, open_inference, openai, own
 from vitrail.serve.errors import RESPONSES, ServiceError
 from vitrail.serve.guard import Guard, error_answer
 from vitrail.serve.json_body import first_problem
+from vitrail.serve.reference import STYLE, reference_page
 from vitrail.serve.service import Service
+
+_STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+_DOCS_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def create_app(service: Service, *, token: str | None = None, cors: tuple[str, ...] = ()) -> ASGIApp:
@@ -30,7 +39,7 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         yield
         service.close()
 
-    # The documentation pages of FastAPI load scripts from elsewhere, so only the description itself is served.
+    # The documentation pages of FastAPI load scripts from elsewhere, so `reference_page` takes their place.
     app = FastAPI(
         title="Vitrail", docs_url=None, redoc_url=None, openapi_url="/openapi.json", lifespan=lifespan, redirect_slashes=False
     )
@@ -42,6 +51,10 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
     def metrics() -> str:
         """Counters and histograms in Prometheus' text format."""
         return service.metrics.text()
+
+    @app.get("/docs", include_in_schema=False)
+    def reference() -> HTMLResponse:
+        return HTMLResponse(reference_page(app.openapi()), headers=_DOCS_HEADERS)
 
     @app.exception_handler(ServiceError)
     async def service_error(_: Request, error: ServiceError) -> JSONResponse:
@@ -57,7 +70,7 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        nothing = f"There is nothing at {request.scope['path'][:200]}; see /openapi.json."
+        nothing = f"There is nothing at {request.scope['path'][:200]}; see /docs."
         message = nothing if error.status_code == 404 else str(error.detail)
         response = error_answer(ServiceError(error.status_code, message))
         response.headers.update(error.headers or {})  # such as Allow

@@ -202,7 +202,7 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         found = kept[key]
         worker = service.worker(found.info["model"])
         bundle = service.bundle(worker)
-        bundle.check_head()
+        worker.check_head()
         worker.check_space()
         body = await read_body(request)
         if len(body) > _MAX_PATCHES_BODY:

@@ -19,7 +19,8 @@ from vitrail.serve.service import ClientLeft, Service
 from vitrail.serve.settings import ServeSettings
 
 log = logging.getLogger("vitrail.serve")
-_OPEN = ("/v2/health/live", "/v2/health/ready", "/")  # asked without a token: by an orchestrator; the explorer's page has no data
+# Asked without a token: by an orchestrator; and the pages for people, which have no data.
+_OPEN = ("/v2/health/live", "/v2/health/ready", "/", "/docs")
 _OPEN_UNDER = "/page/"
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _DISCARDED, _DISCARD_SECONDS = 1 << 20, 1.0  # of the body of a refused request, so that its connection can be kept

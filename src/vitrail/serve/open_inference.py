@@ -59,7 +59,7 @@ def routes(service: Service) -> APIRouter:
         """Compute logits of `images`, normalised FP32 tensors, or of `encoded_images`, files in base64."""
         worker = _worker(name, version)
         bundle = service.bundle(worker)
-        bundle.check_head()
+        worker.check_head()
         worker.check_space()
         body, binary = read_request(request, await read_body(request))
         config = bundle.model.config

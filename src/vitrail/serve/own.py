@@ -45,7 +45,7 @@ def routes(service: Service) -> APIRouter:
         """Classify images: one as the body, or several as the files of a form. A bad image among several fails alone."""
         worker = service.worker(model)
         bundle = service.bundle(worker)
-        bundle.check_head()
+        worker.check_head()
         images = await uploaded(request, service, worker)
         found = await service.compute(request, worker, "logits", images)
         if len(found) == 1 and isinstance(found[0], ServiceError):

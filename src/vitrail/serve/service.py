@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # a saved page names models as the service does, without the 
     from starlette.requests import Request
 
 PING_SECONDS = 10.0
+log = logging.getLogger("vitrail.serve")
 
 
 class ClientLeft(Exception):
@@ -193,6 +195,8 @@ def _loader(reference: str, preprocess: str | None) -> Callable[[], Bundle]:
     def read() -> Bundle:
         bundle = load(reference, preprocess=preprocess)
         bundle.stored_preprocess()
+        for assumption in bundle.report.assumptions:
+            log.warning("%s: %s", reference, assumption)
         return bundle
 
     return read

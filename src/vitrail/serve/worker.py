@@ -55,6 +55,7 @@ class ModelWorker:
         self.state: State = "loading"
         self.error: BaseException | None = None
         self.bundle: Bundle | None = None
+        self._head_error = ""
         self._load = load
         self._condition = threading.Condition()
         self._jobs: deque[Job] = deque()
@@ -105,6 +106,14 @@ class ModelWorker:
         if self._in_flight + images > self.settings.queue or (self._in_flight and wait > _DEADLINE_SHARE * self.settings.deadline):
             raise queue_full(wait)
 
+    def check_head(self) -> None:
+        """Raise an error if there is no trained head.
+
+        That was found out at loading: to read weights of a GPU waits for the batch that it computes, and the event loop would wait.
+        """
+        if self._head_error:
+            raise VitrailError(self._head_error)
+
     def submit(self, work: Work, image: Tensor, deadline: float) -> Job:
         """Queue an image that was admitted."""
         job = Job(work, image, deadline)
@@ -136,6 +145,7 @@ class ModelWorker:
     def _main(self) -> None:
         try:
             self.bundle = self._load()
+            self._head_error = _head_error(self.bundle)
             device = choose_device(self.settings.device)
             self.bundle.model.to(device)  # for attention maps, which the copy for inference does not have
             self._model = for_inference(self.bundle.model, self.settings.precision, device)
@@ -266,6 +276,14 @@ class ModelWorker:
         found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
         finite = np.isfinite(found).all(axis=1)
         return [row if good else _not_finite() for row, good in zip(found, finite, strict=True)]
+
+
+def _head_error(bundle: Bundle) -> str:
+    try:
+        bundle.check_head()
+    except VitrailError as error:
+        return str(error)
+    return ""
 
 
 def _outputs(model: InferenceModel, work: Kind, images: Tensor) -> Tensor:

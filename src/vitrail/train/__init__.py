@@ -28,4 +28,6 @@ _MODULES = {
     "train": "vitrail.train.loop",
 }
 
+__all__ = ["Callback", "CapturedStep", "Prepared", "Recipe", "Result", "capture", "train"]
+
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -329,6 +329,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{path.rstrip('.') or 'the recipe'} is not an object of settings")
     hints = get_type_hints(kind)
     unknown = sorted(set(values) - set(hints))
     if unknown:
@@ -340,9 +342,25 @@ def from_plain(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
 def _fitted(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return from_plain(hint, value, path)
+    if not _has_type(value, hint):
+        raise TypeError(f"{path.rstrip('.')} is {str(value)[:40]!r}")
     if isinstance(value, list):
         return tuple(value)
     return value
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Tell whether a value of JSON can be that of a setting with this type."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_has_type(value, one) for one in inner)
+    if kind is Literal:
+        return type(value) in {type(one) for one in inner}
+    if kind is tuple:
+        return isinstance(value, list) and all(any(_has_type(one, each) for each in inner if each is not ...) for one in value)
+    if hint in (int, float):  # 64.0 is a whole number, as Python's users may write it
+        return isinstance(value, int | float) and not isinstance(value, bool) and (hint is float or value % 1 == 0)
+    return isinstance(value, hint)
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
@@ -373,6 +391,8 @@ def check(recipe: Recipe) -> None:
     for name in ("batch", "keep", "log_every"):
         if getattr(recipe, name) < 1:
             raise VitrailError(f"{name} is {getattr(recipe, name)}; it must be at least 1.")
+    if recipe.data.workers is not None and recipe.data.workers < 0:
+        raise VitrailError(f"data.workers is {recipe.data.workers}; it must be at least 0.")
     if recipe.micro_batch != "auto" and int(recipe.micro_batch) < 1:
         raise VitrailError(f"micro_batch is {recipe.micro_batch}; it must be at least 1, or auto for what fits.")
     for name in ("epochs", "steps"):

@@ -13,7 +13,9 @@ from vitrail.train.callbacks import Record
 from vitrail.train.run import RunFolder, number_in
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from vitrail.drawing.figure import Figure
+
+_LARGEST = 1e38  # float32 ends there
 
 
 def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
@@ -32,8 +34,7 @@ def draw_curves(run: RunFolder, *, headline: str) -> Path | None:
 
 def curves(trained: list[Record], validated: list[Record], headline: str) -> Figure:
     """Draw the records of training and validation."""
-    from matplotlib.figure import Figure
-
+    from vitrail.drawing.figure import Figure
     from vitrail.drawing.style import COLOURS, WIDTH, styled
 
     blue, red, green = COLOURS[:3]
@@ -43,22 +44,22 @@ def curves(trained: list[Record], validated: list[Record], headline: str) -> Fig
         figure = Figure(figsize=(1.3 * WIDTH, 2.6), layout="constrained")
         loss, quality, rate = figure.subplots(1, 3)
         steps = [one["step"] for one in trained]
-        loss.plot(steps, [number_in(one, "loss") for one in trained], color=blue, label="training")
+        loss.plot(steps, [_drawn(one, "loss") for one in trained], color=blue, label="training")
         if validated:
             at = [one["step"] for one in validated]
             averaged = RAW + headline in validated[-1]
             label = "validation, averaged weights" if averaged else "validation"
-            loss.plot(at, [number_in(one, "loss") for one in validated], color=red, marker=".", label=label)
+            loss.plot(at, [_drawn(one, "loss") for one in validated], color=red, marker=".", label=label)
             if averaged:
-                raw = [number_in(one, RAW + headline) for one in validated]
+                raw = [_drawn(one, RAW + headline) for one in validated]
                 quality.plot(at, raw, color=red, alpha=0.45, linestyle="--", label="raw weights")
-            quality.plot(at, [number_in(one, headline) for one in validated], color=red, marker=".", label="averaged weights")
+            quality.plot(at, [_drawn(one, headline) for one in validated], color=red, marker=".", label="averaged weights")
             if averaged:
                 quality.legend()
             quality.set_title(headline.replace("_", " ") + _best(validated, headline))
         else:
             quality.text(0.5, 0.5, "no validation split", ha="center", va="center", transform=quality.transAxes)
-        rate.plot(steps, [number_in(one, "lr") for one in trained], color=green)
+        rate.plot(steps, [_drawn(one, "lr") for one in trained], color=green)
         loss.set_title("loss")
         rate.set_title("learning rate")
         loss.legend()
@@ -68,6 +69,12 @@ def curves(trained: list[Record], validated: list[Record], headline: str) -> Fig
         return figure
 
     return drawn()
+
+
+def _drawn(record: Record, name: str) -> float:
+    """Return a number of a record; NaN for one that no training has, and whose axis matplotlib cannot divide."""
+    value = number_in(record, name)
+    return value if abs(value) < _LARGEST else math.nan
 
 
 def _best(validated: list[Record], headline: str) -> str:

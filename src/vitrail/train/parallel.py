@@ -76,14 +76,14 @@ class World:
         if self.ranks > 1:
             dist.barrier()
 
-    def raise_rank_error(self, error: RuntimeError) -> None:
-        """Raise a sentence if this error says that another rank has ended."""
+    def raise_rank_error(self, error: RuntimeError, resume: str = "resume from the newest checkpoint") -> None:
+        """Raise a sentence if this error says that another rank has ended. `resume` is what the same command would do."""
         lost = isinstance(error, dist.DistError) or re.search(r"gloo|Connection (closed|reset)|Timed out waiting", str(error))
         if self.ranks > 1 and lost:
             raise VitrailError(
                 f"Rank {self.rank} of {self.ranks} cannot reach another rank, which has ended or does not answer. If that rank "
                 "printed no message, it was killed, most often because its memory was too small. Run the same command again to "
-                "resume from the newest checkpoint."
+                f"{resume}."
             ) from error
 
 

@@ -19,7 +19,7 @@ from vitrail.files import atomic_folder
 from vitrail.models import Model, ViT, ViTConfig
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.masked import MaskedPatches, Pretraining
-from vitrail.regular_files import read_json_object
+from vitrail.regular_files import read_json_object, utf8_path
 from vitrail.tasks.masked import Masked, compute_baseline
 from vitrail.tasks.patch_targets import Colours, PatchTarget, PixelValues
 from vitrail.train.config import Recipe, TaskSpec
@@ -160,7 +160,8 @@ def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretrai
     spec = TaskSpec(**{name: described[name] for name in ("kind", *_DEFAULTS[described["kind"]])})
     assert isinstance(model, ViT)
     wrapper, task = pretext(model, spec, preprocess)
-    missing, unknown = wrapper.load_state_dict(load_file(run / FOLDER / _WEIGHTS), strict=False)
+    with utf8_path(run / FOLDER / _WEIGHTS) as readable:
+        missing, unknown = wrapper.load_state_dict(load_file(readable), strict=False)
     lost = [name for name in missing if not name.startswith("encoder.")]
     if lost or unknown:
         raise VitrailError(

@@ -27,6 +27,19 @@ class Result:
     """Which checkpoint `model/` holds; `metrics` are its."""
     stopped_early: bool = False
 
+    def summary(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "out": str(self.out),
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "finished": self.ended_by is None,
+            "stopped_early": self.stopped_early,
+            "model": self.model.to_dict() if self.model is not None else None,
+            "headline": self.headline,
+            "metrics": self.metrics,
+        }
+
 
 def finished(run: RunFolder, end: dict[str, Any]) -> Result:
     """Return the result of a finished run, from the last record of its metrics.jsonl."""

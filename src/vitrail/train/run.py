@@ -151,6 +151,8 @@ class RunFolder:
                 raise VitrailError(f"--allow-change names {name!r}, which is not a setting.{did_you_mean(name, flatten(recipe))}")
         saved = self.saved_recipe()
         if saved is None:
+            if any((self.path / "checkpoints").glob("step-*")) or (self.path / "metrics.jsonl").exists():
+                log.warning("%s has a run without config.json: it is not known whether it began with these settings.", self.path)
             return {}
         changed = {key: both for key, both in differences(saved, recipe).items() if key not in FREE}
         refused = {key: both for key, both in changed.items() if key not in allowed}

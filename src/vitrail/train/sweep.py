@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vitrail.errors import StoppedBySignal, VitrailError
 from vitrail.tasks.base import lower_is_better
+from vitrail.train.callbacks import Callback
 from vitrail.train.config import Recipe
-from vitrail.train.loop import CheckImages, train
+from vitrail.train.loop import CheckImages, MakeEvaluator, train
+from vitrail.train.result import Result
 
 
-def sweep(recipe: Recipe, out: Path, *, say: Callable[[str], None], check_images: CheckImages | None = None) -> Recipe:
+def sweep_and_train(
+    recipe: Recipe,
+    out: Path,
+    *,
+    sweep: bool,
+    say: Callable[[str], None],
+    callbacks: Sequence[Callback] = (),
+    evaluators: Sequence[MakeEvaluator] = (),
+    allow_change: Sequence[str] = (),
+    check_images: CheckImages | None = None,
+) -> Result:
+    """Train a recipe, after a search for its learning rate if `sweep`."""
+    if sweep:
+        recipe = best_rate(recipe, out, say=say, check_images=check_images)
+    return train(recipe, out, callbacks=callbacks, evaluators=evaluators, allow_change=allow_change, check_images=check_images)
+
+
+def best_rate(recipe: Recipe, out: Path, *, say: Callable[[str], None], check_images: CheckImages | None = None) -> Recipe:
     """Return the recipe with the best of its `lr_grid`. Each try is a run of its own below `out`; finished ones are not repeated.
 
     The validation split is not looked at: a part of the training split takes its place.

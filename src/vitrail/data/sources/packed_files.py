@@ -114,7 +114,9 @@ def _part_problem(part: dict[str, Any]) -> str | None:
         name = part.get(key)
         if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0:") or len(name) > 255:
             return f"{key} is not the name of a file in this folder"
-    shape: Any = part.get("shape")
+    if "shape" not in part:
+        return "its shape is missing"
+    shape: Any = part["shape"]
     chunks: Any = part.get("chunks")
     if part.get("dtype") not in ("uint8", "uint16"):
         return "its dtype is neither uint8 nor uint16"

@@ -25,6 +25,7 @@ import numpy as np
 from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
+from vitrail.data.sources.read_ahead import ReadAhead, with_retries
 from vitrail.data.sources.reference import CACHE, OpenResult, Request
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
 from vitrail.errors import VitrailError, counted
@@ -46,6 +47,8 @@ class TarSplit(Split):
     ) -> None:
         self.name, self.task, self.targets, self.classes = name, task, targets, classes
         self._tars, self._keys, self._spans = PackedStrings(tars), PackedStrings(keys), spans
+        self._remote = any(map(_is_remote, tars))
+        self._ahead: ReadAhead | None = None
 
     def image_name(self, index: int) -> str:
         tar = self._tars[int(self._spans[index, 0])]
@@ -55,11 +58,26 @@ class TarSplit(Split):
     def packed_names(self) -> PackedStrings:
         return self._keys
 
+    def read_ahead(self, indices: Array) -> None:
+        if not self._remote:
+            return
+        if self._ahead is None or not self._ahead.usable:
+            self._ahead = ReadAhead(_read)
+        spans = ((self._tars[number], offset, size) for number, offset, size in self._spans[indices].tolist())
+        self._ahead.start(span for span in spans if _is_remote(span[0]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None}  # its threads belong to this process
+
     def payload(self, index: int) -> Payload:
-        number, offset, size = (int(value) for value in self._spans[index])
+        number, offset, size = self._spans[index].tolist()
         tar = self._tars[number]
         try:
-            content = _read(tar, offset, size)
+            if _is_remote(tar):
+                read = self._ahead.take((tar, offset, size)) if self._ahead is not None and self._ahead.usable else None
+                content = read if read is not None else with_retries(_read, tar, offset, size)
+            else:
+                content = _read(tar, offset, size)
         except OSError as error:
             raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({error})") from error
         if len(content) != size:
@@ -177,7 +195,7 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
         names = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
     except (OSError, ValueError) as error:
         raise VitrailError(f"Cannot read the class names from {file}: {error}. Expected one name per line.") from error
-    wrong = [number for number in numbers if not number.isdigit() or int(number) >= len(names)]
+    wrong = [number for number in numbers if not number.isdecimal() or int(number) >= len(names)]
     if wrong:
         raise VitrailError(
             f"{request.reference}: label {wrong[0]!r}, but {file} has {counted(len(names), 'name')} (0–{len(names) - 1})."
@@ -187,9 +205,10 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
 
 def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dict[str, Any]:
     """Return {keys, labels, spans} of one tar, from the cache if the tar has not changed."""
-    digest = hashlib.sha256(repr((_INDEX_VERSION, tar, _state(tar), members)).encode()).hexdigest()[:32]
+    state = _state(tar)
+    digest = hashlib.sha256(repr((_INDEX_VERSION, tar, state, members)).encode()).hexdigest()[:32]
     file = cache / f"{digest}.json"
-    stored = _stored_index(file)
+    stored = _stored_index(file, state[0])
     if stored is not None:
         return stored
     keys, labels, spans = [], [], []
@@ -204,8 +223,8 @@ def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dic
     return {"keys": keys, "labels": labels, "spans": np.array(spans, np.int64).reshape(-1, 2)}
 
 
-def _stored_index(file: Path) -> dict[str, Any] | None:
-    """Return the index in the cache; None if there is none, or if it is not complete."""
+def _stored_index(file: Path, tar_size: int | None) -> dict[str, Any] | None:
+    """Return the index in the cache; None if there is none, if it is not complete, or if it points outside the tar."""
     try:
         stored = json.loads(read_bytes(file))
         keys, labels, spans = stored["keys"], stored["labels"], np.array(stored["spans"], np.int64).reshape(-1, 2)
@@ -213,6 +232,8 @@ def _stored_index(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     sound = sound and len(keys) == len(labels) == len(spans) and bool((spans >= 0).all())
+    if sound and tar_size is not None:  # a server may not say it
+        sound = bool((spans[:, 0] <= tar_size - spans[:, 1]).all())
     return {"keys": keys, "labels": labels, "spans": spans} if sound else None
 
 
@@ -229,9 +250,10 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
             for member in archive:
                 folder, _, base = member.name.rpartition("/")
                 stem, dot, ending = base.partition(".")
-                if not member.isfile() and not member.isdir():
+                plain = member.isfile() and not member.issparse()  # holes of a sparse file are not stored
+                if not plain and not member.isdir():
                     special.append(member.name)
-                if not member.isfile() or not dot or not stem:
+                if not plain or not dot or not stem:
                     continue
                 text = b""
                 if ending in (extension, "json"):

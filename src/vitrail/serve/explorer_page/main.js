@@ -126,6 +126,7 @@ function drawControls() {
   const item = first();
   const info = item.info;
   byId("model-line").textContent = `${info.name} · ${info.image_size.join("×")} pixels · ${(info.parameters / 1e6).toFixed(1)} M parameters${info.layers ? ` · ${info.layers} layers × ${info.heads} heads` : ""}`;
+  byId("model-line").title = byId("model-line").textContent; // the line is cut off where it is too long
   choices(byId("views"), "tab", VIEWS.filter((view) => items().some((each) => hasView(each, view))).map((view) => [view, NAMES[view]]), state.view, (view) => update({ view }));
   choices(byId("tabs"), "tab", PANELS, state.panel, (panel) => update({ panel }));
   const heads = [["mean", "mean"], ...[...Array(info.heads).keys()].map((head) => [head, String(head)])];

@@ -172,7 +172,7 @@ function distance(root, items) {
   const found = items.map((item) => item.info.attention && item.distance());
   if (!found.some(Boolean)) return missing(root, items[0].info.attention ? (items[0].failure() ?? "Computing …") : `${items[0].info.name} has no attention.`);
   const most = Math.max(...found.filter(Boolean).map((each) => Math.max(each.uniform, ...each.distance.flat()))) * 1.06;
-  const [width, height, left, bottom] = [400, 250, 40, 34];
+  const [width, height, left, bottom] = [400, 252, 40, 36];
   const x = (item, layer) => left + 8 + ((width - left - 16) * layer) / Math.max(1, item.info.layers - 1);
   const y = (pixels) => (height - bottom) * (1 - pixels / most) + 4;
   const marks = [];
@@ -181,8 +181,8 @@ function distance(root, items) {
   for (const tick of ticks) marks.push(drawn("line", { x1: left, x2: width, y1: y(tick), y2: y(tick), class: "grid" }), drawn("text", { x: left - 6, y: y(tick) + 4, class: "tick end" }, [String(tick)]));
   found.forEach((each, number) => each && marks.push(...dots(items[number], items[0], each, number, x, y, width, left)));
   const depth = items[0].info.layers;
-  for (let layer = 0; layer < depth; layer += Math.ceil(depth / 12)) marks.push(drawn("text", { x: x(items[0], layer), y: height - bottom + 20, class: "tick middle" }, [String(layer)]));
-  marks.push(drawn("text", { x: (left + width) / 2, y: height - 1, class: "tick middle" }, ["layer"]));
+  for (let layer = 0; layer < depth; layer += Math.ceil(depth / 12)) marks.push(drawn("text", { x: x(items[0], layer), y: height - bottom + 17, class: "tick middle" }, [String(layer)]));
+  marks.push(drawn("text", { x: (left + width) / 2, y: height - 4, class: "tick middle" }, ["layer"]));
   root.replaceChildren(
     element("p", { class: "hint" }, ["How far each head attends, in pixels of the input, for this image (the paper’s Fig. 7, right). Dashed: uniform attention."]),
     drawn("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "aria-label": "Mean attention distance in pixels by layer and head" }, marks),

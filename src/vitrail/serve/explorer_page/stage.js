@@ -35,7 +35,7 @@ export class Stage {
   listen() {
     const frame = this.frame;
     frame.addEventListener("pointermove", (event) => {
-      if (event.pointerType === "touch") return; // a finger scrolls; a tap chooses
+      if (event.pointerType === "touch" && this.painting === undefined) return; // a finger scrolls; a tap chooses
       const patch = this.patchAt(event);
       if (this.painting !== undefined && patch !== null) this.paint(patch);
       else {
@@ -52,7 +52,7 @@ export class Stage {
       this.painting = !state.off.includes(this.firstPatch(patch));
       this.paint(patch);
     });
-    frame.addEventListener("pointerup", () => (this.painting = undefined));
+    for (const end of ["pointerup", "pointercancel"]) frame.addEventListener(end, () => (this.painting = undefined));
     frame.addEventListener("click", (event) => {
       const patch = this.patchAt(event);
       if (patch !== null && state.panel !== "off") update({ query: this.tokenOf(patch), hover: null });

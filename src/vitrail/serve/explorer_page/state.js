@@ -17,6 +17,8 @@ export const state = {
   panel: "heads",
 };
 
+// What the address may say where not every text is possible.
+const POSSIBLE = { view: VIEWS, scale: ["own", "all"], fusion: ["mean", "max", "min"], style: ["colour", "light"], panel: ["heads", "layers", "distance", "off"] };
 const KEYS = ["view", "layer", "head", "query", "scale", "fusion", "residual", "style", "pixels", "off", "panel"];
 const DEFAULTS = { ...state };
 const observers = [];
@@ -57,9 +59,8 @@ export function readAddress() {
     else if (key === "head") found.head = text === "mean" ? "mean" : Math.max(0, Math.floor(Number(text)) || 0);
     else if (typeof DEFAULTS[key] === "number") found[key] = Math.max(0, Math.floor(Number(text)) || 0);
     else if (typeof DEFAULTS[key] === "boolean") found[key] = text === "true";
-    else found[key] = text;
+    else if (POSSIBLE[key].includes(text)) found[key] = text;
   }
-  if (found.view && !VIEWS.includes(found.view)) delete found.view;
   const opened = {};
   for (const key of ["image", "model", "image2", "model2"]) if (given.has(key)) opened[key] = given.get(key);
   return { found, opened };

@@ -1,0 +1,181 @@
+"""The images that `predict`, `embed` and `inspect` take: files, folders, sources, and images in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail.checkpoints import Bundle
+from vitrail.data.settings import BadImages
+from vitrail.data.sources import KINDS
+from vitrail.data.sources.reference import parse_reference
+from vitrail.data.trained_on import evaluation_split, open_for
+from vitrail.data.types import Array, Payload, Source, Split
+from vitrail.errors import VitrailError
+from vitrail.evaluate.predictor import find_images
+
+EXPECTED = (
+    "paths of images, folders or .txt lists, the bytes of files, Pillow images, uint8 arrays [height, width, channels], float "
+    "tensors [images, channels, height, width] that are already preprocessed, or data sources such as digits"
+)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images to read and preprocess, or a tensor of preprocessed ones; and how many things were given for them."""
+
+    split: Split | None
+    tensor: Tensor | None
+    given: int
+
+    def __len__(self) -> int:
+        return len(self.split) if self.split is not None else len(cast(Tensor, self.tensor))
+
+    @property
+    def all_named(self) -> bool:
+        """Whether each image was given by itself, not with others in a folder, list or source."""
+        return len(self) == self.given
+
+
+def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_images: BadImages = "error") -> Images:
+    """Find out what was given: one of `EXPECTED`, or several. `split` is that of a data source."""
+    items = [images] if _is_single(images) else list(images)
+    tensors = [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
+    if tensors and len(tensors) < len(items):
+        raise VitrailError("Preprocessed tensors and other images were given together. Predict them one after the other.")
+    if tensors:
+        return Images(None, _stacked(tensors), len(items))
+    parts: list[Split] = []
+    paths: list[str] = []
+    loose: list[Any] = []
+
+    def close() -> None:  # files that follow each other form one part, and so do images in memory
+        if paths:
+            parts.append(find_images(paths))
+        if loose:
+            parts.append(MemorySplit(loose, first=sum(map(len, parts))))
+        paths.clear()
+        loose.clear()
+
+    for item in items:
+        if isinstance(item, Split | Source) or is_source(item):
+            close()
+            parts.append(_of_source(bundle, item, split, bad_images))
+        elif isinstance(item, str | os.PathLike):
+            if loose:
+                close()
+            paths.append(os.fspath(item))
+        else:
+            if paths:
+                close()
+            loose.extend(_in_memory(item))
+    close()
+    return Images(parts[0] if len(parts) == 1 else JoinedSplit(parts), None, len(items) + _hidden(items))
+
+
+def _is_single(images: Any) -> bool:
+    if isinstance(images, np.ndarray | Tensor | Split | Source | str | bytes | bytearray | os.PathLike | Image.Image):
+        return True
+    if not isinstance(images, Iterable):
+        raise VitrailError(f"A value of type {type(images).__name__} is not an image. Pass {EXPECTED}.")
+    return False
+
+
+def _hidden(items: Sequence[Any]) -> int:
+    """Count the images of stacked arrays, each of which was given by itself."""
+    return sum(len(item) - 1 for item in items if isinstance(item, np.ndarray | Tensor) and item.ndim == 4)
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    batches = [one if one.ndim == 4 else one[None] for one in tensors]
+    if any(one.ndim != 4 for one in batches):
+        shape = next(tuple(one.shape) for one in tensors if one.ndim not in (3, 4))
+        raise VitrailError(f"A float tensor of shape {shape} was given; [images, channels, height, width] is expected.")
+    if len({one.shape[1:] for one in batches}) > 1:
+        shapes = sorted({tuple(one.shape[1:]) for one in batches})
+        raise VitrailError(f"The tensors have several shapes, such as {shapes[0]} and {shapes[1]}. Predict each shape by itself.")
+    return batches[0] if len(batches) == 1 else torch.cat(batches)
+
+
+def is_source(item: Any) -> bool:
+    """Whether a string names a data source: `digits`, `folder:photos`, `photos.csv`. A path to a folder means its images."""
+    if not isinstance(item, str | os.PathLike):
+        return False
+    text = os.fspath(item)
+    path = Path(text).expanduser()
+    if os.path.exists(path):  # noqa: PTH110 - False for a name that is too long, where Path raises
+        return path.suffix.lower() in (".csv", ".tsv", ".tar", ".parquet") or (path / "packed.json").is_file()
+    if not isinstance(item, str):
+        return False
+    return text.partition("?")[0] == "digits" or parse_reference(text)[0] in KINDS
+
+
+def _of_source(bundle: Bundle, item: Any, name: str | None, bad_images: BadImages) -> Split:
+    if isinstance(item, Split):
+        return item
+    source = item if isinstance(item, Source) else open_for(bundle.trained_on, os.fspath(item), bad_images=bad_images)
+    return evaluation_split(bundle.trained_on, source, name)
+
+
+def _in_memory(item: Any) -> list[Any]:
+    if isinstance(item, bytes | bytearray):
+        return [bytes(item)]
+    if isinstance(item, Image.Image):
+        return [item]
+    array = item
+    if isinstance(item, Tensor):  # as torchvision reads images: uint8 [channels, height, width]
+        array = item.detach().cpu().movedim(-3, -1).numpy() if item.ndim in (3, 4) else item.numpy()
+    if not isinstance(array, np.ndarray):
+        raise VitrailError(f"A value of type {type(item).__name__} is not an image. Pass {EXPECTED}.")
+    if array.dtype not in (np.uint8, np.uint16) or array.ndim not in (2, 3, 4):
+        kind = "tensor" if isinstance(item, Tensor) else "array"
+        advice = "Pass pixel values from 0 to 255 as uint8; or, preprocessed already, a float tensor."
+        raise VitrailError(f"An {kind} {tuple(item.shape)} of {item.dtype} is not an image. {advice}")
+    return list(array) if array.ndim == 4 else [array]
+
+
+def _unlabelled(length: int) -> Array:
+    return np.empty((length, 0), np.float32)
+
+
+class MemorySplit(Split):
+    """Images in memory: contents of files, arrays and Pillow images. They are named by their position."""
+
+    def __init__(self, images: Sequence[Any], *, first: int = 0) -> None:
+        self.name, self.task, self.classes, self.targets = "images", "unlabelled", (), _unlabelled(len(images))
+        self._images, self._first = list(images), first
+
+    def image_name(self, index: int) -> str:
+        return f"image {self._first + index}"
+
+    def payload(self, index: int) -> Payload:
+        return cast(Payload, self._images[index])  # the decoder takes Pillow images, too
+
+
+class JoinedSplit(Split):
+    """Several splits, one behind the other."""
+
+    def __init__(self, parts: Sequence[Split]) -> None:
+        self.parts, self.ends = list(parts), np.cumsum([len(part) for part in parts], dtype=np.int64)
+        self.name, self.task, self.classes = "images", "unlabelled", ()
+        self.targets = _unlabelled(int(self.ends[-1]) if len(self.ends) else 0)
+
+    def _locate(self, index: int) -> tuple[Split, int]:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[number], index - (int(self.ends[number - 1]) if number else 0)
+
+    def image_name(self, index: int) -> str:
+        part, position = self._locate(index)
+        return part.image_name(position)
+
+    def payload(self, index: int) -> Payload:
+        part, position = self._locate(index)
+        return part.payload(position)

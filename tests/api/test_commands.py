@@ -17,7 +17,9 @@ from vitrail.commands.inspect import _load_images
 from vitrail.evaluate import load_embeddings
 
 
-@pytest.mark.parametrize("options", [{"precision": "auto"}, {"top": 1, "tta": True, "precision": "fp32"}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"precision": "auto"}, {"top": 1, "tta": True, "precision": "fp32"}, {"precision": "bf16"}], ids=str
+)
 def test_predict(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path, options: dict[str, object]) -> None:  # noqa: F811
     words = [word for name, value in options.items() for word in ([f"--{name}"] if value is True else [f"--{name}", value])]
     status, out, _ = run(capsys, "predict", checkpoint, photos / "val", "--json", "--device", "cpu", *words)

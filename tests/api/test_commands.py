@@ -17,7 +17,9 @@ from vitrail.commands.inspect import _load_images
 from vitrail.evaluate import load_embeddings
 
 
-@pytest.mark.parametrize("options", [{}, {"top": 1, "tta": True}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"precision": "auto"}, {"top": 1, "tta": True, "precision": "fp32"}, {"precision": "bf16"}], ids=str
+)
 def test_predict(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path, options: dict[str, object]) -> None:  # noqa: F811
     words = [word for name, value in options.items() for word in ([f"--{name}"] if value is True else [f"--{name}", value])]
     status, out, _ = run(capsys, "predict", checkpoint, photos / "val", "--json", "--device", "cpu", *words)
@@ -44,8 +46,8 @@ def test_evaluate(
     tmp_path: Path,
     options: dict[str, object],
 ) -> None:
-    words = ("--sizes", 48, "--tta", "--split", "train") if options else ()
-    command = ("eval", checkpoint, "--data", f"folder:{photos}", "--device", "cpu", "--json", "--report", tmp_path / "cli", *words)
+    words = ("--image-sizes", 48, "--tta", "--split", "train") if options else ()
+    command = ("eval", checkpoint, "--data", f"folder:{photos}", "--device", "cpu", "--json", "--out", tmp_path / "cli", *words)
     status, out, err = run(capsys, *command)
     assert status == 0, err
     bundle = vitrail.load(checkpoint)

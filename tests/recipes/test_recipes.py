@@ -11,8 +11,9 @@ from vitrail.errors import VitrailError
 from vitrail.models import create_model, parameters
 from vitrail.recipes import RECIPES, recipe_named, summary
 from vitrail.recipes.any_folder import any_folder
-from vitrail.train.config import ModelSpec, Recipe, ScheduleSpec, differences, flatten
+from vitrail.train.config import ModelSpec, Recipe, ScheduleSpec
 from vitrail.train.optimizers import convert_decay
+from vitrail.train.plain import differences, flatten
 from vitrail.train.plan import config_of
 
 

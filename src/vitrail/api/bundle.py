@@ -65,7 +65,7 @@ class Bundle(checkpoints.Bundle):
         *,
         tta: bool = False,
         split: str | None = None,
-        precision: Precision = "auto",
+        precision: Precision = "fp32",
         device: str | torch.device | None = None,
         batch: int | None = None,
         workers: int | None = None,

@@ -21,8 +21,9 @@ from vitrail.errors import VitrailError, did_you_mean
 from vitrail.recipes import recipe_named
 from vitrail.recipes.any_folder import any_folder
 from vitrail.train.callbacks import Callback
-from vitrail.train.config import Recipe, flatten
+from vitrail.train.config import Recipe
 from vitrail.train.loop import MakeEvaluator
+from vitrail.train.plain import flatten
 from vitrail.train.sweep import sweep_and_train
 
 log = logging.getLogger("vitrail.train")

@@ -8,8 +8,8 @@ from typing import Annotated
 import tyro
 
 from vitrail.commands.options import Checkpoint, Features, Images, Json, Options, RunOptions, progress_bar
-from vitrail.commands.output import check_output_file, check_place
-from vitrail.commands.shards import ShardSettings, embed_to_folder, is_folder, refuse_ranks
+from vitrail.commands.output import check_output_file
+from vitrail.commands.shards import ShardSettings, check_shard_folder, embed_to_folder, is_folder, refuse_ranks
 from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.settings import FeatureFormat, FeatureSpec
 from vitrail.text import printable, to_json
@@ -60,7 +60,7 @@ def embed(
     from vitrail.train.parallel import World, choose_device
 
     if is_folder(out):
-        check_place(out)
+        check_shard_folder(out, overwrite=overwrite)
         settings = ShardSettings(checkpoint=checkpoint, images=images, out=out, size=shard_size, options=options, json=json_)
         return embed_to_folder(settings, features, format_)
     refuse_ranks(out)

@@ -14,8 +14,8 @@ import tyro
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import CheckpointAndImages, Json, Options, RunOptions, progress_bar
-from vitrail.commands.output import check_output_file, check_place
-from vitrail.commands.shards import ShardSettings, is_folder, predict_to_folder, refuse_ranks
+from vitrail.commands.output import check_output_file
+from vitrail.commands.shards import ShardSettings, check_shard_folder, is_folder, predict_to_folder, refuse_ranks
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import TableFormat
@@ -91,7 +91,7 @@ def predict(
             raise VitrailError("--tta is not available for shards yet; leave out --tta, or write one file with --csv.")
         if not is_folder(out):
             raise VitrailError(f"--out is a folder of shards, but {out.name!r} has the suffix of a file. For one file use --csv.")
-        check_place(out)
+        check_shard_folder(out, overwrite=overwrite)
         common: dict[str, Any] = {"images": images, "out": out, "size": shard_size, "options": options, "json": json_}
         settings = ShardSettings(checkpoint=checkpoint or DEFAULT, default_model=checkpoint is None, **common)
         return predict_to_folder(settings, top, format_)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vitrail.api.progress import image_progress
 from vitrail.commands.options import RunOptions
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import FeatureFormat, FeatureSpec, TableFormat
@@ -47,6 +48,13 @@ class ShardSettings:
 def is_folder(out: Path) -> bool:
     """Whether --out names a folder: an existing one, or a name without a suffix."""
     return out.is_dir() or not out.suffix
+
+
+def check_shard_folder(out: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that cannot be written, and --overwrite, which would have no effect: shards that exist are kept."""
+    if overwrite:
+        raise VitrailError(f"--overwrite is for single files; a job that writes shards resumes. To start anew, delete {out}.")
+    check_place(out)
 
 
 def refuse_ranks(out: Path | None) -> None:

@@ -23,7 +23,8 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate.settings import FewShotSpec
 from vitrail.recipes import RECIPES, recipe_named, summary
 from vitrail.text import to_json
-from vitrail.train.config import Recipe, flatten
+from vitrail.train.config import Recipe
+from vitrail.train.plain import flatten
 from vitrail.train.upgrade import FORMAT
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from rich.text import Text
 from vitrail.commands.terminal import Console
 from vitrail.errors import counted
 from vitrail.train.callbacks import Callback, Record, RunInfo
-from vitrail.train.config import Recipe, differences
+from vitrail.train.config import Recipe
 from vitrail.train.parameter_groups import Group as ParameterGroup
+from vitrail.train.plain import differences
 from vitrail.train.record_text import remaining, shown, validation_text
 from vitrail.train.result import Result
 from vitrail.train.run import RunFolder

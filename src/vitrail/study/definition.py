@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.errors import VitrailError, did_you_mean
-from vitrail.train.config import Recipe, flatten
+from vitrail.train.config import Recipe
+from vitrail.train.plain import flatten
 
 if TYPE_CHECKING:
     from vitrail.study.ladders import Ladder

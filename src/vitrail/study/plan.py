@@ -21,8 +21,9 @@ from vitrail.study.ladders import Ladder, ladder_for
 from vitrail.study.rows import LEFT_OUT, Row
 from vitrail.study.settings import StudySettings, public_name
 from vitrail.study.speeds import Speeds, cost, kind
-from vitrail.train.config import FREE, Recipe, flatten
+from vitrail.train.config import FREE, Recipe
 from vitrail.train.parallel import choose_device
+from vitrail.train.plain import flatten
 
 SHORTEST = 0.1  # of the full length: below that, points are left out instead
 SAFETY = 0.9  # of the budget is planned for

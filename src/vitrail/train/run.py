@@ -25,7 +25,8 @@ from vitrail.data.settings import BY_NAME
 from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, disk_errors, restore_folders, take_lock, write_text
 from vitrail.regular_files import parse_json, read_bytes, read_json_object
-from vitrail.train.config import FREE, Recipe, differences, flatten
+from vitrail.train.config import FREE, Recipe
+from vitrail.train.plain import differences, flatten
 from vitrail.train.saved_model import SavedModel
 from vitrail.train.upgrade import FORMAT, upgrade
 

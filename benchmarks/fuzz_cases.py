@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from vitrail.checkpoints import Bundle, load, write
 from vitrail.checkpoints.report import Report
 from vitrail.commands.terminal import Console
-from vitrail.commands.train import as_json
 from vitrail.commands.training_display import print_result
 from vitrail.data import open_source
 from vitrail.data.decode import decode
@@ -299,7 +298,7 @@ def _end(root: Path) -> Case:
         if record is not None:
             result = finished(run, record)
             print_result(result, Console(file=io.StringIO()))
-            json.dumps(as_json(result))
+            json.dumps(result.summary())
 
     return Case("", file, (file,), read)
 

@@ -80,3 +80,9 @@ def test_a_file_is_not_replaced_unasked(name: str, place: Path, capsys: pytest.C
     status, _, err = run(capsys, *words_of(name, str(file)))
     assert status == 2 and "exists already" in err and "--overwrite" in err and file.read_text() == "mine"
     assert "--overwrite" in {flag for option in options_of(name) for flag in option.flags}
+
+
+@pytest.mark.parametrize("command", ["embed", "predict"])
+def test_shards_are_resumed_not_replaced(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, command, "none.npz", "photo.png", "--out", str(tmp_path / "shards"), "--overwrite")
+    assert status == 2 and "delete" in err and not (tmp_path / "shards").exists()

@@ -225,7 +225,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, *words, "--json")[1])
     assert [need["engine"] for need in found["needs"]] == ["ddp", "fsdp"] and found["needs"][0]["total"] > 0
     assert "1 to 4096" in run(capsys, "plan", "digits", "--gpus", "0")[2]
-    assert "must be a finite number" in run(capsys, "plan", "digits", "--gpus", "some")[2]
+    assert "Error parsing --gpus" in run(capsys, "plan", "digits", "--gpus", "some")[2]
 
 
 def test_the_live_display_shows_everything(tmp_path: Path) -> None:
@@ -345,3 +345,18 @@ def test_a_run_starts_from_the_config_of_another(capsys: pytest.CaptureFixture[s
     assert run(capsys, "train", "--config", config, "--seed", "1", "--out", str(tmp_path / "two"))[0] == 0
     first, second = (RunFolder(tmp_path / name).saved_recipe() for name in ("one", "two"))
     assert first is not None and second == first.replace(seed=1)
+
+
+def test_finetuning_starts_from_the_config_of_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config, out = str(tmp_path / "config.json"), str(tmp_path / "out")
+    shown = run(capsys, "finetune", "--from", "runs/a", "--data", "digits", "--optim.lr", "0.003", "--explain", "--json")[1]
+    Path(config).write_text(shown, encoding="utf-8")
+    words = ("finetune", "--config", config, "--out", out)
+    again = run(capsys, *words, "--explain", "--json")[1]
+    assert json.loads(again) == json.loads(shown)
+    changed = json.loads(run(capsys, *words, "--from", "runs/b", "--explain", "--json")[1])["recipe"]
+    assert changed["model"]["start"] == "runs/b" and changed["data"]["source"] == "digits" and changed["optim"]["lr"] == 0.003
+    assert "leave one out" in run(capsys, *words, "--recipe", "finetune-cifar10")[2]
+    shown = run(capsys, "train", "digits", "--explain", "--json")[1]
+    Path(config).write_text(shown, encoding="utf-8")
+    assert "add --from" in run(capsys, *words)[2]  # a recipe that starts from random values

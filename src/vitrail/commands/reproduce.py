@@ -15,8 +15,8 @@ from vitrail.commands.options import DEFAULT, Json, Options
 from vitrail.commands.published import show_published
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
-from vitrail.evaluate.reproduce import ReproducedMetric, Reproduction
-from vitrail.evaluate.reproduce import reproduce as reproduce_weights
+from vitrail.evaluate.reproduction import ReproducedMetric, Reproduction
+from vitrail.evaluate.reproduction import reproduce as reproduce_weights
 from vitrail.files import write_csv
 from vitrail.text import to_json
 from vitrail.train.parallel import joined

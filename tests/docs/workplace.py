@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp": 64}
 
 def make_workplace(folder: Path) -> Path:
     """Fill a folder."""
-    photos = sample_photos(60)
+    photos = sample_photos(90)
     for number, photo in enumerate(photos):
         name = CLASSES[number % len(CLASSES)]
         photo = _tinted(photo.resize((96, 80)), number)
@@ -37,7 +37,7 @@ def make_workplace(folder: Path) -> Path:
         _save(photos[number], folder / name)
     (folder / "list.txt").write_text("cat.jpg\ndog.jpg\n")
     for name, size in (("TINY", 64), ("CIFAR", 32)):
-        pack(open_source(f"folder:{folder / 'photos'}"), folder / name, PackSettings(size=size))
+        pack(open_source(f"folder:{folder / 'photos'}"), folder / name, PackSettings(store="arrays", size=(size, size)))
     for name in ("ViT-B_16.npz", "B_16.npz"):
         _google_file(folder / name)
     _run(folder / "runs" / "pets", folder / "pets")
@@ -69,7 +69,7 @@ def _google_file(file: Path) -> None:
 def _run(out: Path, data: Path) -> None:
     recipe = Recipe(
         name="pets",
-        model=ModelSpec(name="ViT-Ti/8", image_size=32, **SMALL),
+        model=ModelSpec(name="ViT-Ti/8", image_size=64, **SMALL),
         data=DataSpec(source=f"folder:{data}", workers=0),
         optim=OptimSpec(lr=1e-3),
         steps=2,

@@ -44,8 +44,8 @@ def api() -> str:
     """Return the page of all public names: signature and docstring."""
     parts = [
         "# Python reference",
-        "Generated from the code. Names are imported on first use; `import vitrail` alone takes no torch. Everything else is internal and "
-        "may change without notice.",
+        "Generated from the code. Names are imported on first use; `import vitrail` alone does not import torch. What is not listed here "
+        "is internal and may change.",
     ]
     for package, names in public_packages():
         parts += [f"## {package.__name__}", _prose(package.__doc__)]
@@ -127,7 +127,11 @@ def configurations() -> dict[str, list[type]]:
     from vitrail.models import BiTConfig, ResNetConfig, ViTConfig
     from vitrail.train import config
 
-    specs = [one for one in vars(config).values() if inspect.isclass(one) and one.__module__ == config.__name__ and dataclasses.is_dataclass(one)]
+    specs = [
+        one
+        for one in vars(config).values()
+        if inspect.isclass(one) and one.__module__ == config.__name__ and dataclasses.is_dataclass(one)
+    ]
     specs.sort(key=lambda one: one is not config.Recipe)
     return {"Recipes": [*specs, Augment], "Models": [ViTConfig, BiTConfig, ResNetConfig], "Preprocessing": [Preprocess]}
 
@@ -136,13 +140,16 @@ def configuration() -> str:
     """Return the page of all fields of recipes, models and preprocessing."""
     parts = [
         "# Configuration",
-        "Generated from the dataclasses. Every field of a recipe is an option of `vitrail train` and `vitrail finetune`: `optim.lr` is "
-        "`--optim.lr`, and underscores become hyphens. Fields of a model can be passed to `vitrail.create_model` and `vitrail.load` by name.",
+        "Generated from the dataclasses. Every field of a recipe is an option of `vitrail train` and `vitrail finetune`: `optim.lr` "
+        "is `--optim.lr`, and underscores become hyphens. Fields of a model can be passed to `vitrail.create_model` and "
+        "`vitrail.load` by name.",
     ]
     for section, kinds in configurations().items():
         parts.append(f"## {section}")
         for kind in kinds:
-            rows = [f"| `{name}` | {_cell(hint)} | {_cell(default)} | {text} |" for name, hint, default, text in config_fields(kind)]
+            rows = [
+                f"| `{name}` | {_cell(hint)} | {_cell(default)} | {text} |" for name, hint, default, text in config_fields(kind)
+            ]
             table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
             parts += [f"### {kind.__name__}", _prose(inspect.getdoc(kind)), table]
     return "\n\n".join(parts) + "\n"
@@ -203,16 +210,17 @@ def errors() -> str:
     tour = _load(ROOT / "tests" / "error_tour.py")
     parts = [
         "# Error messages",
-        "Generated from the table of `tests/error_tour.py`; a test raises each of these errors and compares. A message says what was found, "
-        "what was expected and what to do next. Commands print it without a traceback and exit with status 2; in Python it is a "
-        "`vitrail.VitrailError`.",
+        "Generated from the table of `tests/error_tour.py`; a test raises each of these errors and compares. A message says what was "
+        "found, what was expected and what to do next. Commands print it without a traceback and exit with status 2, or with 1 if they "
+        "did their work and found problems; in Python it is a `vitrail.VitrailError`.",
     ]
     for topic in dict.fromkeys(case.topic for case in tour.CASES):
-        rows = ["| what was done | found | expected, and what to do next |", "|---|---|---|"]
-        for case in tour.CASES:
-            if case.topic == topic:
-                rows.append(f"| {case.situation}<br>{_cell(case.run)} | {_text(case.found)} | {'<br>'.join(map(_text, case.then))} |")
-        parts += [f"## {topic}", "\n".join(rows)]
+        rows = [
+            f"| {case.situation}<br>{_cell(case.run)} | {_text(case.found)} | {'<br>'.join(map(_text, case.then))} |"
+            for case in tour.CASES
+            if case.topic == topic
+        ]
+        parts += [f"## {topic}", "\n".join(["| what was done | found | expected, and what to do next |", "|---|---|---|", *rows])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -60,17 +60,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join(folder, match[2]))
         if not (ROOT / path).exists():
             return match[0]  # a page of the reference, or a broken link, which MkDocs reports
-        target = PAGES.get(path) or MOVED.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}")
+        target = (
+            PAGES.get(path) or MOVED.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}")
+        )
         return match[1] + posixpath.relpath(target, posixpath.dirname(here) or ".") + match[3]
 
     return "".join(
-        part if index % 2 else LINK.sub(site_link, part) for index, part in enumerate(re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S))
+        part if index % 2 else LINK.sub(site_link, part)
+        for index, part in enumerate(re.split(r"(^```.*?^```)", markdown, flags=re.M | re.S))
     )
 
 
 def _folder(page: str) -> str:
     """Return the folder, in the repository, in which the source of a page is."""
-    source = next((source for source, name in PAGES.items() if name == page and not (ROOT / "docs" / page).exists()), f"docs/{page}")
+    source = next(
+        (source for source, name in PAGES.items() if name == page and not (ROOT / "docs" / page).exists()), f"docs/{page}"
+    )
     return posixpath.dirname(source)
 
 

@@ -1,4 +1,4 @@
-"""The error tour: what users do wrong, and what the error then says. `test_error_tour.py` raises each; the reference shows the table."""
+"""The error tour: what users do wrong, and what the error says. `test_error_tour.py` raises each; the site's reference shows it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ CASES = (
     Case(
         'Checkpoints and names', 'a model without published weights', 'vitrail info ViT-B/17',
         'There are no published weights of ViT-B/17.',
-        ('There are weights of ViT-B/8, ViT-B/14, ViT-B/16 and ViT-B/32.', "`vitrail.create_model('ViT-B/17')` makes an untrained model."),
+        ('There are weights of ViT-B/8, ViT-B/14, ViT-B/16 and ViT-B/32.',
+         "`vitrail.create_model('ViT-B/17')` makes an untrained model."),
     ),
     Case(
         'Checkpoints and names', 'a mistyped tag', 'vitrail info ViT-B/16@maee',
@@ -234,12 +235,14 @@ CASES = (
         ('Did you mean width?',),
     ),
     Case(
-        'Models and sizes', "images of another size than the model's", 'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 3, 240, 224, device="meta"))',
+        'Models and sizes', "images of another size than the model's",
+        'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 3, 240, 224, device="meta"))',
         'ViT-Ti/16 expects 224×224 images, these are 240×224.',
         ('Resize the images, or the model with model.resize((240, 224)).',),
     ),
     Case(
-        'Models and sizes', 'channels last', 'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 224, 224, 3, device="meta"))',
+        'Models and sizes', 'channels last',
+        'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 224, 224, 3, device="meta"))',
         'ViT-Ti/16 has 3 input channels, these images have 224.',
         ('Convert the images, or build the model with channels=224.',),
     ),

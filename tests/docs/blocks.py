@@ -154,7 +154,8 @@ def counts() -> str:
     other = sum(piece.changed for piece in every)
     python = sum(piece.language == "python" for piece in every)
     reasons = ", ".join(f"{reason} {count}" for reason, count in skipped.most_common())
+    written = len(every) - other - skipped.total()
     return (
-        f"documentation: {python} Python blocks and {len(every) - python} commands: {len(every) - other - skipped.total()} run as written, "
+        f"documentation: {python} Python blocks and {len(every) - python} commands: {written} run as written, "
         f"{other} run with other arguments, {skipped.total()} not run ({reasons})"
     )

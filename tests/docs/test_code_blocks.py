@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import shutil
@@ -29,7 +28,9 @@ def test_every_mark_has_a_known_reason() -> None:
     assert marked
     for piece in marked:
         assert piece.skipped is not None
-        assert piece.skipped.reason in REASONS, f"{piece.page}:{piece.line}: {piece.skipped.text!r} begins with none of {list(REASONS)}"
+        assert piece.skipped.reason in REASONS, (
+            f"{piece.page}:{piece.line}: {piece.skipped.text!r} begins with none of {list(REASONS)}"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +54,6 @@ def test_the_page_runs(
         for piece in pieces(page):
             if piece.skipped:
                 continue
-            began = time.perf_counter()
             try:
                 _run(piece, names, servers)
             except BaseException as error:
@@ -62,9 +62,6 @@ def test_the_page_runs(
             shown = capfd.readouterr()
             if piece.output:
                 _compare(piece, shown.out + shown.err)
-            with capfd.disabled():
-                if os.environ.get("VITRAIL_SHOW_BLOCKS"):
-                    print(f"\n{time.perf_counter() - began:6.2f} s  {piece.page}:{piece.line}: {piece.code[:90]!r} {piece.extra}", flush=True)  # noqa: T201
 
 
 def _run(piece: Piece, names: dict[str, Any], servers: contextlib.ExitStack) -> None:

@@ -1,4 +1,4 @@
-"""A folder with what the pages assume: photos, a packed dataset, a run, weights in Google's format. All small and all real files."""
+"""A folder with what the pages assume: photos, packed datasets, a run, weights in Google's format. All are small and real files."""
 
 from __future__ import annotations
 

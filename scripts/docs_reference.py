@@ -44,8 +44,8 @@ def api() -> str:
     """Return the page of all public names: signature and docstring."""
     parts = [
         "# Python reference",
-        "Generated from the code. Names are imported on first use; `import vitrail` alone does not import torch. What is not listed here "
-        "is internal and may change.",
+        "Generated from the code. Names are imported on first use; `import vitrail` alone does not import torch. What is not "
+        "listed here is internal and may change.",
     ]
     for package, names in public_packages():
         parts += [f"## {package.__name__}", _prose(package.__doc__)]
@@ -140,8 +140,8 @@ def configuration() -> str:
     """Return the page of all fields of recipes, models and preprocessing."""
     parts = [
         "# Configuration",
-        "Generated from the dataclasses. Every field of a recipe is an option of `vitrail train` and `vitrail finetune`: `optim.lr` "
-        "is `--optim.lr`, and underscores become hyphens. Fields of a model can be passed to `vitrail.create_model` and "
+        "Generated from the dataclasses. Every field of a recipe is an option of `vitrail train` and `vitrail finetune`: "
+        "`optim.lr` is `--optim.lr`, and underscores become hyphens. Fields of a model can be passed to `vitrail.create_model` and "
         "`vitrail.load` by name.",
     ]
     for section, kinds in configurations().items():
@@ -169,6 +169,8 @@ def config_fields(kind: type) -> Iterator[tuple[str, str, str, str]]:
         text = after.value.value if described else comments.get(node.end_lineno or 0, "")  # type: ignore[union-attr]
         default = ast.unparse(node.value) if node.value else "required"
         default = re.sub(r"^field\(default_factory=(\w+)\)$", r"\1()", default)
+        if not text and default == f"{ast.unparse(node.annotation)}()":
+            text = f"Fields below: [{default[:-2]}](#{default[:-2].lower()})"
         yield node.target.id, ast.unparse(node.annotation), default, _one_line(text).replace("|", "\\|")
 
 
@@ -210,9 +212,9 @@ def errors() -> str:
     tour = _load(ROOT / "tests" / "error_tour.py")
     parts = [
         "# Error messages",
-        "Generated from the table of `tests/error_tour.py`; a test raises each of these errors and compares. A message says what was "
-        "found, what was expected and what to do next. Commands print it without a traceback and exit with status 2, or with 1 if they "
-        "did their work and found problems; in Python it is a `vitrail.VitrailError`.",
+        "Generated from the table of `tests/error_tour.py`; a test raises each of these errors and compares. A message says what "
+        "was found, what was expected and what to do next. Commands print it without a traceback and exit with status 2, or with 1 "
+        "if they did their work and found problems; in Python it is a `vitrail.VitrailError`.",
     ]
     for topic in dict.fromkeys(case.topic for case in tour.CASES):
         rows = [

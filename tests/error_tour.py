@@ -176,13 +176,18 @@ CASES = (
     ),
     Case(
         'Checkpoints and names', 'a pickle that would run code', 'vitrail info code.pth',
-        'code.pth needs unsafe unpickling',
-        ('which can run any code, so it is rejected.', 'or use a .safetensors file.'),
+        'code.pth needs unsafe unpickling, which can run any code, so it is rejected.',
+        ('Open it in a sandbox', 'or use a .safetensors file.'),
     ),
     Case(
         'Checkpoints and names', 'tensors of no known format', 'vitrail info numbers.npz',
         'numbers.npz contains 1 tensor (a …), whose names match no supported format',
         ('its names may have an extra prefix.',),
+    ),
+    Case(
+        'Checkpoints and names', 'a folder with another config.json', 'vitrail info config-only',
+        'config-only/config.json is not the config of a Vitrail checkpoint.',
+        ('Give a folder that `vitrail.save` or a run has written, or the weight file itself.',),
     ),
     Case(
         'Checkpoints and names', 'a flipped bit in the weights', 'vitrail info flipped',

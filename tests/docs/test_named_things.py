@@ -75,3 +75,13 @@ def _resolve(name: str) -> Any:
 
 def _attribute(value: Any, name: str) -> Any:
     return value.__dataclass_fields__[name] if name in getattr(value, "__dataclass_fields__", {}) else getattr(value, name)
+
+
+def test_the_files_that_contributors_are_sent_to_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks)/[\w./-]*)`", page)
+    assert len(named) > 20
+    for path in named:
+        assert (ROOT / path).exists(), f"CONTRIBUTING.md names {path}"
+    for file, name in (("src/vitrail/checkpoints/formats.py", "FORMATS"), ("src/vitrail/recipes/__init__.py", "_FILES")):
+        assert f"{name} = " in (ROOT / file).read_text() or f"{name}:" in (ROOT / file).read_text()

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.docs.blocks import ROOT
+from tests.serve.chromium import chromium
 from vitrail.cli import COMMANDS
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -158,6 +159,27 @@ def test_the_reference_has_every_public_name_command_and_field(pages: dict[str, 
             assert kind.__name__ in configuration
             for name, *_ in docs_reference.config_fields(kind):
                 assert name in configuration
+
+
+def test_the_site_works_as_files_without_a_network(site: Path) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark", offline=True)
+        page = context.new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
+        for name in ("index", "start", "paper", "reference/errors"):
+            page.goto((site / f"{name}.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than a phone"
+        assert page.evaluate("getComputedStyle(document.body).getPropertyValue('--md-hue')").strip()  # the dark scheme's
+        page.click("label.md-header__button[for=__search]")
+        page.locator("input.md-search__input").press_sequentially("rollout", delay=20)  # as a user types
+        page.wait_for_selector(".md-search-result__item", timeout=10_000)
+        assert "rollout" in page.inner_text(".md-search-result__list").lower()
+        browser.close()
+    assert not problems
 
 
 def test_public_names_are_not_hidden_by_modules() -> None:

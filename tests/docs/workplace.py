@@ -33,7 +33,16 @@ def make_workplace(folder: Path) -> Path:
             _save(photo, folder / root / name / f"{number:02}.jpg")
         if number < 8:
             _save(photo, folder / "holiday" / ("cat.jpg" if not number else f"{number}.jpg"))
-    for number, name in enumerate(("cat.jpg", "dog.jpg", "images/candle.png", "images/obelisk.png", "images/tabby.png")):
+    single = (
+        "cat.jpg",
+        "dog.jpg",
+        "images/candle.png",
+        "images/obelisk.png",
+        "images/tabby.png",
+        "new/church.png",
+        "new/springer.png",
+    )
+    for number, name in enumerate(single):
         _save(photos[number], folder / name)
     (folder / "list.txt").write_text("cat.jpg\ndog.jpg\n")
     for name, size in (("TINY", 64), ("CIFAR", 32)):

@@ -311,8 +311,8 @@ def _check_version(values: Mapping[str, Any], folder: Path) -> None:
     version = values.get("version")
     if values.get("format") != "vitrail" or not isinstance(version, int):
         raise VitrailError(
-            f"{folder / _CONFIG} is not the config of a Vitrail checkpoint. Give a folder that `vitrail.save` or a run has written, "
-            "or the weight file itself."
+            f"{folder / _CONFIG} is not the config of a Vitrail checkpoint. Give a folder that `vitrail.save` or a run has "
+            "written, or the weight file itself."
         )
     if version > VERSION:
         raise VitrailError(

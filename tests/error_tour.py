@@ -243,7 +243,7 @@ CASES = (
         'Models and sizes', "images of another size than the model's",
         'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 3, 240, 224, device="meta"))',
         'ViT-Ti/16 expects 224×224 images, these are 240×224.',
-        ('Resize the images, or the model with model.resize((240, 224)).',),
+        ('Resize the images, or the model with model.resize((240, 224)), or load or create it with any_size=True.',),
     ),
     Case(
         'Models and sizes', 'channels last',

@@ -15,6 +15,8 @@ from tests.error_tour import CASES, Case
 from tests.error_tour_files import make_files
 from vitrail.cli import main
 
+pytestmark = pytest.mark.slow  # 8 seconds in all
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -74,7 +74,8 @@ def _run(piece: Piece, names: dict[str, Any], servers: contextlib.ExitStack) -> 
     if words[:2] == ["vitrail", "serve"]:
         servers.enter_context(_serving(words[2:]))
     elif words[0] == "vitrail":
-        with pytest.raises(SystemExit) as end:
+        words, target = (words[:-2], words[-1]) if ">" in words else (words, "")
+        with pytest.raises(SystemExit) as end, _written_to(target):
             main(words[1:])
         assert not end.value.code, f"exit status {end.value.code}"
     elif words[0] == "curl":
@@ -83,6 +84,16 @@ def _run(piece: Piece, names: dict[str, Any], servers: contextlib.ExitStack) -> 
         subprocess.run(words, check=True, timeout=30)
     else:
         raise ValueError("The tests can run Python and the command vitrail, ls, cat, mkdir, cp and curl. Mark what is not run.")
+
+
+@contextlib.contextmanager
+def _written_to(file: str) -> Iterator[None]:
+    """Write what is printed to a file, as `> FILE` does."""
+    if not file:
+        yield
+        return
+    with Path(file).open("w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream):
+        yield
 
 
 _PORT: list[int] = []

@@ -295,3 +295,10 @@ def test_the_arrays_of_a_file_are_not_larger_than_it(tmp_path: Path) -> None:
         archive.filelist += archive.filelist * 40
     with pytest.raises(ValueError, match="larger than the file"):
         read_npz(tmp_path / "a.npz")
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(VitrailError, match=r"photos is a folder; give the name of a file"), atomic_file(tmp_path / "photos"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]

@@ -33,6 +33,8 @@ T = TypeVar("T")
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path in the same folder. On success it is synced and renamed to `path`, otherwise deleted."""
     target = Path(path)
+    if target.is_dir():
+        raise VitrailError(f"{target} is a folder; give the name of a file.")
     _make_folder(target.parent)
     temporary = _new_name(target, target.suffix)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from vitrail.errors import VitrailError
 from vitrail.export.artefact import Artefact
 from vitrail.export.verify import MAX_DROP, compare, images_of, sample_photos
 from vitrail.export.write import ExportSettings, export_model
-from vitrail.text import to_json
+from vitrail.text import printable, to_json
 
 Settings = Annotated[ExportSettings, tyro.conf.arg(name="")]
 Out = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
@@ -43,14 +44,16 @@ def export(
     """Export a model as an ONNX file or a torch.export program, and compare it with the PyTorch model on real images.
 
     OUT is a folder with the model and report.json. Class names and preprocessing are stored in the file. If the logits differ
-    more than the precision explains, nothing is written.
+    more than the precision explains, nothing is written. `vitrail export verify` repeats the comparison.
 
     Example: vitrail export runs/pets pets-onnx --data folder:pets
 
     Example: vitrail export runs/pets pets-int8 --precision int8 --calibrate folder:pets --data folder:pets
 
+    Example: vitrail export verify pets-onnx runs/pets --data folder:pets
+
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name.
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16, hf:owner/name or an included model.
         out: The folder to write.
         settings: What is written.
         data: Images to compare on; with labels, accuracies are compared, too. None: crops of two photos.
@@ -84,11 +87,10 @@ def export(
     for problem in comparison.problems(settings.precision, max_drop):
         console.print(f"warning: {problem}", style="yellow", highlight=False)
     size = sum(path.stat().st_size for path in out.iterdir())
-    console.print(
-        f"written to {out} ({size / 1e6:.1f} MB); check it again with: vitrail export verify {out} {checkpoint}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    given = {"--data": data, "--split": split, "--images": str(images)} if data is not None else {}
+    options = [word for name, value in {**given, "--preprocess": preprocess}.items() if value is not None for word in (name, value)]
+    again = shlex.join(["vitrail", "export", "verify", str(out), checkpoint, *options])
+    console.print(f"written to {out} ({size / 1e6:.1f} MB); check it again with: {again}", highlight=False, soft_wrap=True)
 
 
 def verify(
@@ -140,7 +142,7 @@ def _images(
     bundle: Bundle, reference: str | None, name: str | None, count: int, *, measured: bool = True
 ) -> tuple[list[Any], list[int] | None, str]:
     """Return images, their labels and what they are. The source is divided as for training; where the accuracy is `measured` on
-    images that the model was trained on, a warning says so."""
+    images that the model was trained on, or cannot be, a message says so."""
     if count < 1:
         raise VitrailError(f"The number of images is {count}; it must be at least 1.")
     if reference is None:
@@ -150,4 +152,9 @@ def _images(
     examples, labels = images_of(split, count, bundle.classes)
     if measured and labels is not None:
         show_trained_on(Console(stderr=True), overlap(bundle.trained_on, source, split))
+    if measured and labels is None and split.task == "classify" and bundle.task == "classify":
+        other = next((label for label in split.classes if label not in (bundle.classes or ())), "")
+        reason = f"it has no class {printable(other, one_line=True)!r}" if bundle.classes else "its classes have no names"
+        note = f"accuracies are not compared: the labels of {reference} are not those of the model ({reason})"
+        Console(stderr=True).print(note, style="yellow", highlight=False, soft_wrap=True, markup=False)
     return examples, labels, f"{reference}, split {split.name}"

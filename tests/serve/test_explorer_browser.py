@@ -226,7 +226,14 @@ def test_the_image_dropped_last_stays(server: Client, included: Bundle, open_pag
     tower.write_bytes(example_images()[0].data)
     dahlia.write_bytes(example_images()[1].data)
     held: list[Any] = []
-    page.route("**/explorer/analyse*", lambda route: route.continue_() if held else held.append(route))
+
+    def hold_first(route: Any) -> None:
+        if held:
+            route.continue_()
+        else:
+            held.append(route)
+
+    page.route("**/explorer/analyse*", hold_first)
     page.set_input_files("#file", str(tower))
     while not held:
         page.wait_for_timeout(20)

@@ -186,6 +186,7 @@ def test_int8_leaves_both_heads_of_a_distilled_model(tmp_path: Path) -> None:
         assert all(5 not in shapes.get(given, ()) for given in multiplied[name].input)  # the heads have five outputs
 
 
+@pytest.mark.slow
 def test_thresholds_of_a_multi_label_model_are_stored(tmp_path: Path, bundle: Bundle) -> None:
     thresholds = [0.2, 0.9, 0.5, 0.5, 0.5]
     several = dataclasses.replace(bundle, task="multilabel", provenance={"task": {"thresholds": thresholds}})

@@ -21,6 +21,7 @@ from vitrail.errors import VitrailError
 from vitrail.export import Artefact, Comparison, ExportSettings, compare, export_model
 from vitrail.export.module import exported_module
 from vitrail.export.onnx_file import read_metadata
+from vitrail.export.quantise import layers_to_quantise
 from vitrail.export.verify import images_of, sample_photos
 
 
@@ -171,3 +172,23 @@ def test_a_source_that_looks_like_json_is_read_back(tmp_path: Path) -> None:
     bundle.report.source = "[1]/checkpoint"
     export_model(bundle, tmp_path / "out", images=sample_photos(1))
     assert Artefact.open(tmp_path / "out").metadata["source"] == "[1]/checkpoint"
+
+
+@pytest.mark.slow
+def test_int8_leaves_both_heads_of_a_distilled_model(tmp_path: Path) -> None:
+    bundle = bundle_of(tmp_path, **TINY, distill_token=True)
+    export_model(bundle, tmp_path / "out", images=sample_photos(2))
+    graph = onnx.load(str(tmp_path / "out" / "model.onnx")).graph
+    assert len(layers_to_quantise(graph)) == 2 * 4
+    multiplied = {node.name: node for node in graph.node if node.op_type in ("Gemm", "MatMul", "Conv")}
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for name in layers_to_quantise(graph):
+        assert all(5 not in shapes.get(given, ()) for given in multiplied[name].input)  # the heads have five outputs
+
+
+@pytest.mark.slow
+def test_thresholds_of_a_multi_label_model_are_stored(tmp_path: Path, bundle: Bundle) -> None:
+    thresholds = [0.2, 0.9, 0.5, 0.5, 0.5]
+    several = dataclasses.replace(bundle, task="multilabel", provenance={"task": {"thresholds": thresholds}})
+    export_model(several, tmp_path / "out", ExportSettings(format="pt2"), images=sample_photos(2))
+    assert Artefact.open(tmp_path / "out").metadata["thresholds"] == thresholds

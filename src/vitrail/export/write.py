@@ -140,6 +140,7 @@ def _metadata(bundle: Bundle, module: Exported, settings: ExportSettings) -> dic
         "classes": list(bundle.classes) if bundle.classes else [],
         "task": bundle.task,
         "activation": "sigmoid" if bundle.sigmoid else "none" if bundle.task == "regress" else "softmax",
+        "thresholds": list(bundle.thresholds) if bundle.task == "multilabel" else [],
         "preprocess": bundle.stored_preprocess().to_dict(),
         "input": "pixels" if settings.pixels else "normalised",
         "input_type": str(module.pixel_type).removeprefix("torch.") if settings.pixels else "float32",

@@ -207,7 +207,7 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         body = await read_body(request)
         if len(body) > _MAX_PATCHES_BODY:
             raise ServiceError(413, f"The list of patches has {len(body):,} bytes; at most {_MAX_PATCHES_BODY:,} are read.")
-        off = set(parse_json(body, PatchesOff).patches)
+        off = set(parse_json(body, PatchesOff, _MAX_PATCHES_BODY).patches)
         rows, columns = found.info["grid"]
         if off and (min(off) < 0 or max(off) >= rows * columns):
             raise ServiceError(422, f"There are patches 0 to {rows * columns - 1}.")

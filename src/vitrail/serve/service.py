@@ -60,8 +60,8 @@ class Service:
 
     @property
     def has_threads(self) -> bool:
-        """Whether a worker has not ended: one that loads cannot be stopped."""
-        return any(worker.is_alive for worker in self.workers.values())
+        """Whether a thread has not ended: neither one that loads nor one that decodes can be stopped."""
+        return self.pixels.held > 0 or any(worker.is_alive for worker in self.workers.values())
 
     @property
     def failure(self) -> BaseException | None:

@@ -51,14 +51,15 @@ class InferRequest(BaseModel):
     parameters: Parameters = Parameters()
 
 
-def read_request(request: Request, body: bytes) -> tuple[InferRequest, bytes]:
-    """Return the request and the binary data after it; without the extension there is none."""
+def read_request(request: Request, body: bytes, most: int) -> tuple[InferRequest, bytes]:
+    """Return the request, of at most so many numbers, and the binary data after it; without the extension there is none."""
+    most += 1000  # names, shapes and parameters
     given = request.headers.get(HEADER)
     if given is None:
-        return parse_json(body, InferRequest), b""
+        return parse_json(body, InferRequest, most), b""
     if not (given.isascii() and given.isdigit() and len(given) < 12 and int(given) <= len(body)):
         raise ServiceError(400, f"{HEADER} is not the length of the JSON part, which is at most {len(body)} bytes.")
-    return parse_json(body[: int(given)], InferRequest), body[int(given) :]
+    return parse_json(body[: int(given)], InferRequest, most), body[int(given) :]
 
 
 def images_of_request(body: InferRequest, binary: bytes, expected: list[int], most: int) -> list[bytes | Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
-from vitrail.serve.errors import ServiceError, unavailable
+from vitrail.serve.errors import ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
 from vitrail.serve.limits import ByteLimit, PixelLimit
@@ -95,7 +95,7 @@ class Service:
         if not images:
             raise ServiceError(400, "The request has no image.")
         if len(images) > self.settings.max_images:
-            raise ServiceError(413, f"The request has {len(images)} images; at most {self.settings.max_images} are taken at once.")
+            raise too_many_images(self.settings.max_images)
         bundle = self.bundle(worker)
         worker.admit(len(images))
         deadline = time.monotonic() + self.settings.deadline

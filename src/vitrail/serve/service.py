@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # a saved page names models as the service does, without the 
 
 PING_SECONDS = 10.0
 log = logging.getLogger("vitrail.serve")
+Found = TypeVar("Found")
 
 
 class ClientLeft(Exception):
@@ -89,6 +90,10 @@ class Service:
                 await asyncio.wait_for(asyncio.wrap_future(worker.ping()), PING_SECONDS)
             except TimeoutError:
                 raise unavailable(f"{worker.name} has not answered for {PING_SECONDS:.0f} s.") from None
+
+    async def in_pool(self, function: Callable[..., Found], *arguments: Any) -> Found:
+        """Call a function in one of the threads that decode: what takes milliseconds must not keep the event loop."""
+        return await asyncio.wrap_future(self.pool.submit(function, *arguments))
 
     async def compute(self, request: Request, worker: ModelWorker, work: Work, images: Sequence[bytes | Tensor]) -> list[Any]:
         """Decode and compute images; each has a result or a `ServiceError` of its own. Ends early if the client leaves."""

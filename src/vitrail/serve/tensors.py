@@ -98,7 +98,8 @@ def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes | Tenso
 
 def _split(binary: bytes, most: int) -> list[bytes]:
     """Return byte strings that each follow their length, a little-endian uint32; if there are more than `most`, only one more."""
-    found, start = [], 0
+    found: list[bytes] = []
+    start = 0
     while start < len(binary) and len(found) <= most:  # a request has space for millions of empty ones
         if len(binary) - start < 4:
             raise ServiceError(400, "The binary data ends within a length.")

@@ -163,6 +163,7 @@ def test_accuracies_are_compared_where_labels_are_known(tmp_path: Path, bundle: 
     labels[0] = (labels[0] + 1) % 5
     comparison = export_model(bundle, tmp_path / "out", ExportSettings(format="pt2"), images=photos, labels=labels)
     assert comparison.accuracy == comparison.reference_accuracy == pytest.approx(5 / 6)
+    assert comparison.data == "your data"  # not the photos that stand in where no images are given
 
 
 def test_limits_of_each_precision() -> None:

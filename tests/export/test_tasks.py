@@ -16,6 +16,7 @@ from torch import nn
 import vitrail
 from tests.export.test_export import TINY, bundle_of
 from vitrail.checkpoints import Bundle
+from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
 from vitrail.export import Artefact, Comparison, ExportSettings, compare, export_model
@@ -86,6 +87,13 @@ def test_a_loss_of_accuracy_beyond_max_drop_is_a_problem(tmp_path: Path, bundle:
     assert found.problems("int8", 0.02) == ["accuracy falls by 3.0%, allowed is 2.0% (--max-drop)"]
     better = Comparison(100, "x", 1.0, 10.0, 0.97, accuracy=0.95, reference_accuracy=0.93)
     assert better.problems("int8", 0.0) == []
+
+
+def test_a_max_drop_that_is_no_fraction_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["export", "x", str(tmp_path / "out")], ["export", "verify", str(tmp_path / "out"), "x"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--max-drop", "5"])
+        assert "--max-drop is 5.0; it must be a fraction" in capsys.readouterr().err
 
 
 @dataclasses.dataclass

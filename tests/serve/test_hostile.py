@@ -188,6 +188,16 @@ def test_binary_tensors(client: Client, bundle: Bundle, jpegs: list[bytes]) -> N
         assert status == 400 and "follow the JSON" in answer["error"]
 
 
+def test_millions_of_empty_images_are_not_even_split(client: Client) -> None:
+    """32 MB of them took five seconds of the event loop."""
+    data = bytes(8_000_000)
+    given = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": len(data)}}
+    head = json.dumps({"inputs": [given]}).encode()
+    began = time.process_time()
+    status, answer, _ = client.call("POST", "/v2/models/tiny/infer", head + data, inference_header_content_length=str(len(head)))
+    assert status == 413 and "too many images" in answer["error"] and time.process_time() - began < 0.25
+
+
 def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, format, **options)

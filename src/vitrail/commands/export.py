@@ -15,13 +15,12 @@ from vitrail.commands.terminal import Console, say
 from vitrail.data.trained_on import evaluation_split, open_for, overlap
 from vitrail.errors import VitrailError
 from vitrail.export.artefact import Artefact
-from vitrail.export.verify import MAX_DROP, compare, images_of, sample_photos
+from vitrail.export.verify import MAX_DROP, PHOTOS, compare, images_of, sample_photos
 from vitrail.export.write import ExportSettings, export_model
 from vitrail.text import printable, to_json
 
 Settings = Annotated[ExportSettings, tyro.conf.arg(name="")]
 Out = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-_PHOTOS = "two photos of scikit-learn"
 
 
 def export(
@@ -69,8 +68,7 @@ def export(
     """
     if settings.precision == "int8" and calibrate is None:
         raise VitrailError("int8 needs images to measure the ranges of activations with: give a data source with --calibrate.")
-    if not 0 <= max_drop <= 1:
-        raise VitrailError(f"--max-drop is {max_drop}; it must be a fraction from 0 to 1, such as 0.01.")
+    _check_drop(max_drop)
     bundle = load(checkpoint, preprocess=preprocess)
     bundle.check_head()
     show_assumptions(bundle)
@@ -119,6 +117,7 @@ def verify(
         preprocess: The preprocessing the weights expect, if the checkpoint does not store it.
         json_: Print JSON.
     """
+    _check_drop(max_drop)
     opened = Artefact.open(artefact)
     bundle = load(checkpoint, preprocess=preprocess)
     show_assumptions(bundle)
@@ -138,6 +137,11 @@ def verify(
     return 1 if problems else 0
 
 
+def _check_drop(max_drop: float) -> None:
+    if not 0 <= max_drop <= 1:
+        raise VitrailError(f"--max-drop is {max_drop}; it must be a fraction from 0 to 1, such as 0.01.")
+
+
 def _images(
     bundle: Bundle, reference: str | None, name: str | None, count: int, *, measured: bool = True
 ) -> tuple[list[Any], list[int] | None, str]:
@@ -146,7 +150,7 @@ def _images(
     if count < 1:
         raise VitrailError(f"The number of images is {count}; it must be at least 1.")
     if reference is None:
-        return sample_photos(), None, _PHOTOS
+        return sample_photos(), None, PHOTOS
     source = open_for(bundle.trained_on, reference)
     split = evaluation_split(bundle.trained_on, source, name)
     examples, labels = images_of(split, count, bundle.classes)

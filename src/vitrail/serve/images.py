@@ -134,3 +134,11 @@ def bytes_of_text(text: str) -> bytes:
         return base64.b64decode(text[found.end() :] if found else text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ServiceError(400, "The image is not valid base64.") from error
+
+
+def stays_rotated(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bool:
+    """Whether the model sees a photo rotated. Pillow can decode a whole PNG to find that out, so its pixels count."""
+    with Image.open(io.BytesIO(data)) as image:
+        pixels = image.size[0] * image.size[1]
+    with limit.hold(pixels):
+        return preprocess.leaves_rotated(data)

@@ -29,7 +29,7 @@ from vitrail.checkpoints import Bundle, load
 from vitrail.cli import main
 from vitrail.data.types import Payload, Split
 from vitrail.errors import VitrailError
-from vitrail.evaluate import EvalContext, FeatureSpec, embed, load_embeddings, shards
+from vitrail.evaluate import EvalContext, FeatureSpec, embed, load_embeddings, open_embeddings, shards
 from vitrail.evaluate.shard_output import _FeatureShard
 from vitrail.evaluate.shards import ShardResult, embed_shards, predict_shards
 from vitrail.train.parallel import World
@@ -261,6 +261,11 @@ def test_corrupted_folders_are_sentences(features: Path, bundle: Bundle, images:
     (out / "shard-00000.safetensors").write_bytes(b"nothing")
     with pytest.raises(VitrailError, match=r"shard-00000\.safetensors cannot be read .* computes what is corrupted"):
         load_embeddings(out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for change in ({"images": -9}, {"bad": SIZE + 1}, {"images": "5"}):
+        (out / "manifest.json").write_text(json.dumps({**manifest, "shards": [{**manifest["shards"][0], **change}]}))
+        with pytest.raises(VitrailError, match=r"manifest\.json is corrupted \(a shard has .* bad ones\)"):
+            open_embeddings(out)
     (out / "manifest.json").write_text("{}")
     with pytest.raises(VitrailError, match="written anew, without computing"):
         load_embeddings(out)

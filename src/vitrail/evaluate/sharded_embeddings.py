@@ -180,7 +180,13 @@ def open_shards(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
     if manifest.get("command") != "embed":
         raise VitrailError(f"{folder} holds the shards of `vitrail {manifest.get('command')}`, not of `vitrail embed`.")
     try:
-        shards = [Shard(folder / Path(entry["file"]).name, entry["images"] - entry["bad"]) for entry in manifest["shards"]]
-        return {key: manifest[key] for key in ABOUT}, shards
-    except (KeyError, TypeError) as error:
-        raise VitrailError(f"{folder}/manifest.json is not complete ({error}). Run the command that wrote it again.") from error
+        return {key: manifest[key] for key in ABOUT}, [_shard(folder, entry) for entry in manifest["shards"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise VitrailError(f"{folder}/manifest.json is corrupted ({error}). Run the command that wrote it again.") from error
+
+
+def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
+    images, bad = entry["images"], entry["bad"]
+    if not (isinstance(images, int) and isinstance(bad, int) and 0 <= bad <= images < 1 << 53):
+        raise ValueError(f"a shard has {images!r} images and {bad!r} bad ones")
+    return Shard(folder / Path(entry["file"]).name, images - bad)

@@ -320,8 +320,8 @@ class _Worker(Generic[T]):
             self.folder.write_record(shard, bad)
         except FileNotFoundError as error:
             raise VitrailError(
-                f"{error.filename} was deleted while shard {shard} was written. If another job has begun in {self.folder.folder}, it "
-                "computes this shard, too; otherwise run the same command again."
+                f"{error.filename} was deleted while shard {shard} was written. If another job has begun in {self.folder.folder}, "
+                "it computes this shard, too; otherwise run the same command again."
             ) from error
 
 

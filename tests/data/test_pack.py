@@ -181,8 +181,17 @@ def test_chunks_corrupted_between_two_runs_are_packed_again(
 @pytest.mark.parametrize(
     ("store", "changed"),
     [
-        *(("arrays", {"first": None}), ("arrays", {"indices": [4, 6, 5, 7]}), ("arrays", {"indices": [4, 5, 6], "skipped": [["a", "b"]]})),
-        *(("encoded", {"skipped": [1]}), ("encoded", {"lengths": [1]}), ("encoded", {"lengths": ["1"] * 4}), ("encoded", {"end": "9"})),
+        *(
+            ("arrays", {"first": None}),
+            ("arrays", {"indices": [4, 6, 5, 7]}),
+            ("arrays", {"indices": [4, 5, 6], "skipped": [["a", "b"]]}),
+        ),
+        *(
+            ("encoded", {"skipped": [1]}),
+            ("encoded", {"lengths": [1]}),
+            ("encoded", {"lengths": ["1"] * 4}),
+            ("encoded", {"end": "9"}),
+        ),
     ],
 )
 def test_a_journal_that_does_not_account_for_its_images_is_not_resumed(

@@ -22,7 +22,7 @@ from vitrail.data.preprocess import read_file
 from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError
 from vitrail.evaluate.predictor import find_images
-from vitrail.files import atomic_file
+from vitrail.files import write_text
 from vitrail.serve.explorations import EXAMPLE_CREDIT, NamedImage, example_images
 from vitrail.serve.service import Service, models_of
 from vitrail.serve.settings import ServeSettings
@@ -122,8 +122,7 @@ def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...],
         page, notes = saved_page(models, images or example_images()[:1], "" if images else EXAMPLE_CREDIT)
     except BadImage as bad:
         raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
-    with atomic_file(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(path, page)
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
     console.print(f"wrote {path} ({len(page) / 1e6:.1f} MB): open it in a browser", highlight=False, soft_wrap=True)

@@ -64,10 +64,10 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             with _permissions(target.parent):
                 temporary.mkdir()
             yield temporary
-            for path in sorted(temporary.rglob("*")):
-                if path.is_file():
-                    path.chmod(temporary.stat().st_mode & 0o666)  # as above
-                fsync(path)
+            for inside in sorted(temporary.rglob("*")):
+                if inside.is_file():
+                    inside.chmod(temporary.stat().st_mode & 0o666)  # as above
+                fsync(inside)
             fsync(temporary)
             with _in_use(target):
                 _replace_folder(temporary, target)

@@ -30,9 +30,12 @@ from vitrail.data import open_source
 from vitrail.data.decode import decode
 from vitrail.data.pack import choose_settings, pack
 from vitrail.data.preprocess import preset
+from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.sources.files import FileSplit
-from vitrail.evaluate.embeddings import Embeddings, load_embeddings
+from vitrail.evaluate.context import EvalContext
+from vitrail.evaluate.embeddings import Embeddings, load_embeddings, open_embeddings
 from vitrail.evaluate.real_labels import read_real
+from vitrail.evaluate.shards import embed_shards
 from vitrail.files import sha256
 from vitrail.models import BiTConfig, ResNetConfig, ViTConfig, build_model
 from vitrail.train.curves import draw_curves
@@ -83,6 +86,7 @@ def make_cases(root: Path, only: str | None = None) -> list[Case]:
         makers[f"image {kind}"] = partial(_image, root, kind)
     makers |= {f"packed {store}": partial(_packed, root, store) for store in ("arrays", "encoded")}
     makers |= {f"embeddings{suffix}": partial(_embeddings, root, suffix) for suffix in (".npz", ".parquet")}
+    makers |= {f"shards {kind}": partial(_shards, root, kind) for kind in ("safetensors", "parquet")}
     makers |= {f"real labels {kind}": partial(_real_labels, root, kind) for kind in ("list", "object")}
     others = {"csv": _table, "tar": _tar, "tar index": _tar_index, "run config": _run, "run metrics": _metrics, "run end": _end}
     makers |= {name: partial(make, root) for name, make in others.items()}
@@ -229,6 +233,18 @@ def _embeddings(root: Path, suffix: str) -> Case:
     file = root / f"embeddings{suffix}"
     Embeddings(np.ones((3, 4), np.float32), ("a", "b", "c"), {"model": "tiny"}).save(file)
     return Case("", file, (file,), lambda: load_embeddings(file).nearest([0], 1))
+
+
+def _shards(root: Path, kind: Any) -> Case:
+    """Make a folder of embeddings in shards, as it is searched."""
+    folder, config = root / f"shards-{kind}", TINY
+    bundle = Bundle(
+        build_model(config, seed=0).eval(), preset("timm", size=config.image_size), None, "classify", Report("here", "")
+    )
+    images = ArraySplit("train", "unlabelled", np.ones((5, 4, 4, 3), np.uint8), np.empty((5, 0), np.float32), ())
+    embed_shards(bundle, images, folder, context=EvalContext(workers=0), format=kind, shard_size=3)
+    files = (folder / "manifest.json", *sorted(folder.glob(f"*.{kind}")))
+    return Case("", folder, files, lambda: open_embeddings(folder).nearest([0], 1))
 
 
 def _real_labels(root: Path, kind: str) -> Case:

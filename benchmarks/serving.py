@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16, help="connections at saturation")
     parser.add_argument("--rounds", type=int, default=3, help="of bare model and service at saturation")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a round, of each half load, and of the restart")
-    parser.add_argument("--overload-minutes", "--minutes", type=float, default=1.5)
+    parser.add_argument("--overload-minutes", type=float, default=1.5)
     parser.add_argument("--parts", nargs="*", default=["half", "overload", "restart"], choices=("half", "overload", "restart"))
     parser.add_argument("--tiny", action="store_true", help="a small model for a few seconds, no results written")
     parser.add_argument("--table", type=Path, metavar="CSV", help="print these results as Markdown, measure nothing")

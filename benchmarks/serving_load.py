@@ -162,9 +162,9 @@ class Server:
         return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
     def accepted(self) -> list[str]:
-        """Return the ids of requests that were computed, by the server's own log."""
+        """Return the ids of requests that were taken, by the server's own log; status 0 is one that was cancelled by its end."""
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-        return [line["request_id"] for line in lines if line.get("status") in (200, 499, 500) and "request_id" in line]
+        return [line["request_id"] for line in lines if line.get("status") in (0, 200, 499, 500) and "request_id" in line]
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

@@ -19,6 +19,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     sys.dont_write_bytecode = False
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -35,3 +36,10 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or some extension modules report leaks at exit
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the code blocks of the documentation: how many the tests run, and why others are not run."""
+    from tests.docs.blocks import counts
+
+    terminalreporter.write_line(counts())

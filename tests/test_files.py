@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vitrail import files
 from vitrail.data.pack import choose_settings, pack
 from vitrail.data.sources import open_source
 from vitrail.errors import VitrailError
@@ -43,12 +44,36 @@ def test_files_and_folders_have_the_mode_of_the_umask(mask: int, tmp_path: Path)
     before = os.umask(mask)
     try:
         write_text(tmp_path / "file", "text")
+        with atomic_file(tmp_path / "weights") as temporary:
+            save_file({"weight": torch.zeros(1)}, temporary)
         with atomic_folder(tmp_path / "folder") as temporary:
             (temporary / "inside").write_text("text")
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
-    assert modes == {"file": 0o666 & ~mask, "folder": 0o777 & ~mask, "inside": 0o666 & ~mask}
+    file, folder = 0o666 & ~mask, 0o777 & ~mask
+    assert modes == {"file": file, "weights": file, "folder": folder, "inside": file}
+
+
+def test_all_of_a_folder_is_on_the_disk_before_the_old_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, done = tmp_path / "model", list[str]()
+    target.mkdir()
+    sync, delete = files.fsync, shutil.rmtree
+
+    def synced(path: Path) -> None:
+        done.append("parent" if path == tmp_path else path.name if path.name in ("part", "weights") else "new")
+        sync(path)
+
+    def deleted(path: Path, **options: bool) -> None:
+        done.append("delete")
+        delete(path, **options)
+
+    monkeypatch.setattr(files, "fsync", synced)
+    monkeypatch.setattr(shutil, "rmtree", deleted)
+    with atomic_folder(target) as temporary:
+        (temporary / "part").mkdir()
+        (temporary / "part" / "weights").write_text("new")
+    assert done[:5] == ["part", "weights", "new", "parent", "delete"]
 
 
 def test_the_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,3 +320,10 @@ def test_the_arrays_of_a_file_are_not_larger_than_it(tmp_path: Path) -> None:
         archive.filelist += archive.filelist * 40
     with pytest.raises(ValueError, match="larger than the file"):
         read_npz(tmp_path / "a.npz")
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(VitrailError, match=r"photos is a folder; give the name of a file"), atomic_file(tmp_path / "photos"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]

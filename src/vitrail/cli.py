@@ -96,8 +96,6 @@ def _run(arguments: list[str]) -> int:
     module, function = COMMANDS[name][0].split(":")
     command = getattr(importlib.import_module(module), function)
     words = arguments[len(name.split()) :]
-    if getattr(command, "parses_arguments", False):  # it builds its own parser
-        return command(words) or 0
     from vitrail.commands.arguments import call
 
     return call(command, name, words) or 0

@@ -33,13 +33,17 @@ T = TypeVar("T")
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path in the same folder. On success it is synced and renamed to `path`, otherwise deleted."""
     target = Path(path)
+    if target.is_dir():
+        raise VitrailError(f"{target} is a folder; give the name of a file.")
     _make_folder(target.parent)
     temporary = _new_name(target, target.suffix)
     try:
         with disk_errors(target):
             with _permissions(target.parent):
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666))
+            mode = temporary.stat().st_mode & 0o666
             yield temporary
+            temporary.chmod(mode)  # safetensors makes files that only their owner can read
             fsync(temporary)
             with _in_use(target):
                 temporary.replace(target)
@@ -60,20 +64,20 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             with _permissions(target.parent):
                 temporary.mkdir()
             yield temporary
-            for file in sorted(temporary.rglob("*")):
-                if file.is_file():
-                    file.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
-                    fsync(file)
+            for inside in sorted(temporary.rglob("*")):
+                if inside.is_file():
+                    inside.chmod(temporary.stat().st_mode & 0o666)  # as above
+                fsync(inside)
             fsync(temporary)
             with _in_use(target):
                 _replace_folder(temporary, target)
-            fsync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _replace_folder(new: Path, target: Path) -> None:
-    """Rename a folder to a name that may be in use. If that fails, the old folder is still there."""
+    """Rename a folder to a name that may be in use. If that fails, the old folder is still there; it is deleted only after the
+    new name is on the disk."""
     if target.exists():
         old = _new_name(target, ".old")
         target.replace(old)
@@ -84,6 +88,7 @@ def _replace_folder(new: Path, target: Path) -> None:
             raise
     else:
         new.replace(target)
+    fsync(target.parent)
     for left in _old_folders(target):  # the one replaced now, and those of processes that were killed
         shutil.rmtree(left, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 from typing import Any
@@ -100,3 +101,11 @@ def test_an_edited_card_is_recognised() -> None:
 )
 def test_paths_are_shortened_and_names_are_not(key: str, value: str, shown: str) -> None:
     assert public_provenance({"nested": [{key: value}]}) == {"nested": [{key: shown}]}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no HOME")
+def test_the_users_own_folder_is_removed_from_texts_even_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada lovelace")
+    assert public_provenance({"note": "from /home/ada lovelace/pets/x.pth, 3 / 4"}) == {"note": "from x.pth, 3 / 4"}
+    monkeypatch.setenv("HOME", "/")
+    assert public_provenance({"note": "ViT-B/16 of /data/x.pth"}) == {"note": "ViT-B/16 of x.pth"}

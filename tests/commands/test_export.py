@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,31 @@ def test_export_and_verify(capsys: pytest.CaptureFixture[str], checkpoint: Path,
     words = ("export", checkpoint, out, "--format", "pt2", "--data", f"folder:{photos}", "--images", "5")
     status, text, _ = run(capsys, *words)
     assert status == 0 and "pt2, fp32: 5 images of folder:" in text and "same top class for 100.0%" in text
-    assert "accuracy" in text and "vitrail export verify" in text
+    assert "accuracy" in text
+    again = shlex.split(text.partition("check it again with: ")[2])  # on the same images
+    assert again[:3] == ["vitrail", "export", "verify"]
+    status, text, _ = run(capsys, *again[1:])
+    assert status == 0 and f"5 images of folder:{photos}" in text and "accuracy" in text
     assert json.loads((out / "report.json").read_text(encoding="utf-8"))["comparison"]["images"] == 5
     status, text, _ = run(capsys, "export", "verify", out, checkpoint, "--json")
     assert status == 0 and json.loads(text)["problems"] == []
+
+
+@pytest.mark.slow
+def test_labels_that_the_model_does_not_have_are_mentioned(
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path,  # noqa: F811
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(photos, tmp_path / "renamed")
+    for split in ("train", "val"):
+        some = min((tmp_path / "renamed" / split).iterdir())
+        some.rename(some.with_name("n01440764"))
+    words = ("export", checkpoint, tmp_path / "out", "--format", "pt2", "--data", f"folder:{tmp_path / 'renamed'}", "--images", "2")
+    status, text, err = run(capsys, *words)
+    assert status == 0 and "accuracy" not in text
+    assert "accuracies are not compared" in err and "it has no class 'n01440764'" in err
 
 
 @pytest.mark.slow

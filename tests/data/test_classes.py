@@ -22,6 +22,7 @@ def test_numbers_in_names_sort_as_numbers() -> None:
     assert natural_sort(["10", "2", "1"]) == ("1", "2", "10")
     assert natural_sort(["img12", "img2", "b", "a10", "a9"]) == ("a9", "a10", "b", "img2", "img12")
     assert natural_sort(["01", "1", "001"]) == ("001", "01", "1")
+    assert natural_sort(["2" * 5000, "a", "1" * 5000]) == ("1" * 5000, "2" * 5000, "a")
 
 
 @given(st.lists(st.text(max_size=8), unique=True))

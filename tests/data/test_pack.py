@@ -178,6 +178,36 @@ def test_chunks_corrupted_between_two_runs_are_packed_again(
     assert contents(tmp_path / "broken") == contents(tmp_path / "straight")
 
 
+@pytest.mark.parametrize(
+    ("store", "changed"),
+    [
+        *(
+            ("arrays", {"first": None}),
+            ("arrays", {"indices": [4, 6, 5, 7]}),
+            ("arrays", {"indices": [4, 5, 6], "skipped": [["a", "b"]]}),
+        ),
+        *(
+            ("encoded", {"skipped": [1]}),
+            ("encoded", {"lengths": [1]}),
+            ("encoded", {"lengths": ["1"] * 4}),
+            ("encoded", {"end": "9"}),
+        ),
+    ],
+)
+def test_a_journal_that_does_not_account_for_its_images_is_not_resumed(
+    photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, changed: dict[str, Any]
+) -> None:
+    """Its checksums are of the images only: a changed position would give an image the label of another."""
+    settings = choose_settings(photos, store=store)  # type: ignore[arg-type]
+    pack(photos, tmp_path / "straight", settings)
+    interrupted(photos, tmp_path / "broken", settings, 11, monkeypatch)
+    journal = tmp_path / "broken.partial/train.journal"
+    first, second = journal.read_text().splitlines()
+    journal.write_text(f"{first}\n{json.dumps({**json.loads(second), **changed})}\n")
+    pack(photos, tmp_path / "broken", settings)
+    assert contents(tmp_path / "broken") == contents(tmp_path / "straight")
+
+
 def test_a_partial_dataset_is_not_resumed_with_other_options_or_images(
     photos: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,17 @@ def test_class_names_come_from_a_file(shards: Path) -> None:
         open_source(f"wds:{shards}/" + wds(shards, f"*.tar?classes={shards}/names.txt"))
 
 
+def test_class_names_and_labels_that_no_file_has_are_sentences(shards: Path) -> None:
+    reference = f"wds:{shards}/" + wds(shards, f"*.tar?classes={shards}/names.txt")
+    (shards / "names.txt").write_text("[" * 100_000)
+    with pytest.raises(VitrailError, match=r"Cannot read the class names .* nested too deeply"):
+        open_source(reference)
+    (shards / "names.txt").write_text("ant\nbee\ncat\n")
+    write_tar(shards / "val-000.tar", {"a.jpg": encoded(picture(1), "JPEG"), "a.cls": b"9" * 5000})
+    with pytest.raises(VitrailError, match=r"label '9{40}', but .* has 3 names"):
+        open_source(reference)
+
+
 def test_labels_in_json_and_folders_in_keys(tmp_path: Path) -> None:
     members = {
         "x/1.a.json": b"{}",  # the key ends at the first dot of the last part

@@ -18,7 +18,7 @@ from vitrail.data import imagenet
 from vitrail.data.preprocess import preset
 from vitrail.errors import VitrailError
 from vitrail.evaluate.imagenet_sets import ALEXNET_ERROR, SETS, ImageNetSet, open_set
-from vitrail.evaluate.reproduce import ReproducedMetric, Reproduction, reproduce
+from vitrail.evaluate.reproduction import ReproducedMetric, Reproduction, reproduce
 from vitrail.models import ViTConfig, build_model
 
 IDS = imagenet.wordnet_ids("1k")

@@ -29,7 +29,8 @@ from vitrail.checkpoints import Bundle, load
 from vitrail.cli import main
 from vitrail.data.types import Payload, Split
 from vitrail.errors import VitrailError
-from vitrail.evaluate import EvalContext, FeatureSpec, embed, load_embeddings, shards
+from vitrail.evaluate import EvalContext, FeatureSpec, embed, load_embeddings, open_embeddings, shards
+from vitrail.evaluate.shard_output import _FeatureShard
 from vitrail.evaluate.shards import ShardResult, embed_shards, predict_shards
 from vitrail.train.parallel import World
 
@@ -219,12 +220,52 @@ def test_corrupted_files_are_computed_again(
     assert content(out) == content(features)
 
 
+def test_a_folder_that_is_not_finished_has_no_manifest(
+    bundle: Bundle, images: Path, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(features, out)
+    (out / "shard-00003.safetensors").unlink()
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards._Worker, "_write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        embed_shards(bundle, [images], out, shard_size=SIZE)
+    assert not (out / "manifest.json").exists()
+    assert {file.name for file in features.iterdir()} - {file.name for file in out.iterdir()} == {
+        *("manifest.json", "shard-00003.json", "shard-00003.safetensors")
+    }
+
+
+def test_a_second_job_in_a_folder_stops_the_first_with_a_sentence(
+    bundle: Bundle, images: Path, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "out", _FeatureShard.write
+
+    def write(self: _FeatureShard, path: Path, *rest: Any) -> None:
+        real(self, path, *rest)
+        monkeypatch.setattr(_FeatureShard, "write", real)
+        assert embed_shards(bundle, [images], out, shard_size=SIZE) is not None  # the second job, from begin to end
+
+    monkeypatch.setattr(_FeatureShard, "write", write)
+    with pytest.raises(VitrailError, match=r"was deleted while shard 0 was written\. If another job"):
+        embed_shards(bundle, [images], out, shard_size=SIZE)
+    assert content(out) == content(features)
+
+
 def test_corrupted_folders_are_sentences(features: Path, bundle: Bundle, images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(features, out)
     (out / "shard-00000.safetensors").write_bytes(b"nothing")
     with pytest.raises(VitrailError, match=r"shard-00000\.safetensors cannot be read .* computes what is corrupted"):
         load_embeddings(out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for change in ({"images": -9}, {"bad": SIZE + 1}, {"images": "5"}):
+        (out / "manifest.json").write_text(json.dumps({**manifest, "shards": [{**manifest["shards"][0], **change}]}))
+        with pytest.raises(VitrailError, match=r"manifest\.json is corrupted \(a shard has .* bad ones\)"):
+            open_embeddings(out)
     (out / "manifest.json").write_text("{}")
     with pytest.raises(VitrailError, match="written anew, without computing"):
         load_embeddings(out)
@@ -308,10 +349,11 @@ def test_names_that_are_not_unicode_and_names_given_twice(bundle: Bundle, images
     given = [images / "001.jpg", odd, images / "900.jpg", images / "001.jpg", images / "900.jpg"]
     expected = tuple(str(given[k]) for k in (0, 1, 3))
     for kind in ("safetensors", "parquet"):
-        result = embed_shards(bundle, given, tmp_path / kind, format=kind, shard_size=2)  # type: ignore[arg-type]
-        assert result is not None and load_embeddings(tmp_path / kind).names == expected
+        out = tmp_path / os.fsdecode(b"\xff") / kind
+        result = embed_shards(bundle, given, out, format=kind, shard_size=2)  # type: ignore[arg-type]
+        assert result is not None and load_embeddings(out).names == expected
         assert [(one.index, one.name) for one in result.bad()] == [(2, str(given[2])), (4, str(given[4]))]
-    result = predict_shards(bundle, given, tmp_path / "p", format="parquet", shard_size=2)
+    result = predict_shards(bundle, given, tmp_path / os.fsdecode(b"\xfe"), format="parquet", shard_size=2)
     assert result is not None and result.bad_images == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import ExifTags, Image
 from torch import nn
 
 import vitrail
@@ -161,6 +163,7 @@ def test_accuracies_are_compared_where_labels_are_known(tmp_path: Path, bundle: 
     labels[0] = (labels[0] + 1) % 5
     comparison = export_model(bundle, tmp_path / "out", ExportSettings(format="pt2"), images=photos, labels=labels)
     assert comparison.accuracy == comparison.reference_accuracy == pytest.approx(5 / 6)
+    assert comparison.data == "your data"  # not the photos that stand in where no images are given
 
 
 def test_limits_of_each_precision() -> None:
@@ -189,3 +192,24 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, bundle: Bundle) -> 
     (tmp_path / "model.onnx").write_bytes(b"\x08\x07garbage")
     with pytest.raises(VitrailError, match="cannot be read as an ONNX model"):
         Artefact.open(tmp_path / "model.onnx")
+
+
+@pytest.mark.slow
+def test_the_documented_lines_without_vitrail_predict_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run docs/export.md's block for onnxruntime, NumPy and Pillow on a rectangle that its EXIF data turns."""
+    preprocess = Preprocess(size=(32, 32), resize="short-side", resize_to=37, interpolation="bilinear")
+    bundle = bundle_of(tmp_path, preprocess=preprocess, **TINY)
+    monkeypatch.chdir(tmp_path)
+    export_model(bundle, "pets-onnx", images=sample_photos(2))
+    photo, exif = sample_photos(1)[0].resize((161, 107)), Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    photo.save("cat.jpg", exif=exif)
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "InferenceSession" in block]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    expected = bundle.model(bundle.stored_preprocess()("cat.jpg")[None]).detach().numpy()[0]
+    np.testing.assert_allclose(found["logits"], expected, atol=1e-4)
+    assert capsys.readouterr().out.strip() == bundle.predict("cat.jpg", top=1)[0][0].label

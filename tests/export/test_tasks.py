@@ -16,11 +16,13 @@ from torch import nn
 import vitrail
 from tests.export.test_export import TINY, bundle_of
 from vitrail.checkpoints import Bundle
+from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
 from vitrail.export import Artefact, Comparison, ExportSettings, compare, export_model
 from vitrail.export.module import exported_module
 from vitrail.export.onnx_file import read_metadata
+from vitrail.export.quantise import layers_to_quantise
 from vitrail.export.verify import images_of, sample_photos
 
 
@@ -85,6 +87,13 @@ def test_a_loss_of_accuracy_beyond_max_drop_is_a_problem(tmp_path: Path, bundle:
     assert found.problems("int8", 0.02) == ["accuracy falls by 3.0%, allowed is 2.0% (--max-drop)"]
     better = Comparison(100, "x", 1.0, 10.0, 0.97, accuracy=0.95, reference_accuracy=0.93)
     assert better.problems("int8", 0.0) == []
+
+
+def test_a_max_drop_that_is_no_fraction_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["export", "x", str(tmp_path / "out")], ["export", "verify", str(tmp_path / "out"), "x"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--max-drop", "5"])
+        assert "--max-drop is 5.0; it must be a fraction" in capsys.readouterr().err
 
 
 @dataclasses.dataclass
@@ -171,3 +180,23 @@ def test_a_source_that_looks_like_json_is_read_back(tmp_path: Path) -> None:
     bundle.report.source = "[1]/checkpoint"
     export_model(bundle, tmp_path / "out", images=sample_photos(1))
     assert Artefact.open(tmp_path / "out").metadata["source"] == "[1]/checkpoint"
+
+
+@pytest.mark.slow
+def test_int8_leaves_both_heads_of_a_distilled_model(tmp_path: Path) -> None:
+    bundle = bundle_of(tmp_path, **TINY, distill_token=True)
+    export_model(bundle, tmp_path / "out", images=sample_photos(2))
+    graph = onnx.load(str(tmp_path / "out" / "model.onnx")).graph
+    assert len(layers_to_quantise(graph)) == 2 * 4
+    multiplied = {node.name: node for node in graph.node if node.op_type in ("Gemm", "MatMul", "Conv")}
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for name in layers_to_quantise(graph):
+        assert all(5 not in shapes.get(given, ()) for given in multiplied[name].input)  # the heads have five outputs
+
+
+@pytest.mark.slow
+def test_thresholds_of_a_multi_label_model_are_stored(tmp_path: Path, bundle: Bundle) -> None:
+    thresholds = [0.2, 0.9, 0.5, 0.5, 0.5]
+    several = dataclasses.replace(bundle, task="multilabel", provenance={"task": {"thresholds": thresholds}})
+    export_model(several, tmp_path / "out", ExportSettings(format="pt2"), images=sample_photos(2))
+    assert Artefact.open(tmp_path / "out").metadata["thresholds"] == thresholds

@@ -22,6 +22,7 @@ from vitrail.inspect.rollout import rollout
 from vitrail.serve.explorations import example_images
 from vitrail.serve.images import decode
 from vitrail.serve.limits import PixelLimit
+from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
 
 
@@ -211,3 +212,14 @@ def test_the_reference_page_has_every_operation_and_loads_nothing(client: Client
     style = text.partition("<style>")[2].partition("</style>")[0]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert headers["content-security-policy"].startswith(f"default-src 'none'; style-src 'sha256-{digest}'")
+
+
+def test_numbers_of_metrics_have_all_digits() -> None:
+    metrics = Metrics()
+    metrics.count("vitrail_images_total", 12_345_678, model="x")
+    metrics.count("vitrail_images_total", model="x")
+    for seconds in (1_234_567.0, 0.25):
+        metrics.observe("vitrail_compute_seconds", seconds, model="x")
+    lines = metrics.text().splitlines()
+    assert 'vitrail_images_total{model="x"} 12345679' in lines
+    assert 'vitrail_compute_seconds_sum{model="x"} 1234567.25' in lines

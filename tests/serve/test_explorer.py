@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,7 +181,15 @@ def test_files_of_this_machine_are_shown_to_this_machine_only(registers: Bundle,
             connection.close()
 
 
-def test_a_photo_that_stays_rotated_is_mentioned(registers: Bundle, jpegs: list[bytes]) -> None:
+def test_a_photo_that_stays_rotated_is_mentioned(registers: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()  # Pillow decodes a whole PNG to find its orientation: a second in which the event loop would wait
+    original = Preprocess.leaves_rotated
+
+    def leaves_rotated(preprocess: Preprocess, image: object) -> bool:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return original(preprocess, image)
+
+    monkeypatch.setattr(Preprocess, "leaves_rotated", leaves_rotated)
     exif = Image.Exif()
     exif[0x0112] = 6
     stream = io.BytesIO()
@@ -192,6 +201,7 @@ def test_a_photo_that_stays_rotated_is_mentioned(registers: Bundle, jpegs: list[
             result = client.call("POST", "/v1/predict", stream.getvalue())[1]["results"][0]
             notes = client.call("POST", "/explorer/analyse", stream.getvalue())[1]["notes"]
         assert ("warning" in result) is ignored and any("stored rotated" in note for note in notes) is ignored
+    assert threads == {"decode"}
 
 
 def test_errors_are_sentences(served: Client, info: dict[str, Any]) -> None:

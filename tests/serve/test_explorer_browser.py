@@ -157,6 +157,8 @@ def test_views_panels_and_patches_off(server: Client, included: Bundle, open_pag
         wait(page, f"document.querySelector('[role=tab][aria-selected=true]').textContent === '{view}'")
         page.wait_for_timeout(250)
         seen.add(drawn(page))
+        title = page.locator(".map-title strong").inner_text()
+        assert page.locator("#status").inner_text().startswith(title)  # what a screen reader reads
     assert len(seen) == 5
     page.get_by_role("tab", name="Layers").click()
     wait(page, "document.querySelectorAll('.read-out li').length === 12")
@@ -203,15 +205,55 @@ def test_comparison_tour_and_files(server: Client, open_page: Any) -> None:
 
 
 def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> None:
-    page = open_page(address(server), expected=("415",))
+    page = open_page(address(server), expected=("415", "422"))
     wait(page, "document.body.dataset.drawn === '36'")
-    file = tmp_path / "notes.jpg"
-    file.write_text("this is not an image")
-    page.set_input_files("#file", str(file))
-    wait(page, "!document.getElementById('error').hidden")
-    assert page.locator("#error").inner_text().startswith("This is not an image of a known format")
+    text, cut = tmp_path / "notes.jpg", tmp_path / "cut.jpg"
+    text.write_text("this is not an image")
+    cut.write_bytes(example_images()[1].data[:2000])
+    for file, reason in ((text, "notes.jpg: This is not an image of a known format"), (cut, "cut.jpg: truncated: ")):
+        page.set_input_files("#file", str(file))
+        wait(page, f"document.getElementById('error').checkVisibility() && error.textContent.startsWith({json.dumps(reason)})")
+        assert page.locator("#status").inner_text().startswith("Attention of patch 4, 4")  # nothing is being computed any more
     page.get_by_role("button", name="Show dahlia").click()
     wait(page, "document.getElementById('error').hidden")
+
+
+def test_the_image_dropped_last_stays(server: Client, included: Bundle, open_page: Any, tmp_path: Path) -> None:
+    """A large photo can take longer than the small one that was dropped after it."""
+    page = open_page(address(server))
+    wait(page, "document.body.dataset.drawn === '36'")
+    tower, dahlia = (tmp_path / f"{image.name}.jpg" for image in example_images())
+    tower.write_bytes(example_images()[0].data)
+    dahlia.write_bytes(example_images()[1].data)
+    held: list[Any] = []
+
+    def hold_first(route: Any) -> None:
+        if held:
+            route.continue_()
+        else:
+            held.append(route)
+
+    page.route("**/explorer/analyse*", hold_first)
+    page.set_input_files("#file", str(tower))
+    while not held:
+        page.wait_for_timeout(20)
+    page.set_input_files("#file", str(dahlia))
+    label = json.dumps(included.predict(dahlia)[0][0].label)
+    wait(page, f"document.querySelector('.bars .label').textContent === {label}")
+    with page.expect_response("**/explorer/analyse*"):
+        held[0].continue_()
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(300)
+    assert page.evaluate(f"document.querySelector('.bars .label').textContent === {label}")
+
+
+def test_a_file_with_the_name_of_an_offered_image_is_not_in_the_address(server: Client, open_page: Any, tmp_path: Path) -> None:
+    page = open_page(address(server))
+    wait(page, "document.body.dataset.drawn === '36' && location.hash.includes('image=0')")
+    file = tmp_path / example_images()[0].name
+    file.write_bytes(example_images()[1].data)
+    page.set_input_files("#file", str(file))
+    wait(page, "!document.body.classList.contains('busy') && !location.hash.includes('image=')")
 
 
 @pytest.mark.parametrize("way", ["paste", "drop"])
@@ -258,6 +300,11 @@ def test_phone_dark_and_keyboard(server: Client, open_page: Any) -> None:
     wait(page, "document.body.dataset.drawn === '36'")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.locator(".frame").bounding_box()["width"] > 320
+    for width in (PHONE["width"], 360):  # all views are in sight
+        page.set_viewport_size({**PHONE, "width": width})
+        right = page.get_by_role("tab", name="Positions").bounding_box()
+        assert right["x"] + right["width"] <= width and right["y"] < page.locator(".frame").bounding_box()["y"]
+    page.set_viewport_size(PHONE)
     box = page.locator(".frame").bounding_box()
     page.touchscreen.tap(box["x"] + 0.9 * box["width"], box["y"] + 0.1 * box["height"])
     wait(page, "document.body.dataset.drawn === '7'")

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ import vitrail
 from tests.serve.conftest import Client, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.native import save
+from vitrail.commands.serve import run_and_end
 from vitrail.data.preprocess import Preprocess
 from vitrail.models import create_model
+from vitrail.serve.server import serve
+from vitrail.serve.service import Service
+from vitrail.serve.settings import ServeSettings
 
 
 def saved(folder: Path, name: str, *, head: bool = True, preprocess: Preprocess | None = None, **options: Any) -> Bundle:
@@ -128,6 +133,27 @@ def test_a_failed_load_ends_with_status_2(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and "vitrail: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_unexpected_failure_is_shown_while_another_model_loads(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process then ends without Python's own report of the exception."""
+    loading, ended = threading.Event(), []
+
+    def load_slowly() -> Bundle:
+        assert loading.wait(10)
+        return bundle
+
+    def fail() -> Bundle:
+        raise ZeroDivisionError("in the loader")
+
+    monkeypatch.setattr("vitrail.commands.serve.os._exit", ended.append)
+    service = Service({"slow": load_slowly, "broken": fail}, ServeSettings())
+    run_and_end(service, lambda: serve(service, host="127.0.0.1", port=0, token=None, cors=(), announce=lambda address: None))
+    loading.set()
+    assert ended == [2] and "ZeroDivisionError: in the loader" in capsys.readouterr().err
+    assert until(lambda: not service.has_threads)
 
 
 def _status(port: int) -> int:

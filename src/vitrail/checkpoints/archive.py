@@ -257,7 +257,7 @@ _SETTINGS = (
 
 def _pickle_message(path: Path, reason: str) -> str:
     found = re.search(r"(?:Unsupported (?:global|class|operand):? (?:GLOBAL )?|GLOBAL )([\w.]+)", reason)
-    what = f" ({found[1]})" if found else ""
+    what = f" ({found[1]})" if found and not found[1].isdigit() else ""  # the number of an instruction says nothing
     return (
         f"{path} needs unsafe unpickling{what}, which can run any code, so it is rejected. Open it in a sandbox, save only its "
         f"tensors with `torch.save(checkpoint['model'], 'weights.pth')` and load that file, or use a .safetensors file."

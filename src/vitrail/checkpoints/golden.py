@@ -22,10 +22,8 @@ from vitrail.models.features import evaluating
 QUICK_PATCHES = 3
 MAX_VALUES = 32  # stored per output
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
-_ROUNDING, _MOST = (
-    8.0,
-    2e-2,
-)  # how many rounding errors of the model itself are allowed, and at most which part of the largest value
+_ROUNDING = 8.0  # how many rounding errors of the model itself are allowed,
+_MOST = 2e-2  # and at most which part of the largest value
 _Values = dict[str, list[float]]
 _Compute = Callable[[Model], tuple[Tensor, Tensor]]
 

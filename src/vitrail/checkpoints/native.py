@@ -23,7 +23,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_folder, sha256
 from vitrail.models import Model, ModelConfig, empty_model, fill_fixed_tables
-from vitrail.regular_files import parse_json, read_bytes
+from vitrail.regular_files import read_json_object
 from vitrail.text import to_json
 
 VERSION = 1
@@ -211,12 +211,9 @@ def merge(archives: Sequence[Archive], folder: Path) -> Archive:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        values = parse_json(read_bytes(path))
+        return read_json_object(path)
     except ValueError as error:
-        raise VitrailError(f"{path} is not valid JSON ({error}). It is corrupted: download or copy it again.") from error
-    if not isinstance(values, dict):
-        raise VitrailError(f"{path} contains a {type(values).__name__}, but a JSON object was expected.")
-    return values
+        raise VitrailError(f"{path} is not a JSON object ({error}). It is corrupted: download or copy it again.") from error
 
 
 def checksum(state: Mapping[str, Tensor]) -> str:
@@ -310,7 +307,10 @@ def check_task(task: str, classes: Sequence[str] | None, outputs: int) -> None:
 def _check_version(values: Mapping[str, Any], folder: Path) -> None:
     version = values.get("version")
     if values.get("format") != "vitrail" or not isinstance(version, int):
-        raise VitrailError(f"{folder / _CONFIG} is not the config of a Vitrail checkpoint.")
+        raise VitrailError(
+            f"{folder / _CONFIG} is not the config of a Vitrail checkpoint. Give a folder that `vitrail.save` or a run has "
+            "written, or the weight file itself."
+        )
     if version > VERSION:
         raise VitrailError(
             f"{folder} has format version {version}, but this Vitrail reads versions up to {VERSION}. Update Vitrail to load it."

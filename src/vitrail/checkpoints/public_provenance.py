@@ -6,6 +6,7 @@ only its last part is published.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath, PureWindowsPath
@@ -66,7 +67,13 @@ def _is_path(text: str) -> bool:
 
 
 def public_text(text: str) -> str:
-    """Return a text with the last part of every local path in it, and URLs without logins."""
+    """Return a text with the last part of every local path in it, and URLs without logins.
+
+    Where a path with spaces ends is not known. The user's own folder is, and its name is often that of the user.
+    """
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises an error for a user without one
+    if len(home) > 1:
+        text = text.replace(home, "~")
     text = _WINDOWS_PATH.sub(lambda found: _last(found[0]), text)
     return hide_secrets(_PATH.sub(lambda found: _last(found[0]), text))
 

@@ -20,7 +20,7 @@ from vitrail.commands.output import check_output_file
 from vitrail.commands.serve import run_and_end
 from vitrail.commands.terminal import Console
 from vitrail.errors import VitrailError
-from vitrail.files import atomic_file
+from vitrail.files import write_text
 from vitrail.serve.settings import ServeSettings
 from vitrail.text import printable
 
@@ -134,8 +134,7 @@ def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...],
         page, notes = saved_page(models, images or example_images()[:1], "" if images else EXAMPLE_CREDIT)
     except BadImage as bad:
         raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
-    with atomic_file(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(path, page)
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
     console.print(f"wrote {path} ({len(page) / 1e6:.1f} MB): open it in a browser", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.export.settings import MAX_DROP, ExportSettings
-from vitrail.text import to_json
+from vitrail.text import printable, to_json
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import Bundle
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 Settings = Annotated[ExportSettings, tyro.conf.arg(name="")]
 Out = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-_PHOTOS = "two photos of scikit-learn"
 
 
 def export(
@@ -44,14 +44,16 @@ def export(
     """Export a model as an ONNX file or a torch.export program, and compare it with the PyTorch model on real images.
 
     OUT is a folder with the model and report.json. Class names and preprocessing are stored in the file. If the logits differ
-    more than the precision explains, nothing is written.
+    more than the precision explains, nothing is written. `vitrail export verify` repeats the comparison.
 
     Example: vitrail export runs/pets pets-onnx --data folder:pets
 
     Example: vitrail export runs/pets pets-int8 --precision int8 --calibrate folder:pets --data folder:pets
 
+    Example: vitrail export verify pets-onnx runs/pets --data folder:pets
+
     Args:
-        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16 or hf:owner/name.
+        checkpoint: A run or checkpoint folder, an .npz, .pth or .safetensors file, ViT-B/16, hf:owner/name or an included model.
         out: The folder to write.
         settings: What is written.
         data: Images to compare on; with labels, accuracies are compared, too. None: crops of two photos.
@@ -71,8 +73,7 @@ def export(
     check_place(out)
     if settings.precision == "int8" and calibrate is None:
         raise VitrailError("int8 needs images to measure the ranges of activations with: give a data source with --calibrate.")
-    if not 0 <= max_drop <= 1:
-        raise VitrailError(f"--max-drop is {max_drop}; it must be a fraction from 0 to 1, such as 0.01.")
+    _check_drop(max_drop)
     bundle = load(checkpoint, preprocess=preprocess)
     bundle.check_head()
     show_assumptions(bundle)
@@ -89,11 +90,10 @@ def export(
     for problem in comparison.problems(settings.precision, max_drop):
         console.print(f"warning: {problem}", style="yellow", highlight=False)
     size = sum(path.stat().st_size for path in out.iterdir())
-    console.print(
-        f"written to {out} ({size / 1e6:.1f} MB); check it again with: vitrail export verify {out} {checkpoint}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    given = {"--data": data, "--split": split, "--images": str(images)} if data is not None else {}
+    options = [word for name, value in {**given, "--preprocess": preprocess}.items() if value is not None for word in (name, value)]
+    again = shlex.join(["vitrail", "export", "verify", str(out), checkpoint, *options])
+    console.print(f"written to {out} ({size / 1e6:.1f} MB); check it again with: {again}", highlight=False, soft_wrap=True)
 
 
 def verify(
@@ -126,6 +126,7 @@ def verify(
     from vitrail.export.artefact import Artefact
     from vitrail.export.verify import compare
 
+    _check_drop(max_drop)
     opened = Artefact.open(artefact)
     bundle = load(checkpoint, preprocess=preprocess)
     show_assumptions(bundle)
@@ -145,21 +146,31 @@ def verify(
     return 1 if problems else 0
 
 
+def _check_drop(max_drop: float) -> None:
+    if not 0 <= max_drop <= 1:
+        raise VitrailError(f"--max-drop is {max_drop}; it must be a fraction from 0 to 1, such as 0.01.")
+
+
 def _images(
     bundle: Bundle, reference: str | None, name: str | None, count: int, *, measured: bool = True
 ) -> tuple[list[Any], list[int] | None, str]:
     """Return images, their labels and what they are. The source is divided as for training; where the accuracy is `measured` on
-    images that the model was trained on, a warning says so."""
+    images that the model was trained on, or cannot be, a message says so."""
     from vitrail.data.trained_on import evaluation_split, open_for, overlap
-    from vitrail.export.verify import images_of, sample_photos
+    from vitrail.export.verify import PHOTOS, images_of, sample_photos
 
     if count < 1:
         raise VitrailError(f"The number of images is {count}; it must be at least 1.")
     if reference is None:
-        return sample_photos(), None, _PHOTOS
+        return sample_photos(), None, PHOTOS
     source = open_for(bundle.trained_on, reference)
     split = evaluation_split(bundle.trained_on, source, name)
     examples, labels = images_of(split, count, bundle.classes)
     if measured and labels is not None:
         show_trained_on(Console(stderr=True), overlap(bundle.trained_on, source, split))
+    if measured and labels is None and split.task == "classify" and bundle.task == "classify":
+        other = next((label for label in split.classes if label not in (bundle.classes or ())), "")
+        reason = f"it has no class {printable(other, one_line=True)!r}" if bundle.classes else "its classes have no names"
+        note = f"accuracies are not compared: the labels of {reference} are not those of the model ({reason})"
+        Console(stderr=True).print(note, style="yellow", highlight=False, soft_wrap=True, markup=False)
     return examples, labels, f"{reference}, split {split.name}"

@@ -20,7 +20,7 @@ from vitrail.files import write_csv
 from vitrail.text import to_json
 
 if TYPE_CHECKING:
-    from vitrail.evaluate.reproduce import Reproduction
+    from vitrail.evaluate.reproduction import Reproduction
 
 
 def reproduce(
@@ -67,8 +67,8 @@ def reproduce(
         options: How images are loaded and computed.
         json_: Print JSON instead of a table.
     """
-    from vitrail.evaluate.reproduce import ReproducedMetric
-    from vitrail.evaluate.reproduce import reproduce as reproduce_weights
+    from vitrail.evaluate.reproduction import ReproducedMetric
+    from vitrail.evaluate.reproduction import reproduce as reproduce_weights
     from vitrail.train.parallel import joined
 
     if list_:

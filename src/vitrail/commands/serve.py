@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,10 +83,13 @@ def run_and_end(service: Service, start: Callable[[], None]) -> None:
     try:
         start()
         status = 0
-    except VitrailError as error:
+    except Exception as error:
         if not service.has_threads:
             raise
-        print(printable(f"vitrail: {error}"), file=sys.stderr)  # noqa: T201
+        if isinstance(error, VitrailError):
+            print(printable(f"vitrail: {error}"), file=sys.stderr)  # noqa: T201
+        else:  # os._exit below would hide it
+            traceback.print_exception(error)
     finally:
         if service.has_threads:  # of a model that is still loading; Python would crash if it ended while such a thread computes
             sys.stderr.flush()

@@ -38,8 +38,8 @@ def natural_sort(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _natural_key(name: str) -> list[tuple[int, int, str]]:
-    parts = re.split(r"([0-9]+)", name)
-    return [(0, int(part), "") if k % 2 else (1, 0, part) for k, part in enumerate(parts) if part]
+    parts = re.split(r"0*([0-9]+)", name)  # not int(part), which refuses more than 4,300 digits
+    return [(0, len(part), part) if k % 2 else (1, 0, part) for k, part in enumerate(parts) if part]
 
 
 def align(splits: dict[str, Split], classes: tuple[str, ...] | None, *, ignore_unknown: bool = False) -> dict[str, Split]:

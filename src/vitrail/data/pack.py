@@ -23,11 +23,12 @@ from PIL import Image
 from vitrail.data.decode import ImageHeader, decode, image_header
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.settings import BadImages, Fit, Store
-from vitrail.data.sources.packed_files import FORMAT, VERSION, checksum_errors, read_description
+from vitrail.data.sources.packed_files import FORMAT, VERSION, checksum_errors, digest_of_next, read_description
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Source, Split
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file, disk_errors, disk_reason, fsync, take_lock, write_text
 from vitrail.regular_files import parse_json, read_bytes, read_json_object
+from vitrail.text import to_bytes
 
 Progress = Callable[[int], None]
 CHUNK = 1024
@@ -175,8 +176,8 @@ def _resume_key(source: Source, settings: PackSettings) -> dict[str, Any]:
     """Return what must be the same to resume an interrupted run: version, settings, classes, names and targets."""
     content = hashlib.sha256()
     for split in source.splits.values():
-        content.update(split.name.encode() + np.ascontiguousarray(split.targets).tobytes())
-        content.update("\n".join(split.image_name(k) for k in range(len(split))).encode("utf-8", "surrogateescape"))
+        content.update(to_bytes(split.name) + np.ascontiguousarray(split.targets).tobytes())
+        content.update(to_bytes("\n".join(split.image_name(k) for k in range(len(split)))))
     return {
         "version": VERSION,
         "made_from": source.reference,
@@ -224,7 +225,7 @@ def _pack_split(
 ) -> dict[str, Any]:
     images, journal = partial / f"{split.name}.images.bin", partial / f"{split.name}.journal"
     images.touch()
-    entries = _valid_entries(images, journal)
+    entries = _valid_entries(split, images, journal, settings)
     with images.open("r+b") as data, journal.open("w", encoding="utf-8") as log:
         for entry in entries:
             log.write(json.dumps(entry) + "\n")
@@ -242,23 +243,41 @@ def _pack_split(
     return _finish(split, partial, settings, entries)
 
 
-def _valid_entries(images: Path, journal: Path) -> list[dict[str, Any]]:
-    """Return the journal entries of an interrupted run, up to the first whose checksum is wrong."""
+def _valid_entries(split: Split, images: Path, journal: Path, settings: PackSettings) -> list[dict[str, Any]]:
+    """Return the journal entries of an interrupted run, up to the first that is corrupted or whose checksum is wrong."""
     entries: list[dict[str, Any]] = []
     if not journal.exists():
         return entries
-    size = images.stat().st_size
     with images.open("rb") as data:
         for line in read_bytes(journal, 1 << 34).splitlines():
             try:
-                entry = parse_json(line)
-                complete = data.tell() <= entry["end"] <= size and len(entry["sha256"]) == 64
-            except (ValueError, TypeError, KeyError):
+                entry, start = parse_json(line), data.tell()
+                valid = _describes_chunk(entry, _chunk(split, len(entries) * CHUNK), start, settings)
+                if not valid or digest_of_next(data, entry["end"] - start) != entry["sha256"]:
+                    break
+            except (ValueError, TypeError, KeyError, AttributeError):
                 break  # the run ended while writing this line
-            if not complete or hashlib.sha256(data.read(entry["end"] - data.tell())).hexdigest() != entry["sha256"]:
-                break
             entries.append(entry)
     return entries
+
+
+def _describes_chunk(entry: dict[str, Any], span: range, start: int, settings: PackSettings) -> bool:
+    """Tell whether an entry accounts for every image of its chunk and every byte from `start` on: the checksum is of bytes only."""
+    indices, lengths, skipped = entry["indices"], entry["lengths"], entry["skipped"]
+    packed = set(indices)
+    if entry["first"] != span.start or indices != [index for index in span if index in packed]:
+        return False
+    if len(indices) + len(skipped) != len(span) or not all(isinstance(name + reason, str) for name, reason in skipped):
+        return False
+    if settings.store == "arrays":
+        assert settings.size is not None
+        lengths = [settings.size[0] * settings.size[1] * settings.channels * settings.bits // 8] * len(indices)
+    sound = len(lengths) == len(indices) and all(isinstance(one, int) and one >= 0 for one in lengths)
+    return sound and entry["end"] - start == sum(lengths)
+
+
+def _chunk(split: Split, first: int) -> range:
+    return range(first, min(first + CHUNK, len(split)))
 
 
 def _pack_chunk(
@@ -278,7 +297,7 @@ def _pack_chunk(
             return error
 
     digest, lengths, indices, skipped = hashlib.sha256(), [], [], []
-    span = range(first, min(first + CHUNK, len(split)))
+    span = _chunk(split, first)
     for index, stored in zip(span, pool.map(convert, span), strict=True):
         if isinstance(stored, BadImage):
             skipped.append([split.image_name(index), stored.reason])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import itertools
 import logging
 import zlib
@@ -21,10 +22,10 @@ from vitrail.data.settings import BY_NAME, check_rule
 from vitrail.data.types import Array, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file
+from vitrail.regular_files import read_bytes
 from vitrail.text import to_bytes, to_csv
 
 log = logging.getLogger("vitrail.data")
-_ENCODING_ERRORS = "surrogateescape"  # file names that are not valid UTF-8 survive the round trip
 
 
 def lowest_hashes(split: Split, fraction: float) -> Array:
@@ -184,8 +185,14 @@ def _labels(split: Split, row: int) -> list[str]:
 
 
 def _read_older_file(split: Split, split_file: Path) -> tuple[Array, Array]:
-    with split_file.open(newline="", encoding="utf-8", errors=_ENCODING_ERRORS) as file:
-        rows = {row["path"]: row["split"] for row in csv.DictReader(file)}
+    try:
+        text = read_bytes(split_file).decode("utf-8", "surrogateescape")
+        rows = {row["path"]: row["split"] for row in csv.DictReader(io.StringIO(text, newline=""))}
+    except (OSError, KeyError, csv.Error) as error:
+        raise VitrailError(
+            f"{split_file} cannot be read as a table of path and split ({error}). An older version divided the images by this "
+            "file. Restore it, or delete it."
+        ) from error
     position = {split.image_name(k): k for k in range(len(split))}
     missing = [name for name in rows if name not in position]
     if missing:

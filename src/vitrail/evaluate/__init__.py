@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vitrail.evaluate.predictor import predict as predict
     from vitrail.evaluate.probes import ProbeResult as ProbeResult
     from vitrail.evaluate.probes import probe as probe
-    from vitrail.evaluate.reproduce import Reproduction as Reproduction
-    from vitrail.evaluate.reproduce import reproduce as reproduce
+    from vitrail.evaluate.reproduction import Reproduction as Reproduction
+    from vitrail.evaluate.reproduction import reproduce as reproduce
     from vitrail.evaluate.ridge import fit_ridge as fit_ridge
     from vitrail.evaluate.ridge import ridge_scores as ridge_scores
     from vitrail.evaluate.settings import FeatureSpec as FeatureSpec
@@ -53,8 +53,8 @@ _MODULES = {
     "evaluate": "vitrail.evaluate.evaluator",
     "predict": "vitrail.evaluate.predictor",
     "probe": "vitrail.evaluate.probes",
-    "Reproduction": "vitrail.evaluate.reproduce",
-    "reproduce": "vitrail.evaluate.reproduce",
+    "Reproduction": "vitrail.evaluate.reproduction",
+    "reproduce": "vitrail.evaluate.reproduction",
     "ridge_scores": "vitrail.evaluate.ridge",
     "ShardResult": "vitrail.evaluate.shards",
     "embed_shards": "vitrail.evaluate.shards",

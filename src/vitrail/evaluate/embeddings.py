@@ -24,7 +24,7 @@ from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.nearest import check_vectors, nearest_rows
-from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column
+from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column, opened_table, write_table
 from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.settings import FeatureSpec, Metric
 from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
@@ -32,7 +32,7 @@ from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.notebook import data_frame, html_lines, html_table, short_path
 from vitrail.npy import read_npz
-from vitrail.regular_files import parse_json, read_bytes, utf8_path
+from vitrail.regular_files import parse_json, read_bytes
 from vitrail.text import printable
 
 Array = npt.NDArray[Any]
@@ -313,16 +313,14 @@ def _write_parquet(embeddings: Embeddings, path: Path) -> None:
     rows = arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(features.shape[1:])))
     about = {**embeddings.about, "shape": list(features.shape[1:])}
     table = arrow.table({"name": name_column(embeddings.names), "features": rows})
-    with utf8_path(path) as writable:
-        arrow.parquet.write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), writable)
+    write_table(table.replace_schema_metadata({"vitrail": json.dumps(about)}), path)
 
 
 def _read_parquet(file: Path) -> Embeddings:
-    arrow = import_pyarrow(".npz")
     if not file.is_file():
         raise FileNotFoundError(2, "no such file", str(file))
-    with utf8_path(file) as readable:
-        table = arrow.parquet.read_table(readable)
+    with opened_table(file) as opened:
+        table = opened.read()
     about = parse_json((table.schema.metadata or {})[b"vitrail"])
     shape = about.pop("shape")
     flat = table["features"].combine_chunks()

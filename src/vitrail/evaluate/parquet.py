@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vitrail.errors import VitrailError
+from vitrail.regular_files import utf8_path
 from vitrail.text import to_bytes
 
 
@@ -17,6 +20,22 @@ def import_pyarrow(instead: str) -> Any:
     except ImportError as error:
         raise VitrailError(f"Parquet files need pyarrow: pip install 'vitrail[hub]'. Or use {instead}.") from error
     return pyarrow
+
+
+def write_table(table: Any, path: Path) -> None:
+    """Write a table to a file, whose path need not be UTF-8."""
+    from pyarrow import parquet
+
+    with utf8_path(path) as writable:
+        parquet.write_table(table, writable)
+
+
+@contextmanager
+def opened_table(path: Path) -> Iterator[Any]:
+    """Yield a Parquet file, opened for reading."""
+    parquet = import_pyarrow("--format safetensors, or a file that ends in .npz").parquet
+    with utf8_path(path) as readable, parquet.ParquetFile(readable) as file:
+        yield file
 
 
 def name_column(names: Sequence[str], *, as_bytes: bool | None = None) -> Any:

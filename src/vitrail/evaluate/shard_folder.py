@@ -5,8 +5,9 @@
     shard-00000.json        their count, checksum and bad images; written after the shard, so that its presence says: finished
     manifest.json           the settings and all shards; written last
 
-Every file is written to a temporary name and renamed. So a process that is killed leaves finished shards and nothing else, and two
-processes that compute the same shard write the same bytes. There are no locks that could outlive their owner.
+Every file is written to a temporary name and renamed. So a process that is killed leaves finished shards, and temporary files that
+the next one deletes; and two processes that compute the same shard write the same bytes. There are no locks that could outlive
+their owner.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import VitrailError, counted
-from vitrail.files import atomic_file, sha256, write_text
-from vitrail.regular_files import parse_json, read_bytes, read_json_object
-from vitrail.text import to_json
+from vitrail.files import sha256, write_text
+from vitrail.regular_files import read_json_object
+from vitrail.text import to_bytes, to_json
 
 FORMAT = 1
 SETTINGS, MANIFEST = "settings.json", "manifest.json"
@@ -80,16 +81,19 @@ class ShardFolder:
         return self.folder / f"shard-{shard:05d}{self.suffix if suffix is None else suffix}"
 
     def open(self) -> None:
-        """Make the folder, or check that it belongs to a job with these settings. Delete temporary files of killed processes."""
-        for file in self.folder.glob(".*") if self.folder.is_dir() else ():
+        """Make the folder, or check that it belongs to a job with these settings; then delete temporary files of killed processes.
+
+        Those of a job that still runs are deleted, too: it stops, and this one computes its shards.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise VitrailError(f"{self.folder} is a file; --out needs a folder for shards. Choose another name.")
+        if not self.folder.exists() or all(_TEMPORARY.fullmatch(file.name) for file in self.folder.iterdir()):
+            write_text(self.folder / SETTINGS, to_json({"format": FORMAT, **self.settings}, indent=2) + "\n")
+        else:
+            self.check(read_settings(self.folder))
+        for file in self.folder.glob(".*"):
             if _TEMPORARY.fullmatch(file.name):
                 file.unlink(missing_ok=True)
-        if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
-            write_text(self.folder / SETTINGS, to_json({"format": FORMAT, **self.settings}, indent=2) + "\n")
-            return
-        if not self.folder.is_dir():
-            raise VitrailError(f"{self.folder} is a file; --out needs a folder for shards. Choose another name.")
-        self.check(read_settings(self.folder))
 
     def check(self, stored: dict[str, Any]) -> None:
         """Refuse settings that would give other bytes than those of the shards that are there."""
@@ -118,19 +122,24 @@ class ShardFolder:
         rows = self.rows(shard)
         return record if (record.shard, record.first, record.images) == (shard, rows.start, len(rows)) else None
 
-    def is_intact(self, shard: int) -> bool:
-        """Whether a shard is finished and its file has the recorded bytes."""
-        record, file = self.record(shard), self.file(shard)
+    def _is_intact(self, record: Record) -> bool:
+        """Whether the file of a finished shard has the recorded bytes."""
+        file = self.file(record.shard)
         try:
-            return record is not None and file.stat().st_size == record.bytes and sha256(file) == record.sha256
+            return file.stat().st_size == record.bytes and sha256(file) == record.sha256
         except OSError:
             return False
 
     def unfinished(self, shards: Iterable[int]) -> list[int]:
-        """Return the shards that are not finished, or no longer what was written: their records are deleted."""
-        missing = [shard for shard in shards if not self.is_intact(shard)]
-        for shard in missing:
-            self.file(shard, ".json").unlink(missing_ok=True)
+        """Return the shards that are not finished, or no longer what was written: the records of these are deleted."""
+        missing = []
+        for shard in shards:
+            record = self.record(shard)
+            if record is None:
+                missing.append(shard)
+            elif not self._is_intact(record):
+                self.file(shard, ".json").unlink(missing_ok=True)
+                missing.append(shard)
         return missing
 
     def write_record(self, shard: int, bad: Iterable[BadRow]) -> None:
@@ -149,10 +158,12 @@ class ShardFolder:
         bad = sum(entry["bad"] for entry in entries)
         settings = read_settings(self.folder)
         manifest = {**settings, "images": self.images, "bad_images": bad, "shards": entries}
-        path, text = self.folder / MANIFEST, to_json(manifest, indent=1) + "\n"
-        with atomic_file(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(self.folder / MANIFEST, to_json(manifest, indent=1) + "\n")
         return manifest
+
+    def delete_manifest(self) -> None:
+        """Delete the manifest of a job that turned out not to be finished, because a shard is corrupted or missing."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -172,15 +183,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a finished job."""
     try:
-        manifest = parse_json(read_bytes(folder / MANIFEST))
+        manifest = read_json_object(folder / MANIFEST)
         if manifest["format"] != FORMAT or not isinstance(manifest["shards"], list):
             raise ValueError(f"its format is not {FORMAT}")
-        return dict(manifest)
+        return manifest
     except FileNotFoundError:
         unfinished = (folder / SETTINGS).is_file()
         why = "its job is not finished: run the same command again" if unfinished else "it was not written by `vitrail embed`"
         raise VitrailError(f"{folder} has no {MANIFEST}; {why}.") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise VitrailError(
             f"{folder / MANIFEST} cannot be read ({error}). Run the same command again; it is written anew, without computing."
         ) from error
@@ -190,7 +201,7 @@ def hash_names(names: Iterable[str]) -> str:
     """Return the SHA-256 of a sequence of names."""
     digest = hashlib.sha256()
     for name in names:
-        digest.update(name.encode("utf-8", "surrogatepass") + b"\0")
+        digest.update(to_bytes(name) + b"\0")
     return digest.hexdigest()
 
 

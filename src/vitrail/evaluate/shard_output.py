@@ -19,7 +19,7 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle, Prediction
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import PackedStrings
-from vitrail.evaluate.parquet import import_pyarrow, name_column
+from vitrail.evaluate.parquet import import_pyarrow, name_column, write_table
 from vitrail.evaluate.prediction_table import PredictionTable
 from vitrail.evaluate.predictor import ImagePredictions
 from vitrail.evaluate.settings import FeatureFormat, FeatureSpec, TableFormat
@@ -121,7 +121,7 @@ def _write_feature_table(path: Path, features: Array, index: Array, names: list[
     rows = arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(output.shape)))
     columns = {"index": index, "name": name_column(names, as_bytes=output.name_bytes), "features": rows}
     about = json.dumps({**output.about, "shape": list(output.shape)}, sort_keys=True)
-    arrow.parquet.write_table(arrow.table(columns).replace_schema_metadata({"vitrail": about}), path)
+    write_table(arrow.table(columns).replace_schema_metadata({"vitrail": about}), path)
 
 
 class PredictionOutput:
@@ -165,4 +165,4 @@ class _PredictionShard:
             # Labels and reasons may have bytes of file names that are not Unicode; a column of text cannot.
             texts = [value if value is None else printable(value) for value in column] if kind is str else column
             columns.append(arrow.array(texts, type=kinds[kind]))
-        arrow.parquet.write_table(arrow.Table.from_arrays(columns, names=table.headings), path)
+        write_table(arrow.Table.from_arrays(columns, names=table.headings), path)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vitrail.data.types import PackedStrings
 from vitrail.errors import VitrailError
-from vitrail.evaluate.parquet import as_text, import_pyarrow
+from vitrail.evaluate.parquet import as_text, opened_table
 from vitrail.evaluate.shard_folder import read_manifest
 from vitrail.regular_files import parse_json
 from vitrail.text import to_bytes
@@ -34,8 +34,8 @@ class Shard:
     def names(self) -> PackedStrings:
         with self._reading():
             if self.file.suffix == ".parquet":
-                table = import_pyarrow("--format safetensors").parquet.read_table(self.file, columns=["name"])
-                names = PackedStrings(map(as_text, table["name"].to_pylist()))
+                with opened_table(self.file) as table:
+                    names = PackedStrings(map(as_text, table.read(columns=["name"])["name"].to_pylist()))
             else:
                 with _safe_open(self.file) as content:
                     names = PackedStrings.from_arrays(content.get_tensor("names"), content.get_tensor("name_ends"))
@@ -46,9 +46,9 @@ class Shard:
         """Return the shape of the features of an image, from the header of the file."""
         with self._reading():
             if self.file.suffix == ".parquet":
-                file = import_pyarrow("--format safetensors").parquet.ParquetFile(self.file)
-                self._check_rows(file.metadata.num_rows)
-                return tuple(self._parquet_shape(file))
+                with opened_table(self.file) as table:
+                    self._check_rows(table.metadata.num_rows)
+                    return tuple(self._parquet_shape(table))
             with _safe_open(self.file) as content:
                 rows, *shape = content.get_slice("features").get_shape()
                 self._check_rows(rows)
@@ -83,14 +83,14 @@ class Shard:
         raise VitrailError(f"{self.file} has less than {row + 1} rows. Run `vitrail embed` again.")
 
     def _parquet_blocks(self, rows: int) -> Iterator[Array]:
-        file = import_pyarrow("--format safetensors").parquet.ParquetFile(self.file)
-        shape = self._parquet_shape(file)
-        for batch in file.iter_batches(batch_size=rows, columns=["features"]):
-            values = batch.column(0).flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-            yield values.reshape(-1, *shape)
+        with opened_table(self.file) as table:
+            shape = self._parquet_shape(table)
+            for batch in table.iter_batches(batch_size=rows, columns=["features"]):
+                values = batch.column(0).flatten().to_numpy(zero_copy_only=False).astype(np.float32)
+                yield values.reshape(-1, *shape)
 
-    def _parquet_shape(self, file: Any) -> list[int]:
-        return list(parse_json(file.schema_arrow.metadata[b"vitrail"])["shape"])
+    def _parquet_shape(self, table: Any) -> list[int]:
+        return list(parse_json(table.schema_arrow.metadata[b"vitrail"])["shape"])
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -180,7 +180,13 @@ def open_shards(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
     if manifest.get("command") != "embed":
         raise VitrailError(f"{folder} holds the shards of `vitrail {manifest.get('command')}`, not of `vitrail embed`.")
     try:
-        shards = [Shard(folder / Path(entry["file"]).name, entry["images"] - entry["bad"]) for entry in manifest["shards"]]
-        return {key: manifest[key] for key in ABOUT}, shards
-    except (KeyError, TypeError) as error:
-        raise VitrailError(f"{folder}/manifest.json is not complete ({error}). Run the command that wrote it again.") from error
+        return {key: manifest[key] for key in ABOUT}, [_shard(folder, entry) for entry in manifest["shards"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise VitrailError(f"{folder}/manifest.json is corrupted ({error}). Run the command that wrote it again.") from error
+
+
+def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
+    images, bad = entry["images"], entry["bad"]
+    if not (isinstance(images, int) and isinstance(bad, int) and 0 <= bad <= images < 1 << 53):
+        raise ValueError(f"a shard has {images!r} images and {bad!r} bad ones")
+    return Shard(folder / Path(entry["file"]).name, images - bad)

@@ -192,6 +192,8 @@ class _Job:
             folder = self._open_folder(split, names_hash, suffix)
             missing = sorted(shard for part in world.gather(self._unfinished(folder)) for shard in part)
             queue = ShardQueue(world, missing, self.store or default_store())
+            if missing and world.main:
+                folder.delete_manifest()
             if missing:
                 model = self.context.prepare(self.bundle.model)
                 preprocess = self.context.preprocess_for(self.bundle.stored_preprocess(), self.bundle.model)
@@ -312,9 +314,15 @@ class _Worker(Generic[T]):
                 "please report it."
             )
         bad = [BadRow(index, self.split.image_name(index), reason) for index, reason in reasons.items()]
-        with atomic_file(self.folder.file(shard)) as temporary:
-            taken.opened.write(temporary, self.split.image_name, bad)
-        self.folder.write_record(shard, bad)
+        try:
+            with atomic_file(self.folder.file(shard)) as temporary:
+                taken.opened.write(temporary, self.split.image_name, bad)
+            self.folder.write_record(shard, bad)
+        except FileNotFoundError as error:
+            raise VitrailError(
+                f"{error.filename} was deleted while shard {shard} was written. If another job has begun in {self.folder.folder}, "
+                "it computes this shard, too; otherwise run the same command again."
+            ) from error
 
 
 @dataclass

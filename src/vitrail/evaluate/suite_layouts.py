@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from vitrail.data.sources.files import FileSplit
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.suites import SuiteTask
+from vitrail.regular_files import parse_json, read_bytes
 
 Array = npt.NDArray[Any]
 CLEVR_BINS = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
@@ -163,6 +163,6 @@ def _class_names(task: SuiteTask) -> tuple[str, ...]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(read_bytes(file))
     except (OSError, ValueError) as error:
         raise VitrailError(f"Cannot read the annotations {file} ({error}). Download the dataset again.") from error

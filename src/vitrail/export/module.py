@@ -77,6 +77,8 @@ def exported_module(
     model: Model, dtype: torch.dtype, *, image_size: int | Pair | None = None, preprocess: Preprocess | None = None
 ) -> Exported:
     """Return a copy on the CPU, in evaluation mode, without fused kernels, resized and in the precision `dtype`."""
+    if preprocess is not None and preprocess.bits != 8:
+        raise VitrailError(f"Pixels of {preprocess.bits} bits cannot be normalised in the graph; export without --pixels.")
     copied = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
     if image_size is not None:
         copied.resize(image_size)
@@ -85,8 +87,6 @@ def exported_module(
     with torch.no_grad():
         fold_convolutions(copied)
     norms = copy.deepcopy(copied) if dtype != torch.float32 else None
-    if preprocess is not None and preprocess.bits != 8:
-        raise VitrailError(f"Pixels of {preprocess.bits} bits cannot be normalised in the graph; export without --pixels.")
     copied = copied.to(dtype)
     if norms is not None:
         keep_norms_in_float32(copied, norms)

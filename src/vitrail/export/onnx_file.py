@@ -20,7 +20,7 @@ from vitrail.export.module import Exported
 from vitrail.text import printable, to_json
 
 INPUT, OUTPUT = "images", "logits"
-_JSON = ("assumptions", "classes", "config", "opset", "preprocess", "versions")  # the other metadata are plain texts
+_JSON = ("assumptions", "classes", "config", "opset", "preprocess", "thresholds", "versions")  # the other metadata are plain texts
 _MAX_FILE = 1_900_000_000  # bytes; protobuf holds less than 2 GiB, larger weights go to a second file
 
 

@@ -53,13 +53,21 @@ def quantise(source: Path, target: Path, batches: Sequence[np.ndarray[Any, Any]]
 
 
 def layers_to_quantise(graph: Any) -> list[str]:
-    """Return the names of the nodes that multiply by weights, without the first and the last."""
+    """Return the names of the nodes that multiply by weights, without the first and the last: a distilled model has two heads."""
     weights = {tensor.name for tensor in graph.initializer}
     for node in graph.node:  # in the order of computation; the patch projection's weight is reshaped, then transposed
         if node.op_type == "Constant" or (node.input and all(name in weights for name in node.input if name)):
             weights.update(node.output)
-    weighted = [node.name for node in graph.node if node.op_type in _WEIGHTED and any(name in weights for name in node.input[:2])]
-    return weighted[1:-1]
+    found: list[str] = []
+    leads_on: set[str] = set()  # tensors that a later layer with weights depends on
+    for node in reversed(graph.node):
+        weighted = node.op_type in _WEIGHTED and any(name in weights for name in node.input[:2])
+        followed = any(name in leads_on for name in node.output)
+        if weighted or followed:
+            leads_on.update(node.input)
+        if weighted and followed:
+            found.append(node.name)
+    return found[-2::-1]
 
 
 class _Batches:

@@ -163,6 +163,9 @@ def batched(items: Sequence[Any], size: int = BATCH) -> Iterator[list[Any]]:
         yield batch
 
 
+PHOTOS = "two photos of scikit-learn"
+
+
 def sample_photos(count: int = 24) -> list[Image.Image]:
     """Return crops of the two photos that scikit-learn contains, where no data is given."""
     from sklearn.datasets import load_sample_images

@@ -17,7 +17,7 @@ from vitrail.export.module import Exported, exported_module
 from vitrail.export.onnx_file import need_onnx, write_onnx
 from vitrail.export.quantise import quantise
 from vitrail.export.settings import MAX_DROP, ExportSettings
-from vitrail.export.verify import THRESHOLDS, Comparison, batched, compare, sample_photos
+from vitrail.export.verify import PHOTOS, THRESHOLDS, Comparison, batched, compare, sample_photos
 from vitrail.files import atomic_folder
 from vitrail.regular_files import utf8_path
 from vitrail.text import to_json
@@ -32,7 +32,7 @@ def export_model(
     *,
     images: Sequence[Any] | None = None,
     labels: Sequence[int] | None = None,
-    data: str = "two photos of scikit-learn",
+    data: str | None = None,
     calibrate: Sequence[Any] = (),
     max_drop: float | None = MAX_DROP,
     force: bool = False,
@@ -64,13 +64,13 @@ def export_model(
         file = folder / FILES[settings.format]
         _write(module, file, bundle, settings, metadata, calibrate)
         artefact = Artefact.open(file)
-        given = images if images is not None else sample_photos()
-        comparison = compare(bundle, artefact, given, labels, data=data)
+        given, named = (sample_photos(), PHOTOS) if images is None else (images, data or "your data")
+        comparison = compare(bundle, artefact, given, labels, data=named)
         problems = comparison.problems(settings.precision, max_drop)
         if problems and not force:
             raise VitrailError(
                 f"The exported model does not compute what the PyTorch model does, so it was not written: {'; '.join(problems)} "
-                f"({comparison.images} images of {data}). --force writes it all the same."
+                f"({comparison.images} images of {named}). --force writes it all the same."
             )
         limits = {**dataclasses.asdict(THRESHOLDS[settings.precision]), "max_drop": max_drop}
         outcome = {"limits": limits, "problems": problems, "forced": bool(problems)}
@@ -113,6 +113,7 @@ def _metadata(bundle: Bundle, module: Exported, settings: ExportSettings) -> dic
         "classes": list(bundle.classes) if bundle.classes else [],
         "task": bundle.task,
         "activation": "sigmoid" if bundle.sigmoid else "none" if bundle.task == "regress" else "softmax",
+        "thresholds": list(bundle.thresholds) if bundle.task == "multilabel" else [],
         "preprocess": bundle.stored_preprocess().to_dict(),
         "input": "pixels" if settings.pixels else "normalised",
         "input_type": str(module.pixel_type).removeprefix("torch.") if settings.pixels else "float32",

@@ -22,6 +22,10 @@ def unavailable(message: str) -> ServiceError:
     return ServiceError(503, message, retry_after=1)
 
 
+def too_many_images(most: int) -> ServiceError:
+    return ServiceError(413, f"The request has too many images; at most {most} are taken at once.")
+
+
 _SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 _MEANINGS = {
     400: "The request is not as described here.",

@@ -104,10 +104,10 @@ def _attention(model: ViT, batch: Tensor) -> ByteMaps | None:
     return ByteMaps(np.stack([one.values for one in layers]), np.stack([one.scales for one in layers]))
 
 
-def attention_of_layer(bundle: Bundle, exploration: Exploration, layer: int) -> ByteMaps:
+def attention_of_layer(exploration: Exploration, layer: int, bundle: Bundle, image: Tensor) -> ByteMaps:
     """Compute one layer of a model whose attention is too large to be kept. Runs in the thread that owns the model."""
     if exploration.last_layer is None or exploration.last_layer[0] != layer:
-        ((_, weights),) = bundle.model.attention(_batch(bundle, exploration.image), [layer])
+        ((_, weights),) = bundle.model.attention(_batch(bundle, image), [layer])
         exploration.last_layer = layer, ByteMaps.of(weights[0].float().cpu().numpy())
     return exploration.last_layer[1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from typing import Annotated, Any
 
@@ -11,7 +10,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from torch import Tensor
 
-from vitrail.checkpoints import Bundle
 from vitrail.inspect.inputs import Array
 from vitrail.inspect.rollout import Fusion
 from vitrail.serve import exploration as compute
@@ -19,15 +17,15 @@ from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import EXAMPLE_CREDIT, Explorations, NamedImage, content_key, example_images
-from vitrail.serve.images import ROTATED
+from vitrail.serve.images import ROTATED, stays_rotated
 from vitrail.serve.json_body import json_schema, parse_json, read_body
 from vitrail.serve.own import Model, uploaded
 from vitrail.serve.page_files import TYPES, page_files, position_bytes
 from vitrail.serve.service import Service
+from vitrail.serve.worker import ModelWorker, Work
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
@@ -91,20 +89,18 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         """Analyse an image, the body of the request, and keep the result for a while under its id."""
         worker = service.worker(model)
         files = await uploaded(request, service, worker)
-        if len(files) != 1 or not isinstance(files[0], bytes):
+        if len(files) != 1:
             raise ServiceError(400, f"Send one image at a time; there are {len(files)}.")
         key = content_key(worker.name, files[0])
         found = kept.find(key)
         if found is None:
-            (found,) = await service.compute(request, worker, compute.analyse, files)
-            if isinstance(found, ServiceError):
-                raise found
+            found = await _computed(request, service, worker, compute.analyse, files[0])
             preprocess = service.bundle(worker).stored_preprocess()
-            if preprocess.leaves_rotated(files[0]):
+            if not preprocess.exif and await service.in_pool(stays_rotated, files[0], preprocess, service.pixels):
                 found.info["notes"] = [*found.info["notes"], ROTATED]
             found.info |= {"id": key, "model": worker.name, "photo": False}
             kept.add(key, found)
-            found.photo = await _in_pool(service, compute.photo, files[0], preprocess, service.pixels)
+            found.photo = await service.in_pool(compute.photo, files[0], preprocess, service.pixels)
             found.info["photo"] = bool(found.photo)
         return JSONResponse(found.info)
 
@@ -113,7 +109,7 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         """Return the model's input as PNG."""
         found = kept[key]
         preprocess = service.bundle(service.worker(found.info["model"])).stored_preprocess()
-        return Response(compute.picture(found, preprocess), media_type="image/png", headers=_HEADERS)
+        return Response(await service.in_pool(compute.picture, found, preprocess), media_type="image/png", headers=_HEADERS)
 
     @router.get("/{key}/photo", response_class=Response)
     async def photo(key: str) -> Response:
@@ -133,19 +129,16 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
         First the scales, one float32 per row, then one byte per weight; a weight is byte · scale / 255.
         """
         found = kept[key]
-        if found.info["attention"] is None:
-            raise ServiceError(404, f"{found.info['name']} has no attention.")
-        _check(found, layer, query)
-        maps = found.attention
-        if maps is None:
-            if layer is None:
-                raise ServiceError(422, "The attention of this model is too large for all layers at once; name a layer.")
-            maps, layer = await _layer(request, service, found, layer), None
-            part = maps[:, query] if query is not None else maps
-        else:
-            rows = slice(None) if query is None else query
-            part = maps[:, :, rows] if layer is None else maps[layer, :, rows]
-        return _bytes(part)
+        _check(found, layer, query, attention=True)
+        rows = slice(None) if query is None else query
+        if found.attention is not None:
+            return _bytes(found.attention[:, :, rows] if layer is None else found.attention[layer, :, rows])
+        if layer is None:
+            raise ServiceError(422, "The attention of this model is too large for all layers at once; name a layer.")
+        worker = service.worker(found.info["model"])
+        work = functools.partial(compute.attention_of_layer, found, layer)
+        maps: ByteMaps = await _computed(request, service, worker, work, found.image)
+        return _bytes(maps[:, rows])
 
     @router.get("/{key}/similarity", response_class=Response)
     async def similarity(key: str, layer: Layer = 0, query: Token = None) -> Response:
@@ -154,7 +147,7 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
         if layer >= len(found.features):
             raise ServiceError(422, f"layer is {layer}; there are features of {len(found.features)}, counted from 0.")
         _check(found, None, query)
-        values = await _in_pool(service, found.similarity, layer)
+        values = await service.in_pool(found.similarity, layer)
         return _bytes(values if query is None else values[query])
 
     @router.get("/{key}/colours", response_class=Response)
@@ -162,19 +155,12 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
         """Return three principal components of the patch features after each layer, as colours [layer, patch, 3]."""
         found = kept[key]
         if "colours" not in found.results:
-            found.results["colours"] = await _in_pool(service, found.colours)
+            found.results["colours"] = await service.in_pool(found.colours)
         return _bytes(found.results["colours"])
 
 
 def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> None:
     """Add what is computed by the model: in its thread, behind its queue."""
-
-    async def computed(request: Request, found: Exploration, work: Any) -> Any:
-        worker = service.worker(found.info["model"])
-        (answer,) = await service.compute(request, worker, work, [found.image])
-        if isinstance(answer, ServiceError):
-            raise answer
-        return answer
 
     @router.get("/{key}/rollout")
     async def rollout(request: Request, key: str, fusion: Fusion = "mean", residual: bool = True) -> dict[str, Any]:
@@ -182,8 +168,9 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         found, name = kept[key], f"rollout {fusion} {residual}"
         _check(found, None, None, attention=True)
         if name not in found.results:
-            work = functools.partial(_swapped, compute.rolled_out, fusion, residual)
-            found.results[name] = await computed(request, found, work)
+            work = functools.partial(compute.rolled_out, fusion=fusion, residual=residual)
+            worker = service.worker(found.info["model"])
+            found.results[name] = await _computed(request, service, worker, work, found.image)
         return {"weights": found.results[name]}
 
     @router.get("/{key}/distance")
@@ -192,7 +179,8 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         found = kept[key]
         _check(found, None, None, attention=True)
         if "distance" not in found.results:
-            found.results["distance"] = await computed(request, found, compute.distances)
+            worker = service.worker(found.info["model"])
+            found.results["distance"] = await _computed(request, service, worker, compute.distances, found.image)
         answer: dict[str, Any] = found.results["distance"]
         return answer
 
@@ -207,14 +195,12 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         body = await read_body(request)
         if len(body) > _MAX_PATCHES_BODY:
             raise ServiceError(413, f"The list of patches has {len(body):,} bytes; at most {_MAX_PATCHES_BODY:,} are read.")
-        off = set(parse_json(body, PatchesOff).patches)
+        off = set(parse_json(body, PatchesOff, _MAX_PATCHES_BODY).patches)
         rows, columns = found.info["grid"]
         if off and (min(off) < 0 or max(off) >= rows * columns):
             raise ServiceError(422, f"There are patches 0 to {rows * columns - 1}.")
-        masked_image = functools.partial(compute.masked_outputs, found.info["grid"], off)
-        (outputs,) = await service.compute(request, worker, masked_image, [found.image])
-        if isinstance(outputs, ServiceError):
-            raise outputs
+        work = functools.partial(compute.masked_outputs, found.info["grid"], off)
+        outputs = await _computed(request, service, worker, work, found.image)
         also = [one["index"] for one in found.info["predictions"]]
         return {"predictions": compute.predictions(bundle, outputs, also)}
 
@@ -222,31 +208,18 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
     async def positions(model: Model = None, query: Token = None) -> Response:
         """Return the cosine similarity of the position embeddings of patches [query, key]: b stands for b / 127.5 − 1."""
         bundle = service.bundle(service.worker(model))
-        values = await _in_pool(service, position_bytes, bundle)
+        values = await service.in_pool(position_bytes, bundle)
         if query is not None and query >= len(values):
             raise ServiceError(422, f"query is {query}; there are {len(values)} patches, counted from 0.")
         return _bytes(values if query is None else values[query])
 
 
-def _swapped(function: Any, fusion: Fusion, residual: bool, bundle: Bundle, image: Tensor) -> Any:
-    return function(bundle, image, fusion, residual)
-
-
-async def _layer(request: Request, service: Service, found: Exploration, layer: int) -> ByteMaps:
-    worker = service.worker(found.info["model"])
-
-    def work(bundle: Bundle, _: Tensor) -> ByteMaps:
-        return compute.attention_of_layer(bundle, found, layer)
-
-    (answer,) = await service.compute(request, worker, work, [found.image])
+async def _computed(request: Request, service: Service, worker: ModelWorker, work: Work, image: bytes | Tensor) -> Any:
+    """Compute one image in the model's thread; what fails is raised."""
+    (answer,) = await service.compute(request, worker, work, [image])
     if isinstance(answer, ServiceError):
         raise answer
-    maps: ByteMaps = answer
-    return maps
-
-
-async def _in_pool(service: Service, function: Any, *arguments: Any) -> Any:
-    return await asyncio.wrap_future(service.pool.submit(function, *arguments))
+    return answer
 
 
 def _check(found: Exploration, layer: int | None, query: int | None, *, attention: bool = False) -> None:

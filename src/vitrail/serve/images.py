@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import os
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from PIL import Image
 from torch import Tensor
@@ -22,7 +24,12 @@ from vitrail.serve.settings import ServeSettings
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _DATA_URI = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(;[\w=.+-]+)*?)(?P<base64>;base64)?,")
-
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # a length follows, or the file ends; no byte 255 of pixels, no restart
+_MAX_SCANS = 100  # as in libtiff
+_WORK = 20  # scans of an image that has max_pixels
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0")  # other beginnings are read differently by Pillow and libtiff
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
 
 ROTATED = (
     "This photo is stored rotated (EXIF orientation), and the preprocessing of this model ignores that: the model sees it rotated. "
@@ -48,7 +55,11 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
     """Return the model's input. Its size is read before any pixel is decoded."""
     width, height = _size(data, settings)
     if width * height > settings.max_pixels:
-        raise ServiceError(422, f"The image has {width} × {height} pixels; at most {settings.max_pixels:,} are decoded.")
+        found = f"The image, or a tile of it, has {width} × {height} pixels"
+        raise ServiceError(422, f"{found}; at most {settings.max_pixels:,} are decoded.")
+    scans = count_scans(data)
+    if scans > min(_MAX_SCANS, _WORK * settings.max_pixels // (width * height)):
+        raise ServiceError(422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more.")
     with limit.hold(width * height):
         try:
             return preprocess(data, name="the image")
@@ -63,13 +74,53 @@ def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
         raise ServiceError(422, "The image is empty.")
     try:
         with Image.open(io.BytesIO(data)) as image:  # as decoding opens it: a file can be of two formats at once
-            if image.format in (*_FORMATS, "MPO"):  # photos of phones that contain several JPEG pictures
+            if image.format == "TIFF" and data[:4] in _TIFF:
+                return max(image.size, tile_of_tiff(data), key=math.prod)
+            if image.format != "TIFF" and image.format in (*_FORMATS, "MPO"):  # photos of phones: several JPEG pictures
                 return image.size
             raise ValueError(image.format)
     except Image.DecompressionBombError as error:
         raise ServiceError(422, f"The image has too many pixels; at most {settings.max_pixels:,} are decoded.") from error
     except Exception as error:  # headers of corrupted files fail in many ways, too
         raise ServiceError(415, f"This is not an image of a known format ({', '.join(_FORMATS)}).") from error
+
+
+def tile_of_tiff(data: bytes) -> tuple[int, int]:
+    """Return the width and height of a TIFF's tiles, which are decoded whole: they may be far larger than the image.
+
+    Read from the file itself: where a field is there twice, libtiff takes the first and Pillow the last; this is the largest.
+    """
+    order: Literal["little", "big"] = "little" if data.startswith(b"II") else "big"
+    big = data.startswith(b"II+")  # BigTIFF
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(data[at : at + size], order)
+
+    start = number(8, 8) if big else number(4, 4)
+    first, step = (start + 8, 20) if big else (start + 2, 12)
+    sides = {_TILE_WIDTH: 0, _TILE_LENGTH: 0}
+    for at in range(first, min(first + step * number(start, first - start), len(data)), step):
+        if (tag := number(at, 2)) in sides:
+            size = {1: 1, 3: 2, 16: 8}.get(number(at + 2, 2), 4)
+            sides[tag] = max(sides[tag], number(at + (12 if big else 8), size))
+    return sides[_TILE_WIDTH], sides[_TILE_LENGTH]
+
+
+def count_scans(data: bytes) -> int:
+    """Return how often a JPEG goes over all its pixels, counted up to a little above the limit; 0 for other formats.
+
+    A progressive JPEG refines its pixels in about ten scans. An empty scan takes some bytes of the file and the time of a full one.
+    """
+    if not data.startswith(_JPEG) or data.count(_SCAN) <= 1:
+        return int(data.startswith(_JPEG))
+    scans, position = 0, 2
+    while scans <= _MAX_SCANS and (found := _MARKER.search(data, position)):
+        kind = found[0][-1:]
+        if kind == b"\xd9":  # the end; phones append videos
+            break
+        scans += kind == b"\xda"
+        position = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+    return scans
 
 
 def bytes_of_text(text: str) -> bytes:
@@ -83,3 +134,11 @@ def bytes_of_text(text: str) -> bytes:
         return base64.b64decode(text[found.end() :] if found else text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ServiceError(400, "The image is not valid base64.") from error
+
+
+def stays_rotated(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bool:
+    """Whether the model sees a photo rotated. Pillow can decode a whole PNG to find that out, so its pixels count."""
+    with Image.open(io.BytesIO(data)) as image:
+        pixels = image.size[0] * image.size[1]
+    with limit.hold(pixels):
+        return preprocess.leaves_rotated(data)

@@ -53,8 +53,8 @@ class Metrics:
         with self._lock:
             for name, (kind, explanation) in self._help.items():
                 lines += [f"# HELP {name} {explanation}", f"# TYPE {name} {kind}"]
-                lines += [f"{name}{_labels(key)} {value:g}" for key, value in sorted(self._counts.get(name, {}).items())]
-                lines += [f"{name}{_labels(key)} {read():g}" for key, read in sorted(self._gauges.get(name, {}).items())]
+                lines += [f"{name}{_labels(key)} {_number(value)}" for key, value in sorted(self._counts.get(name, {}).items())]
+                lines += [f"{name}{_labels(key)} {_number(read())}" for key, read in sorted(self._gauges.get(name, {}).items())]
                 for key, histogram in sorted(self._histograms.get(name, {}).items()):
                     lines += histogram.lines(name, key)
         return "\n".join(lines) + "\n"
@@ -77,7 +77,12 @@ class _Histogram:
             found += count
             limit = "+Inf" if bound == float("inf") else f"{bound:g}"
             lines.append(f"{name}_bucket{_labels((*key, ('le', limit)))} {found}")
-        return [*lines, f"{name}_sum{_labels(key)} {self.sum:g}", f"{name}_count{_labels(key)} {found}"]
+        return [*lines, f"{name}_sum{_labels(key)} {_number(self.sum)}", f"{name}_count{_labels(key)} {found}"]
+
+
+def _number(value: float) -> str:
+    """Return every digit: with six, a counter beyond a million would stand still for many requests."""
+    return str(int(value)) if value == int(value) else repr(float(value))
 
 
 def _key(labels: dict[str, str]) -> _Labels:

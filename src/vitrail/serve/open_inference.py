@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,10 @@ def routes(service: Service) -> APIRouter:
         bundle = service.bundle(worker)
         worker.check_head()
         worker.check_space()
-        body, binary = read_request(request, await read_body(request))
-        config = bundle.model.config
-        images = images_of_request(body, binary, [config.channels, *config.image_size], service.settings.max_images)
+        expected = [bundle.model.config.channels, *bundle.model.config.image_size]
+        most = service.settings.max_images
+        body, binary = read_request(request, await read_body(request), most * math.prod(expected))
+        images = images_of_request(body, binary, expected, most)
         found = await service.compute(request, worker, "logits", images)
         for number, one in enumerate(found):
             if isinstance(one, ServiceError):

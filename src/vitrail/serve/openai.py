@@ -46,7 +46,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings", openapi_extra=json_schema(EmbeddingsRequest))
     async def embeddings(request: Request) -> JSONResponse:
         """Return a vector per image: the input of the head. Images are data: URIs; addresses are never fetched."""
-        body = parse_json(await read_body(request), EmbeddingsRequest)
+        body = parse_json(await read_body(request), EmbeddingsRequest, 100 * (1 + service.settings.max_images))
         worker = service.worker(body.model)
         worker.check_space()
         parts = body.input if isinstance(body.input, list) else [body.input]

@@ -10,7 +10,6 @@ import torch
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from PIL import Image
-from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
@@ -18,7 +17,7 @@ from vitrail.inspect.rollout import rollout
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.form import files_of_form, is_form
 from vitrail.serve.guard import error_answer
-from vitrail.serve.images import ROTATED
+from vitrail.serve.images import ROTATED, stays_rotated
 from vitrail.serve.json_body import read_body
 from vitrail.serve.service import Service
 from vitrail.serve.worker import ModelWorker
@@ -53,7 +52,9 @@ def routes(service: Service) -> APIRouter:
         preprocess = bundle.stored_preprocess()
         results = [_labels(bundle, one, top) for one in found]
         for result, image in zip(results, images, strict=True):
-            if preprocess.leaves_rotated(image):
+            if preprocess.exif or "predictions" not in result:
+                continue
+            if await service.in_pool(stays_rotated, image, preprocess, service.pixels):
                 result["warning"] = ROTATED
         return JSONResponse({"model": worker.name, "results": results})
 
@@ -89,17 +90,17 @@ def routes(service: Service) -> APIRouter:
         if format == "json":
             return JSONResponse({"model": worker.name, "shape": list(found.shape), "map": found.tolist()})
         size = service.bundle(worker).model.config.image_size
-        return Response(await run_in_threadpool(_png, found, size), media_type="image/png")
+        return Response(await service.in_pool(_png, found, size), media_type="image/png")
 
     return router
 
 
-async def uploaded(request: Request, service: Service, worker: ModelWorker) -> list[bytes | Tensor]:
+async def uploaded(request: Request, service: Service, worker: ModelWorker) -> list[bytes]:
     """Return the files of a form, or the body. If the queue is full, that is the answer before anything is read."""
     worker.check_space()
     body = await read_body(request)
     kind = request.headers.get("content-type", "")
-    return [*files_of_form(body, kind, service.settings.max_images)] if is_form(kind) else [body]
+    return files_of_form(body, kind, service.settings.max_images) if is_form(kind) else [body]
 
 
 def _labels(bundle: Bundle, outputs: Any, top: int) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
-from vitrail.serve.errors import ServiceError, unavailable
+from vitrail.serve.errors import ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
 from vitrail.serve.limits import ByteLimit, PixelLimit
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # a saved page names models as the service does, without the 
 
 PING_SECONDS = 10.0
 log = logging.getLogger("vitrail.serve")
+Found = TypeVar("Found")
 
 
 class ClientLeft(Exception):
@@ -60,8 +61,8 @@ class Service:
 
     @property
     def has_threads(self) -> bool:
-        """Whether a worker has not ended: one that loads cannot be stopped."""
-        return any(worker.is_alive for worker in self.workers.values())
+        """Whether a thread has not ended: neither one that loads nor one that decodes can be stopped."""
+        return self.pixels.held > 0 or any(worker.is_alive for worker in self.workers.values())
 
     @property
     def failure(self) -> BaseException | None:
@@ -90,12 +91,16 @@ class Service:
             except TimeoutError:
                 raise unavailable(f"{worker.name} has not answered for {PING_SECONDS:.0f} s.") from None
 
+    async def in_pool(self, function: Callable[..., Found], *arguments: Any) -> Found:
+        """Call a function in one of the threads that decode: what takes milliseconds must not keep the event loop."""
+        return await asyncio.wrap_future(self.pool.submit(function, *arguments))
+
     async def compute(self, request: Request, worker: ModelWorker, work: Work, images: Sequence[bytes | Tensor]) -> list[Any]:
         """Decode and compute images; each has a result or a `ServiceError` of its own. Ends early if the client leaves."""
         if not images:
             raise ServiceError(400, "The request has no image.")
         if len(images) > self.settings.max_images:
-            raise ServiceError(413, f"The request has {len(images)} images; at most {self.settings.max_images} are taken at once.")
+            raise too_many_images(self.settings.max_images)
         bundle = self.bundle(worker)
         worker.admit(len(images))
         deadline = time.monotonic() + self.settings.deadline

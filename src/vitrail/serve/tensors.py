@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from torch import Tensor
 
-from vitrail.serve.errors import ServiceError
+from vitrail.serve.errors import ServiceError, too_many_images
 from vitrail.serve.images import bytes_of_text
 from vitrail.serve.json_body import parse_json
 
@@ -51,14 +51,15 @@ class InferRequest(BaseModel):
     parameters: Parameters = Parameters()
 
 
-def read_request(request: Request, body: bytes) -> tuple[InferRequest, bytes]:
-    """Return the request and the binary data after it; without the extension there is none."""
+def read_request(request: Request, body: bytes, most: int) -> tuple[InferRequest, bytes]:
+    """Return the request, of at most so many numbers, and the binary data after it; without the extension there is none."""
+    most += 1000  # names, shapes and parameters
     given = request.headers.get(HEADER)
     if given is None:
-        return parse_json(body, InferRequest), b""
+        return parse_json(body, InferRequest, most), b""
     if not (given.isascii() and given.isdigit() and len(given) < 12 and int(given) <= len(body)):
         raise ServiceError(400, f"{HEADER} is not the length of the JSON part, which is at most {len(body)} bytes.")
-    return parse_json(body[: int(given)], InferRequest), body[int(given) :]
+    return parse_json(body[: int(given)], InferRequest, most), body[int(given) :]
 
 
 def images_of_request(body: InferRequest, binary: bytes, expected: list[int], most: int) -> list[bytes | Tensor]:
@@ -84,9 +85,9 @@ def images_of_request(body: InferRequest, binary: bytes, expected: list[int], mo
 def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes | Tensor]:
     if given.datatype != "BYTES":
         raise ServiceError(400, f"datatype is {given.datatype}; that of {ENCODED} is BYTES.")
-    texts: list[Any] = [*_split(binary)] if given.data is None else given.data
+    texts: list[Any] = _split(binary, most) if given.data is None else given.data
     if len(texts) > most:
-        raise ServiceError(413, f"The request has {len(texts)} images; at most {most} are taken at once.")
+        raise too_many_images(most)
     if given.shape not in ([len(texts)], [len(texts), 1]):
         raise ServiceError(400, f"The shape of {ENCODED} is {given.shape}, but there are {len(texts)} values.")
     if given.data is None:
@@ -96,10 +97,11 @@ def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes | Tenso
     return [bytes_of_text(text) for text in texts]
 
 
-def _split(binary: bytes) -> list[bytes]:
-    """Return byte strings that each follow their length, a little-endian uint32."""
-    found, start = [], 0
-    while start < len(binary):
+def _split(binary: bytes, most: int) -> list[bytes]:
+    """Return byte strings that each follow their length, a little-endian uint32; if there are more than `most`, only one more."""
+    found: list[bytes] = []
+    start = 0
+    while start < len(binary) and len(found) <= most:  # a request has space for millions of empty ones
         if len(binary) - start < 4:
             raise ServiceError(400, "The binary data ends within a length.")
         (length,) = struct.unpack_from("<I", binary, start)
@@ -116,7 +118,7 @@ def _floats(given: InputTensor, binary: bytes, expected: list[int], most: int) -
     if len(given.shape) != 4 or given.shape[1:] != expected or given.shape[0] < 1:
         raise ServiceError(400, f"The shape is {given.shape}; it must be [number of images, {', '.join(map(str, expected))}].")
     if given.shape[0] > most:
-        raise ServiceError(413, f"The request has {given.shape[0]} images; at most {most} are taken at once.")
+        raise too_many_images(most)
     try:
         values = _numbers(given.data) if given.data is not None else np.frombuffer(binary, _FLOATS[given.datatype])
     except (ValueError, TypeError, OverflowError) as error:

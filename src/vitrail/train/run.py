@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from vitrail.data.settings import BY_NAME
 from vitrail.errors import VitrailError, did_you_mean
-from vitrail.files import atomic_file, disk_errors, restore_folders, take_lock, write_text
+from vitrail.files import disk_errors, restore_folders, take_lock, write_text
 from vitrail.regular_files import parse_json, read_bytes, read_json_object
 from vitrail.train.config import FREE, Recipe
 from vitrail.train.plain import differences, flatten
@@ -211,8 +211,7 @@ class RunFolder:
         """Drop records of steps that will be taken again."""
         kept = [one for one in self.records() if one["step"] <= step and one["kind"] != "end"]
         # A validation at the step of a checkpoint is written before it, and so is not repeated.
-        with atomic_file(self.path / "metrics.jsonl") as temporary:
-            temporary.write_text("".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
+        write_text(self.path / "metrics.jsonl", "".join(json.dumps(one) + "\n" for one in kept))
 
     def end(self) -> dict[str, Any] | None:
         """Return the final record of a finished run."""

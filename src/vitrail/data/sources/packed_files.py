@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -194,12 +194,12 @@ def checksum_errors(folder: Path, description: dict[str, Any]) -> Iterator[str]:
         start = 0
         with open(open_regular(folder / part["images"]), "rb") as file:  # noqa: PTH123 - a descriptor
             for end, digest in part["chunks"]:
-                if _digest(file, end - start) != digest:
+                if digest_of_next(file, end - start) != digest:
                     yield f"{folder / part['images']} is corrupted between bytes {start:,} and {end:,}."
                 start = end
 
 
-def _digest(file: Any, size: int) -> str:
+def digest_of_next(file: BinaryIO, size: int) -> str:
     """Return the SHA-256 of the next `size` bytes, in pieces: a chunk may be larger than the memory."""
     digest = hashlib.sha256()
     while size > 0 and (piece := file.read(min(size, 1 << 24))):

@@ -29,8 +29,8 @@ from vitrail.data.sources.read_ahead import ReadAhead, with_retries
 from vitrail.data.sources.reference import CACHE, OpenResult, Request
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
 from vitrail.errors import VitrailError, counted
-from vitrail.files import atomic_file
-from vitrail.regular_files import read_bytes
+from vitrail.files import write_text
+from vitrail.regular_files import parse_json, read_bytes
 
 _INDEX_VERSION = 2  # 1: tars without an end block were accepted
 _MAX_TARS = 1_000_000
@@ -192,13 +192,13 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
     file = Path(request.options["classes"]).expanduser()
     try:
         text = read_bytes(file).decode("utf-8-sig")
-        names = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+        names = parse_json(text) if text.lstrip().startswith("[") else text.splitlines()
     except (OSError, ValueError) as error:
         raise VitrailError(f"Cannot read the class names from {file}: {error}. Expected one name per line.") from error
-    wrong = [number for number in numbers if not number.isdecimal() or int(number) >= len(names)]
+    wrong = [number for number in numbers if not number.isdecimal() or len(number) > 18 or int(number) >= len(names)]
     if wrong:
         raise VitrailError(
-            f"{request.reference}: label {wrong[0]!r}, but {file} has {counted(len(names), 'name')} (0–{len(names) - 1})."
+            f"{request.reference}: label {wrong[0][:40]!r}, but {file} has {counted(len(names), 'name')} (0–{len(names) - 1})."
         )
     return tuple(map(str, names)), np.array([int(number) for number in numbers], np.int64)[targets]
 
@@ -218,15 +218,14 @@ def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dic
             keys.append(f"{key}.{image}")
             labels.append(_label(parts, members[1], f"{tar}: {key}"))
             spans.append(parts[image][:2])
-    with atomic_file(file) as temporary:
-        temporary.write_text(json.dumps({"keys": keys, "labels": labels, "spans": spans}), encoding="utf-8")
+    write_text(file, json.dumps({"keys": keys, "labels": labels, "spans": spans}))
     return {"keys": keys, "labels": labels, "spans": np.array(spans, np.int64).reshape(-1, 2)}
 
 
 def _stored_index(file: Path, tar_size: int | None) -> dict[str, Any] | None:
     """Return the index in the cache; None if there is none, if it is not complete, or if it points outside the tar."""
     try:
-        stored = json.loads(read_bytes(file))
+        stored = json.loads(read_bytes(file))  # not parse_json, whose look at every value takes seconds for millions of images
         keys, labels, spans = stored["keys"], stored["labels"], np.array(stored["spans"], np.int64).reshape(-1, 2)
         sound = all(isinstance(key, str) for key in keys) and all(label is None or isinstance(label, str) for label in labels)
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -297,8 +296,8 @@ def _label(parts: dict[str, Part], member: str | None, where: str) -> str | None
     if extension != "json":
         return text
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise VitrailError(
             f"{where}.json is not JSON: {error}. Correct it, or choose another label with ?label=EXTENSION."
         ) from error

@@ -17,6 +17,7 @@ let start = { models: [], images: [] };
 let stages = [];
 let maskedFor = ""; // the patches that `item.masked` of the shown images answers to
 const thumbnails = [];
+const newest = [0, 0]; // the number of the last request for each side
 
 const items = () => stages.map((stage) => stage.item);
 const first = () => stages[0].item;
@@ -57,28 +58,31 @@ function fitState(item, fresh) {
   Object.assign(state, changes);
 }
 
-async function open(blob, name, slot = 0, model = null) {
+// Show an image, or the promise of one, on one side. `number` is that of an offered image. Whatever was asked for last stays:
+// a large photo can take longer than the small one that was dropped after it.
+async function open(blob, name, slot = 0, model = null, number = null) {
+  const request = ++newest[slot];
+  const outdated = () => request !== newest[slot];
   hideError();
   document.body.classList.add("busy");
   byId("status").textContent = `Computing ${name} …`;
   try {
-    const item = await openItem(blob, name, model ?? (slot === 0 ? byId("model").value : stages[1]?.item.info.model ?? byId("model").value));
+    const item = await openItem(await blob, name, model ?? (slot === 0 ? byId("model").value : stages[1]?.item.info.model ?? byId("model").value));
+    if (outdated()) return;
+    item.number = number;
     place(item, slot);
-    const number = start.images.indexOf(name);
-    setPlaces({ [slot ? "image2" : "image"]: number < 0 ? null : number, [slot ? "model2" : "model"]: start.models.length > 1 || slot ? item.info.model : null });
+    setPlaces({ [slot ? "image2" : "image"]: number, [slot ? "model2" : "model"]: start.models.length > 1 || slot ? item.info.model : null });
   } catch (error) {
-    showError(error);
+    if (outdated()) return;
+    showError(error, name);
+    draw(); // the line for screen readers is that of the shown map again
   } finally {
-    document.body.classList.remove("busy");
+    if (!outdated()) document.body.classList.remove("busy");
   }
 }
 
-async function openOffered(number, slot = 0, model = null) {
-  try {
-    await open(await source.offered(number), start.images[number], slot, model);
-  } catch (error) {
-    showError(error);
-  }
+function openOffered(number, slot = 0, model = null) {
+  return open(source.offered(number), start.images[number], slot, model, number);
 }
 
 // --- drawing ---
@@ -105,7 +109,7 @@ function draw() {
     drawPanel();
   } else if (!panelTimer) panelTimer = setTimeout(drawPanel, 60); // while the pointer moves, the image comes first
   predictMasked();
-  if (maps[0] && state.hover === null) byId("status").textContent = describeMap(maps[0]);
+  if (state.hover === null && (maps[0] || state.view === "colours")) byId("status").textContent = maps[0] ? describeMap(maps[0]) : stages[0].caption();
   document.body.dataset.drawn = maps[0] ? String(maps[0].query ?? "all") : ""; // the query whose map is on the screen, for tests
 }
 
@@ -179,8 +183,9 @@ function predictMasked() {
 
 // --- errors and dialogs ---
 
-function showError(error) {
-  byId("error").textContent = error.message ?? String(error);
+function showError(error, name = "") {
+  const message = error.message ?? String(error);
+  byId("error").textContent = name ? `${name}: ${message.replace(/^the image: /, "")}` : message;
   byId("error").hidden = false;
 }
 
@@ -217,7 +222,7 @@ function setUpCompare() {
     dialog.close();
     const [image, model] = [byId("compare-image").value, byId("compare-model").value];
     if (image === "file") byId("compare-file").click();
-    else if (image === "same") open(first().blob, first().name, 1, model);
+    else if (image === "same") open(first().blob, first().name, 1, model, first().number);
     else openOffered(Number(image), 1, model);
   });
   byId("compare-file").addEventListener("change", (event) => {
@@ -227,6 +232,7 @@ function setUpCompare() {
   });
   byId("compare-none").addEventListener("click", () => {
     dialog.close();
+    newest[1]++; // one that is still computed must not appear
     stages.length = 1;
     place(first(), 0);
     setPlaces({ image2: null, model2: null });
@@ -259,7 +265,7 @@ function setUpControls() {
   byId("depth").addEventListener("input", (event) => update({ layer: Number(event.target.value) }));
   for (const id of ["fusion", "scale", "style"]) byId(id).addEventListener("change", (event) => update({ [id]: event.target.value }));
   for (const id of ["residual", "pixels"]) byId(id).addEventListener("change", (event) => update({ [id]: event.target.checked }));
-  byId("model").addEventListener("change", () => open(first().blob, first().name, 0, byId("model").value));
+  byId("model").addEventListener("change", () => open(first().blob, first().name, 0, byId("model").value, first().number));
   byId("png-button").addEventListener("click", () => savePng(stages));
   byId("json-button").addEventListener("click", () => saveJson(stages));
   byId("theme-button").addEventListener("click", () => {

@@ -3,7 +3,7 @@
 import { drawn, element } from "./dom.js";
 import { state, update } from "./state.js";
 import { LINES, PIXELS } from "./colours.js";
-import { formatted, scaleOfAll, shownQuery } from "./maps.js";
+import { formatted, scaleOfAll, shownQuery, strongest } from "./maps.js";
 
 export const PANELS = [
   ["heads", "Heads", "Attention of every layer and head at once"],
@@ -244,7 +244,6 @@ function ranked(item) {
 }
 
 export function describeMap(map) {
-  let best = 0;
-  for (let k = 1; k < map.patches.length; k++) if (map.patches[k] > map.patches[best]) best = k;
+  const best = strongest(map);
   return `${map.title}, ${map.detail}. Strongest: ${map.item.tokenName(best + map.item.info.prefix.length)}, ${formatted(map.patches[best], map.unit)}.`;
 }

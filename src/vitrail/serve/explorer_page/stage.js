@@ -207,6 +207,10 @@ export class Stage {
     this.notes.hidden = !info.notes.length;
   }
 
+  caption() {
+    return `${[...this.title.children].map((part) => part.textContent).join(", ")}.`;
+  }
+
   reason() {
     const info = this.item.info;
     const layer = this.item.layerLike(this.getFirst(), state.layer);

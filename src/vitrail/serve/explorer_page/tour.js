@@ -1,12 +1,13 @@
 // A short tour: each step chooses a view and names the part of the page it is about.
 
 import { byId } from "./dom.js";
+import { centre } from "./item.js";
 import { update } from "./state.js";
 
 // `item` is the first image; steps that its model has nothing for are left out.
 function steps(item) {
   const last = item.featureLayers - 1;
-  const patch = item.info.prefix.length + Math.floor(item.info.grid[0] / 2) * item.info.grid[1] + Math.floor(item.info.grid[1] / 2);
+  const patch = item.info.prefix.length + centre(item.info.grid);
   const attends = Boolean(item.info.attention);
   return [
     {

@@ -1,0 +1,50 @@
+"""Parts of the service that a wrong answer would not show at once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.serve.conftest import running
+from vitrail.checkpoints import Bundle
+from vitrail.serve.exploration import masked
+from vitrail.serve.metrics import Metrics
+from vitrail.serve.settings import ServeSettings
+from vitrail.serve.worker import Job, Kind, ModelWorker
+
+
+def test_a_batch_has_images_of_one_kind(bundle: Bundle) -> None:
+    worker = ModelWorker("x", lambda: bundle, ServeSettings(), Metrics())
+    kinds: tuple[Kind, ...] = ("logits", "embedding", "logits", "embedding", "embedding")
+    jobs = [Job(kind, torch.zeros(1), time.monotonic() + 60) for kind in kinds]
+    worker._jobs.extend(jobs)
+    assert worker._take() == [jobs[0], jobs[2]]
+    assert worker._take() == [jobs[1], jobs[3], jobs[4]]
+    assert worker._take() == []
+
+
+def test_everything_but_health_and_the_page_needs_the_token(bundle: Bundle) -> None:
+    with running(lambda: bundle, token="secret") as client:
+        for path in ("/metrics", "/openapi.json", "/v1/models", "/v2", "/v2/models/tiny", "/explorer/start", "/nothing"):
+            assert client.call("GET", path)[0] == 401, path
+            assert client.call("GET", path, authorization="Bearer secret")[0] == (404 if path == "/nothing" else 200), path
+
+
+@pytest.mark.parametrize("size", [(32, 32), (16, 32)])
+def test_patches_off_are_counted_by_row(size: tuple[int, int]) -> None:
+    found = masked(torch.ones(3, *size), (size[0] // 8, size[1] // 8), {1})
+    expected = torch.ones(3, *size)
+    expected[:, 0:8, 8:16] = 0
+    assert torch.equal(found, expected)
+
+
+def test_buckets_of_a_histogram_are_cumulative() -> None:
+    metrics = Metrics()
+    for size in (1, 2, 2, 300):
+        metrics.observe("vitrail_batch_size", size, model="x")
+    lines = metrics.text().splitlines()
+    for limit, count in (("1", 1), ("2", 3), ("256", 3), ("+Inf", 4)):
+        assert f'vitrail_batch_size_bucket{{model="x",le="{limit}"}} {count}' in lines
+    assert 'vitrail_batch_size_count{model="x"} 4' in lines and 'vitrail_batch_size_sum{model="x"} 305' in lines

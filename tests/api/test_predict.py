@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +267,18 @@ def test_threads_with_several_precisions_each_get_their_own(bundle: vitrail.Bund
 
     assert kept.get("first", make_first) is first
     assert kept.get("first", lambda: second) is first
+
+
+def test_names_that_are_not_unicode_are_in_tables(bundle: vitrail.Bundle, files: list[Path], tmp_path: Path) -> None:
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")
+    try:
+        Path(odd).write_bytes(files[0].read_bytes())
+    except OSError:
+        pytest.skip("this file system has Unicode names only")
+    assert bundle.predict(odd, top=1).to_pandas()["image"].tolist() == [odd]
+    assert bundle.embed([odd]).to_pandas()["image"].tolist() == [odd]
+
+
+def test_an_unknown_device_is_a_sentence(bundle: vitrail.Bundle, files: list[Path]) -> None:
+    with pytest.raises(VitrailError, match="There is no device 'tpu'"):
+        bundle.predict(files, device="tpu")

@@ -282,7 +282,7 @@ def check_finite(outputs: Tensor, batch: Batch, split: Split) -> None:
 
 
 def check_features(features: npt.NDArray[Any], names: Sequence[str]) -> None:
-    """Do the same for features [images, …]: whoever compares them would get NaN, or another order."""
+    """Do the same for features [images, …]: a comparison with them would give NaN, or another order."""
     if not np.isfinite(features).all():
         finite = np.isfinite(features.reshape(len(features), -1)).all(axis=1)
         raise VitrailError(not_finite(names[int(np.argmin(finite))]))

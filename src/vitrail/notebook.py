@@ -67,7 +67,13 @@ def data_frame(columns: Mapping[str, Sequence[Any]]) -> Any:
         import pandas
     except ImportError as error:
         raise VitrailError("to_pandas() needs pandas, which is not installed: pip install pandas.") from error
-    return pandas.DataFrame(dict(columns))
+    # Columns of text are UTF-8 in newer versions of pandas; a file name that is not keeps its bytes in a column of objects.
+    plain = {name: pandas.Series(values, dtype=object) if _has_surrogates(values) else values for name, values in columns.items()}
+    return pandas.DataFrame(plain)
+
+
+def _has_surrogates(values: Sequence[Any]) -> bool:
+    return any(isinstance(one, str) and not one.isascii() and any("\ud800" <= c <= "\udfff" for c in one) for one in values)
 
 
 def short_path(path: str) -> str:

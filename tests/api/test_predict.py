@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import json
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +18,8 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.evaluate.conftest import backbone, checkpoint, photos, tiny_model  # noqa: F401 - fixtures
-from vitrail.api.images import JoinedSplit, MemorySplit, is_source
+from vitrail.api.images import is_source
+from vitrail.cli import main
 from vitrail.data import BadImage, open_source, preset
 from vitrail.errors import VitrailError
 
@@ -66,7 +72,7 @@ def test_stacked_arrays_folders_sources_and_splits(bundle: vitrail.Bundle, photo
     assert bundle.predict(stack) == bundle.predict(list(stack)) == bundle.predict(torch.from_numpy(stack).permute(0, 3, 1, 2))
     folder = bundle.predict(photos / "val")
     assert len(folder) == 36 and all(Path(name).is_file() for name in folder.names)
-    source = bundle.predict(f"folder:{photos}", top=1)
+    source = bundle.predict(f"folder:{photos}", top=1, split="val")
     assert len(source) == 36 and sorted(source.labels) == sorted(bundle.predict(photos / "val", top=1).labels)
     opened = open_source(f"folder:{photos}")
     assert len(bundle.predict(opened, split="train")) == 48 and bundle.predict(opened.split("val"), top=1) == source
@@ -77,10 +83,27 @@ def test_stacked_arrays_folders_sources_and_splits(bundle: vitrail.Bundle, photo
     assert not is_source(photos) and not is_source("photos") and not is_source(3) and not is_source("C:\\photos")
 
 
-def test_splits_of_several_parts() -> None:
-    one, two = MemorySplit([b"a", b"b"]), MemorySplit([b"c"], first=2)
-    joined = JoinedSplit([one, MemorySplit([]), two])
-    assert [joined.payload(k) for k in range(3)] == [b"a", b"b", b"c"] and joined.image_name(2) == "image 2" and len(joined) == 3
+def test_a_source_by_name_has_all_its_images_as_in_the_command(
+    bundle: vitrail.Bundle,
+    photos: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bundle.save(tmp_path / "checkpoint")
+    table = tmp_path / "unlabelled.csv"
+    table.write_text("image\n" + "".join(f"{file}\n" for file in sorted((photos / "val" / "red").glob("*.jpg"))[::-1]))
+    for source, images in ((f"folder:{photos}", 84), (str(table), 9)):
+        with pytest.raises(SystemExit, match="0"):
+            main(["predict", str(tmp_path / "checkpoint"), source, "--json", "--precision", "fp32"])
+        printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert printed == bundle.predict(source).to_dicts() and len(printed) == images
+        assert bundle.embed(source).names == tuple(one["image"] for one in printed)
+
+
+def test_a_split_without_a_source_is_an_error(bundle: vitrail.Bundle, files: list[Path]) -> None:
+    for images in (files, torch.zeros(1, 3, 32, 32)):
+        with pytest.raises(VitrailError, match="split='train' selects a split of a data source"):
+            bundle.predict(images, split="train")
 
 
 def test_what_is_not_an_image_is_named(bundle: vitrail.Bundle, files: list[Path], tmp_path: Path) -> None:
@@ -143,9 +166,9 @@ def test_a_kept_copy_is_made_again_after_any_change(bundle: vitrail.Bundle) -> N
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     before = bundle.predict(images)
     assert bundle.predict(images) == before
-    copy = bundle._kept.copy
+    kept = bundle._kept._latest
     bundle.predict(images)
-    assert bundle._kept.copy is copy, "nothing changed"
+    assert bundle._kept._latest is kept, "nothing changed"
     with torch.no_grad():
         bundle.model.head.bias.add_(torch.tensor([9.0, 0, 0, 0]))
     after = bundle.predict(images)
@@ -154,7 +177,7 @@ def test_a_kept_copy_is_made_again_after_any_change(bundle: vitrail.Bundle) -> N
     assert bundle.predict(images).labels == ["yellow", "yellow"]
     bundle.model.blocks[0].mlp.up.weight.data.neg_()  # has the same norm
     changed = bundle.predict(images)
-    assert changed[0][0].score != after[0][0].score and bundle._kept.copy is not copy
+    assert changed[0][0].score != after[0][0].score and bundle._kept._latest is not kept
     seen: list[tuple[int, ...]] = []
     bundle.model.head.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
     bundle.predict(images)
@@ -193,3 +216,69 @@ def test_rotated_photos_are_reported_once(tmp_path: Path, caplog: pytest.LogCapt
     Image.new("RGB", (40, 30)).save(content, "JPEG", exif=exif)
     bundle.predict([content.getvalue()] * 3)
     assert sum("stored rotated" in one.getMessage() for one in caplog.records) == 1
+
+
+def _patch_forward(model: nn.Module) -> None:
+    model.blocks[0].forward = lambda x, *rest: x
+
+
+def _raise_epsilon(model: nn.Module) -> None:
+    model.norm.eps = 100.0
+
+
+def _swap_biases(model: nn.Module) -> None:
+    values = model.head.bias.detach().numpy()  # writes through NumPy have no version; norm and sum stay the same
+    values[0], values[1] = float(values[1]), float(values[0])
+
+
+@pytest.mark.parametrize("change", [_patch_forward, _raise_epsilon, _swap_biases])
+def test_a_kept_copy_follows_changes_that_torch_does_not_count(bundle: vitrail.Bundle, change: Callable[[nn.Module], None]) -> None:
+    with torch.no_grad():
+        bundle.model.head.bias.copy_(torch.tensor([1.0, 3.0, 0.0, 0.0]))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    before = bundle.predict(images, top=4)
+    change(bundle.model)
+    found, expected = bundle.predict(images, top=4), bundle.decode(logits(bundle, images), top=4)
+    assert found != before
+    assert [[one.index for one in row] for row in found] == [[one.index for one in row] for row in expected]
+    assert [one.score for row in found for one in row] == pytest.approx([one.score for row in expected for one in row], abs=1e-5)
+
+
+def test_copies_and_pickles_of_a_bundle_leave_the_kept_copy_behind(bundle: vitrail.Bundle) -> None:
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    size = len(pickle.dumps(bundle))
+    expected = bundle.predict(images)
+    assert abs(len(pickle.dumps(bundle)) - size) < 1000
+    for one in (copy.deepcopy(bundle), pickle.loads(pickle.dumps(bundle))):
+        assert one._kept._latest is None and one.predict(images) == expected
+        with torch.no_grad():
+            one.model.head.weight.zero_()[0] = 1
+        assert bundle.predict(images) == expected != one.predict(images)
+
+
+def test_threads_with_several_precisions_each_get_their_own(bundle: vitrail.Bundle) -> None:
+    """The copy of one call is never handed to another call that asked for something else in between."""
+    kept = bundle._kept
+    first, second = tiny_model(outputs=2), tiny_model(outputs=3)
+
+    def make_first() -> nn.Module:
+        assert kept.get("second", lambda: second) is second  # as another thread does meanwhile
+        return first
+
+    assert kept.get("first", make_first) is first
+    assert kept.get("first", lambda: second) is first
+
+
+def test_names_that_are_not_unicode_are_in_tables(bundle: vitrail.Bundle, files: list[Path], tmp_path: Path) -> None:
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jpg")
+    try:
+        Path(odd).write_bytes(files[0].read_bytes())
+    except OSError:
+        pytest.skip("this file system has Unicode names only")
+    assert bundle.predict(odd, top=1).to_pandas()["image"].tolist() == [odd]
+    assert bundle.embed([odd]).to_pandas()["image"].tolist() == [odd]
+
+
+def test_an_unknown_device_is_a_sentence(bundle: vitrail.Bundle, files: list[Path]) -> None:
+    with pytest.raises(VitrailError, match="There is no device 'tpu'"):
+        bundle.predict(files, device="tpu")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,9 @@ def test_an_edited_card_is_recognised() -> None:
         ("data", "Tiny-ImageNet: 97,500 training images", "Tiny-ImageNet: 97,500 training images"),
         ("location", "0123456789abcdef", "removed"),
         ("weights", "averaged weights of step 3 of 4; 1/2 of R50+ViT-B/16", "averaged weights of step 3 of 4; 1/2 of R50+ViT-B/16"),
+        ("note", "read from folder:/data/ada/x and s3://ada:secret@bucket/y?sig=1", "read from folder:x and s3://bucket/y?…"),
+        ("note", f"{Path.home()} L/x, then hf_{'a1B2' * 8}", "~ L/x, then removed"),
+        ("start", str(Path.home()), "removed"),
         ("note", "from /home/ada/x.npz, file:///home/ada/y and \\\\server\\ada\\z", "from x.npz, y and z"),
     ],
 )
@@ -109,3 +113,7 @@ def test_the_users_own_folder_is_removed_from_texts_even_with_a_space(monkeypatc
     assert public_provenance({"note": "from /home/ada lovelace/pets/x.pth, 3 / 4"}) == {"note": "from x.pth, 3 / 4"}
     monkeypatch.setenv("HOME", "/")
     assert public_provenance({"note": "ViT-B/16 of /data/x.pth"}) == {"note": "ViT-B/16 of x.pth"}
+
+
+def test_names_of_fields_have_no_paths_either() -> None:
+    assert public_provenance({"files": {"/home/ada/x.npz": 3}}) == {"files": {"x.npz": 3}}

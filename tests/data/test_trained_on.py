@@ -157,6 +157,15 @@ def test_what_the_start_was_trained_on_counts_too(tmp_path: Path) -> None:
     assert overlap([own], source, split) == Overlap(0, True)
 
 
+def test_several_trainings_may_have_had_different_images(tmp_path: Path) -> None:
+    folder_of(tmp_path / "photos" / "train", {"cat": 50, "dog": 50})
+    reference = f"folder:{tmp_path / 'photos'}"
+    own, everything = trained(reference, holdout=0.1), open_source(reference)
+    once, twice = (overlap(records, everything, everything.splits["train"]) for records in ([own], [own, own]))
+    assert once is not None and (once.images, once.exact) == (90, True)
+    assert twice is not None and (twice.images, twice.exact) == (90, False)
+
+
 def test_nothing_is_known_without_a_record(photos: Path) -> None:
     source = open_source(str(photos))
     assert overlap([], source, source.splits["val"]) is None

@@ -193,6 +193,12 @@ def test_c_without_all_severities_has_no_mce(bundle: Bundle, tmp_path: Path) -> 
     assert any("no mCE" in note and "gaussian_noise" in note for note in found.notes)
 
 
+def test_c_without_any_severity_is_an_error(bundle: Bundle, tmp_path: Path) -> None:
+    place(tmp_path / "fog" / "strong", 0, IDS[0])
+    with pytest.raises(VitrailError, match=r"--c: fog of ImageNet-C has no severity; folders 1 to 5"):
+        run(bundle, folders={"c": tmp_path})
+
+
 def test_what_does_not_fit_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
     def never() -> Bundle:
         raise AssertionError("loaded")

@@ -188,6 +188,25 @@ def test_equal_rows_are_in_order_whatever_searches_them(monkeypatch: pytest.Monk
     assert all(np.array_equal(one, two) for one, two in zip(values, whole[1], strict=True))
 
 
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("use_faiss", [False, True])
+def test_rows_that_are_not_finite_hide_no_neighbour(monkeypatch: pytest.MonkeyPatch, use_faiss: bool, metric: Any) -> None:
+    if use_faiss:
+        pytest.importorskip("faiss")
+    else:
+        monkeypatch.setattr(nearest, "_search", lambda: nearest._with_numpy)
+    rows = np.random.default_rng(0).normal(size=(400, 8)).astype(np.float32)
+    good = np.r_[0:100, 300:400]
+    expected, scores = nearest.nearest_rows([(0, rows[good])], rows[:2], [0, 1], 5, metric)
+    rows[100:300] = np.nan
+    rows[200, 1:] = np.inf
+    found, theirs = nearest.nearest_rows([(0, rows[:250]), (250, rows[250:])], rows[:2], [0, 1], 5, metric)
+    assert [one.tolist() for one in found] == [good[one].tolist() for one in expected]
+    assert all(np.array_equal(one, two) for one, two in zip(theirs, scores, strict=True))
+    with pytest.raises(VitrailError, match="The features of row 150 contain NaN"):
+        nearest.nearest_rows([(0, rows)], rows[150:151], [150], 5, metric)
+
+
 def test_the_command_searches_a_folder(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, files: list[Path], tmp_path: Path
 ) -> None:

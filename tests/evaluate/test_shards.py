@@ -30,6 +30,8 @@ from vitrail.cli import main
 from vitrail.data.types import Payload, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate import EvalContext, FeatureSpec, embed, load_embeddings, open_embeddings, shards
+from vitrail.evaluate.embeddings import embed_tensor
+from vitrail.evaluate.predictor import predict, predict_tensor
 from vitrail.evaluate.shard_output import _FeatureShard
 from vitrail.evaluate.shards import ShardResult, embed_shards, predict_shards
 from vitrail.train.parallel import World
@@ -414,3 +416,22 @@ def test_a_killed_process_loses_its_open_shard_only(bundle: Bundle, checkpoint: 
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
     assert embed_shards(bundle, [tmp_path / "list.txt"], tmp_path / "alone", None, context, shard_size=40) is not None
     assert content(out) == content(tmp_path / "alone")
+
+
+def test_outputs_that_are_not_finite_are_refused(bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    broken = copy.deepcopy(bundle)
+    with torch.no_grad():
+        broken.model.norm.bias.fill_(float("nan"))
+    text = r"The model's output for .*000\.jpg contains NaN or infinity"
+    with pytest.raises(VitrailError, match=text):
+        embed_shards(broken, [images], tmp_path / "embed", shard_size=SIZE)
+    with pytest.raises(VitrailError, match=text):
+        predict_shards(broken, [images], tmp_path / "predict", shard_size=SIZE)
+    with pytest.raises(VitrailError, match=text):
+        embed(broken, [images])
+    with pytest.raises(VitrailError, match=text):
+        next(predict(broken, [images]))
+    with pytest.raises(VitrailError, match="output for image 0 contains NaN"):
+        predict_tensor(broken, torch.zeros(1, 3, 32, 32))
+    with pytest.raises(VitrailError, match="output for image 0 contains NaN"):
+        embed_tensor(broken, torch.zeros(1, 3, 32, 32))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import vitrail
 from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near, results  # noqa: F401 - fixtures
 from tests.models.test_fused import small as small_vit
 from tests.train.small import Recorder, losses, same, small, weights
@@ -47,6 +48,18 @@ def drawn(rank: int = 3, **options: object) -> tuple[nn.Module, torch.Tensor]:
             nn.init.normal_(layer.lora_b, std=0.05, generator=generator)
     nn.init.normal_(model.head.weight, std=0.05, generator=generator)
     return model.eval(), torch.randn(4, 3, 32, 32, generator=generator)
+
+
+def test_saving_a_model_with_adapters_merges_them(tmp_path: Path) -> None:
+    model, images = drawn(alpha=12.0)
+    vitrail.save(tmp_path / "model", model, read_back=True)
+    loaded = vitrail.load(tmp_path / "model")
+    assert not any("lora" in name for name in loaded.model.state_dict()) and isinstance(model.blocks[0].mlp.up, LoraLinear)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model.eval()(images), model(images), atol=1e-5, rtol=0)
+    loaded.model = model
+    loaded.save(tmp_path / "again")
+    assert same(load_file(tmp_path / "model" / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("options", [{}, {"alpha": 12.0}, {"matrices": ("qkv",)}, {"matrices": ("up", "out")}])

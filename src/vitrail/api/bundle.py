@@ -82,7 +82,7 @@ class Bundle(checkpoints.Bundle):
                 preprocessed by `self.preprocess`. Or float tensors [images, channels, height, width], preprocessed already.
             top: How many predictions per image.
             tta: Test-time augmentation: average the probabilities of each image and its mirror image. Takes twice as long.
-            split: Which split of a data source; default: val, else test, else what the run held out.
+            split: Which split of a data source; default: all images of one given by its name.
             precision: "fp32" is exact. "auto" takes int8 or bf16 where the machine is faster with them; `notes` then say so.
             device: "auto", "cpu", "cuda", "mps"; default: where the model is.
             batch: Images per batch. Changes speed and memory, not results.

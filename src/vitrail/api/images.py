@@ -16,6 +16,7 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle
 from vitrail.data.settings import BadImages
 from vitrail.data.sources import KINDS
+from vitrail.data.sources.chain import Chain
 from vitrail.data.sources.reference import parse_reference
 from vitrail.data.trained_on import evaluation_split, open_for
 from vitrail.data.types import Array, Payload, Source, Split
@@ -46,16 +47,22 @@ class Images:
 
 
 def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_images: BadImages = "error") -> Images:
-    """Find out what was given: one of `EXPECTED`, or several. `split` is that of a data source."""
+    """Find out what was given: one of `EXPECTED`, or several.
+
+    Of a data source given by its name, all images are taken, as the commands do; `split` chooses one split of it.
+    """
     items = [images] if _is_single(images) else list(images)
     tensors = [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
     if tensors and len(tensors) < len(items):
         raise VitrailError("Preprocessed tensors and other images were given together. Predict them one after the other.")
+    if tensors and split is not None:
+        raise VitrailError(f"split={split!r} selects a split of a data source, but tensors were given.")
     if tensors:
         return Images(None, _stacked(tensors), len(items))
     parts: list[Split] = []
     paths: list[str] = []
     loose: list[Any] = []
+    sources = 0
 
     def close() -> None:  # files that follow each other form one part, and so do images in memory
         if paths:
@@ -66,8 +73,9 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
         loose.clear()
 
     for item in items:
-        if isinstance(item, Split | Source) or is_source(item):
+        if isinstance(item, Split | Source) or (split is not None and is_source(item)):
             close()
+            sources += 1
             parts.append(_of_source(bundle, item, split, bad_images))
         elif isinstance(item, str | os.PathLike):
             if loose:
@@ -78,7 +86,10 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
                 close()
             loose.extend(_in_memory(item))
     close()
-    return Images(parts[0] if len(parts) == 1 else JoinedSplit(parts), None, len(items) + _hidden(items))
+    if split is not None and not sources:
+        raise VitrailError(f"split={split!r} selects a split of a data source, such as 'folder:photos', but none was given.")
+    together = Chain(parts) if len(parts) > 1 else parts[0] if parts else MemorySplit([])
+    return Images(together, None, len(items) + _hidden(items))
 
 
 def _is_single(images: Any) -> bool:
@@ -158,24 +169,3 @@ class MemorySplit(Split):
 
     def payload(self, index: int) -> Payload:
         return cast(Payload, self._images[index])  # the decoder takes Pillow images, too
-
-
-class JoinedSplit(Split):
-    """Several splits, one behind the other."""
-
-    def __init__(self, parts: Sequence[Split]) -> None:
-        self.parts, self.ends = list(parts), np.cumsum([len(part) for part in parts], dtype=np.int64)
-        self.name, self.task, self.classes = "images", "unlabelled", ()
-        self.targets = _unlabelled(int(self.ends[-1]) if len(self.ends) else 0)
-
-    def _locate(self, index: int) -> tuple[Split, int]:
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        return self.parts[number], index - (int(self.ends[number - 1]) if number else 0)
-
-    def image_name(self, index: int) -> str:
-        part, position = self._locate(index)
-        return part.image_name(position)
-
-    def payload(self, index: int) -> Payload:
-        part, position = self._locate(index)
-        return part.payload(position)

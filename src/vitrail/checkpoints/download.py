@@ -29,7 +29,7 @@ ATTEMPTS = 5  # in a row without a byte
 PAUSE = 1.0
 _CHUNK = 1 << 20
 _PRIVATE = ("authorization", "cookie")
-_URL = re.compile(r"https?://[^\s'\"<>]+")
+_URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")  # s3:// and ssh:// have logins, too
 
 
 class Progress(Protocol):

@@ -23,6 +23,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_folder, sha256
 from vitrail.models import Model, ModelConfig, empty_model, fill_fixed_tables
+from vitrail.models.lora import merged_state
 from vitrail.regular_files import read_json_object
 from vitrail.text import to_json
 
@@ -47,7 +48,8 @@ def save(
 ) -> None:
     """Write a checkpoint folder atomically. An existing checkpoint is replaced; a folder with other files is not touched.
 
-    The model may be compiled, wrapped in DDP, on any device and in train or eval mode; it is not changed. `classes` are the
+    The model may be compiled, wrapped in DDP, on any device and in train or eval mode; it is not changed. LoRA adapters are merged
+    in the file. `classes` are the
     names of the outputs in order, `provenance` is free information on where the weights come from. `store_dtype` rounds the
     weights in the file, for instance to float16; they are loaded in the model's own dtype, and golden outputs are those of the
     rounded weights. With `read_back` the folder is loaded and fully verified before the target is created.
@@ -257,7 +259,7 @@ def _unwrapped_state(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
             raise VitrailError(f"Cannot save a {type(model).__name__}: only Vitrail's models, wrapped or not, have a config.")
         model = inner
     state = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in merged_state(model, model.state_dict()).items():
         plain = name.replace("_orig_mod.", "").removeprefix("module.")
         state[plain] = tensor.detach().cpu().contiguous()
         if not torch.isfinite(state[plain]).all():

@@ -20,8 +20,9 @@ _REFERENCES = ("start", "source", "teacher", "data")  # fields with one path or 
 _LOCAL = ("folder", "csv", "packed", "wds", "tar")
 _REMOVED = "removed"
 # In a text: /home/ada/x, ~/x, C:\Users\ada\x, \\server\share\x. Not the slash of ViT-B/16, of a URL, or of 3 / 4.
-_PATH = re.compile(r"(?<![\w/:.\\+-])(?:file://)?(?:~[\w.-]*)?/[^\s,;'\"()<>/]+(?:/[^\s,;'\"()<>]*)*")
+_PATH = re.compile(r"(?<![\w/.\\+-])(?<!:(?=//))(?:file://)?(?:~[\w.-]*)?/[^\s,;'\"()<>/]+(?:/[^\s,;'\"()<>]*)*")
 _WINDOWS_PATH = re.compile(r"(?<!\w)(?:[A-Za-z]:[\\/]|\\\\)[^\s,;'\"()<>]+")
+_TOKEN = re.compile(r"(?<!\w)hf_[A-Za-z0-9]{16,}")
 _RUN_PARTS = ("model", "model-best", "model-last")
 
 
@@ -32,13 +33,14 @@ def public_provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 def _public(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _public(str(name), one) for name, one in value.items()}
+        return {public_text(str(name)): _public(str(name), one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_public(key, one) for one in value]
     if not isinstance(value, str):
         return value
     if key == "location":  # a digest of a path: a guess of the path could be confirmed by it
         return _REMOVED
+    value = _without_home(value)
     return _reference(value) if key in _REFERENCES else public_text(value)
 
 
@@ -67,15 +69,16 @@ def _is_path(text: str) -> bool:
 
 
 def public_text(text: str) -> str:
-    """Return a text with the last part of every local path in it, and URLs without logins.
-
-    Where a path with spaces ends is not known. The user's own folder is, and its name is often that of the user.
-    """
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises an error for a user without one
-    if len(home) > 1:
-        text = text.replace(home, "~")
+    """Return a text with the last part of every local path in it, URLs without logins, and no token of the Hub."""
+    text = _TOKEN.sub(_REMOVED, _without_home(text))
     text = _WINDOWS_PATH.sub(lambda found: _last(found[0]), text)
     return hide_secrets(_PATH.sub(lambda found: _last(found[0]), text))
+
+
+def _without_home(text: str) -> str:
+    """Replace the user's own folder by ~. Where a path with spaces ends is not known; of this one it is."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises an error for a user without one
+    return re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
 
 
 def _last(path: str) -> str:

@@ -206,7 +206,7 @@ class Overlap:
     images: int
     """Images known to have been trained on."""
     exact: bool
-    """Whether all images were compared; otherwise only those whose content was recorded."""
+    """Whether there are no more: otherwise only some contents were recorded, or several trainings had some of these images."""
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +222,9 @@ def overlap(records: Sequence[TrainedOn], source: Source, split: Split) -> Overl
         return None
     found = [_overlap(one, source, split) for one in records]
     notes = tuple(note for one in found for note in one.notes)
-    return Overlap(max(one.images for one in found), all(one.exact for one in found), notes)
+    most = max(one.images for one in found)
+    several = sum(one.images > 0 for one in found) > 1 and most < len(split)  # each may have had other images
+    return Overlap(most, all(one.exact for one in found) and not several, notes)
 
 
 def _overlap(known: TrainedOn, source: Source, split: Split) -> Overlap:

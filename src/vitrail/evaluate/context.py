@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -272,8 +274,18 @@ def check_finite(outputs: Tensor, batch: Batch, split: Split) -> None:
     """Refuse NaN and infinity: they would count as wrong predictions and hide the cause."""
     rows = torch.nonzero(~outputs.isfinite().flatten(1).all(1))[:, 0]
     if len(rows):
-        name = split.image_name(int(batch.indices[rows[0].cpu()]))
-        raise VitrailError(
-            f"The model's output for {name} contains NaN or infinity. Check the weights (`vitrail info`). "
-            "If they are finite, use --precision bf16 or fp32: fp16 overflows sooner."
-        )
+        raise VitrailError(not_finite(split.image_name(int(batch.indices[rows[0].cpu()]))))
+
+
+def check_features(features: npt.NDArray[Any], names: Sequence[str]) -> None:
+    """Do the same for features [images, …]: a comparison with them would give NaN, or another order."""
+    if not np.isfinite(features).all():
+        finite = np.isfinite(features.reshape(len(features), -1)).all(axis=1)
+        raise VitrailError(not_finite(names[int(np.argmin(finite))]))
+
+
+def not_finite(name: str) -> str:
+    return (
+        f"The model's output for {name} contains NaN or infinity. Check the weights (`vitrail info`). "
+        "If they are finite, use --precision bf16 or fp32: fp16 overflows sooner."
+    )

@@ -21,7 +21,7 @@ from vitrail.checkpoints.references import without_download
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
-from vitrail.evaluate.context import EvalContext, default_context
+from vitrail.evaluate.context import EvalContext, check_features, default_context
 from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.nearest import check_vectors, nearest_rows
 from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column, opened_table, write_table
@@ -236,6 +236,7 @@ def embed(
     preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
     extracted = extract_features(bundle.model, split, preprocess, spec, context)
     names = tuple(split.image_name(int(index)) for index in extracted.indices)
+    check_features(extracted.features, names)
     return Embeddings(extracted.features, names, _about(bundle, spec, preprocess), tuple(extracted.bad))
 
 
@@ -248,7 +249,9 @@ def embed_tensor(bundle: Bundle, images: Tensor, spec: FeatureSpec | None = None
     model = context.prepare(bundle.model)
     parts = context.run_tensor(images, model, lambda batch: spec.compute(model, batch).float().cpu())
     names = tuple(f"image {number}" for number in range(len(images)))
-    return Embeddings(torch.cat(list(parts)).numpy(), names, _about(bundle, spec, None))
+    features = torch.cat(list(parts)).numpy()
+    check_features(features, names)
+    return Embeddings(features, names, _about(bundle, spec, None))
 
 
 def _about(bundle: Bundle, spec: FeatureSpec, preprocess: Preprocess | None) -> dict[str, Any]:

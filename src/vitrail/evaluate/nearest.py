@@ -34,22 +34,29 @@ def nearest_rows(
     """Find the `count` nearest rows of each query in blocks (number of the first row, rows [n, channels]).
 
     `own` is the row of each query, which is not its own neighbour. Returns rows and their similarity or distance per query, fewer
-    than `count` if there are not as many.
+    than `count` if there are not as many. Rows with NaN or infinity are near to nothing; as a query they are an error.
     """
     search = _search()
+    if (unusable := np.flatnonzero(~_finite(queries))).size:
+        raise VitrailError(f"The features of row {own[unusable[0]]} contain NaN or infinity; they have no neighbours. Embed again.")
     queries = _prepare(queries, metric)
     rows = [np.empty(0, np.int64) for _ in queries]
     scores = [np.empty(0, np.float32) for _ in queries]
     for first, values in blocks:
-        block = _prepare(values, metric)
+        numbers = first + np.flatnonzero(_finite(values))
+        block = _prepare(values if len(numbers) == len(values) else values[numbers - first], metric)
         wanted = min(len(block), count + _MORE + 1)  # 1: the query itself
         for k, candidates in enumerate(search(queries, block, wanted, metric) if wanted else ()):
             found, their = _exact(queries[k], block, np.sort(candidates), count, metric)
-            others = found + first != own[k]
+            others = numbers[found] != own[k]
             rows[k], scores[k] = _best(
-                np.concatenate([rows[k], found[others] + first]), np.concatenate([scores[k], their[others]]), count
+                np.concatenate([rows[k], numbers[found][others]]), np.concatenate([scores[k], their[others]]), count
             )
     return rows, scores if metric == "cosine" else [-line for line in scores]
+
+
+def _finite(values: Array) -> Array:
+    return np.asarray(np.isfinite(values).all(axis=1))
 
 
 def _prepare(values: Array, metric: Metric) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from vitrail.data.sources.layout import images_under, warn_of_skipped
 from vitrail.data.sources.reference import parse_reference
 from vitrail.data.types import BadImage, Split, Subset
 from vitrail.errors import VitrailError
-from vitrail.evaluate.context import EvalContext, Pass, default_context
+from vitrail.evaluate.context import EvalContext, Pass, default_context, not_finite
 from vitrail.evaluate.flip_average import flip_average
 from vitrail.regular_files import read_bytes
 
@@ -71,7 +72,16 @@ def predict_tensor(
     model = context.prepare(bundle.model)
     outputs = flip_average(bundle, model) if tta else model
     parts = context.run_tensor(images, model, lambda batch: bundle.decode(outputs(batch), top))
-    return [row for part in parts for row in part]
+    rows = [row for part in parts for row in part]
+    for number, row in enumerate(rows):
+        check_scores(row, f"image {number}")
+    return rows
+
+
+def check_scores(row: Sequence[Prediction], name: str) -> None:
+    """Refuse NaN and infinity: the class next to them would look like a prediction."""
+    if not all(math.isfinite(one.score) for one in row):
+        raise VitrailError(not_finite(name))
 
 
 def _in_order(split: Split, results: Pass[list[list[Prediction]]]) -> Iterator[ImagePredictions]:
@@ -80,6 +90,7 @@ def _in_order(split: Split, results: Pass[list[list[Prediction]]]) -> Iterator[I
     for predictions, batch in results:
         for row, index in zip(predictions, batch.indices.tolist(), strict=True):
             yield from (_bad_image(split, results, bad) for bad in range(done, index))
+            check_scores(row, split.image_name(index))
             yield ImagePredictions(split.image_name(index), tuple(row))
             done = index + 1
     yield from (_bad_image(split, results, bad) for bad in range(done, len(split)))

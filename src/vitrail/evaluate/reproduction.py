@@ -215,6 +215,12 @@ def _corruptions(run: _Run, folders: dict[str, Path]) -> list[ReproducedMetric]:
         predictions = run.predict(split, ImageNetSet(f"ImageNet-C {name} {severity}", 50_000))
         errors.setdefault(name, {})[severity] = 1 - float(predictions.correct.mean())
         images[name] = images.get(name, 0) + len(predictions)
+    if not errors:
+        has = "has" if len(folders) == 1 else "have"
+        raise VitrailError(
+            f"--c: {', '.join(folders)} of ImageNet-C {has} no severity; folders 1 to 5 with class folders are expected, such as "
+            "gaussian_noise/1/n01440764."
+        )
     by_name = {name: float(np.mean(list(one.values()))) for name, one in errors.items()}
     found = [_error(name, "error", by_name[name], images[name], 5 * 50_000) for name in by_name]
     total = sum(images.values())

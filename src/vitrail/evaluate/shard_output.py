@@ -19,9 +19,10 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle, Prediction
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import PackedStrings
+from vitrail.evaluate.context import check_features
 from vitrail.evaluate.parquet import import_pyarrow, name_column, write_table
 from vitrail.evaluate.prediction_table import PredictionTable
-from vitrail.evaluate.predictor import ImagePredictions
+from vitrail.evaluate.predictor import ImagePredictions, check_scores
 from vitrail.evaluate.settings import FeatureFormat, FeatureSpec, TableFormat
 from vitrail.evaluate.shard_folder import BadRow
 from vitrail.models import Model
@@ -100,6 +101,7 @@ class _FeatureShard:
     def write(self, path: Path, name: Callable[[int], str], bad: Sequence[BadRow]) -> None:
         features, index = self._features[: self._count], self._index[: self._count]
         names = [name(position) for position in index.tolist()]
+        check_features(features, names)
         if self._output.suffix == ".safetensors":
             _write_safetensors(path, features, index, names, self._output.about)
         else:
@@ -148,6 +150,8 @@ class _PredictionShard:
         self._found.update(zip(indices.tolist(), output, strict=True))
 
     def write(self, path: Path, name: Callable[[int], str], bad: Sequence[BadRow]) -> None:
+        for index, found in self._found.items():
+            check_scores(found, name(index))
         rows = {index: ImagePredictions(name(index), tuple(found)) for index, found in self._found.items()}
         rows |= {one.index: ImagePredictions(one.name, error=one.reason) for one in bad}
         images, table = [rows[index] for index in sorted(rows)], self._output.table

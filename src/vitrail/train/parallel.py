@@ -114,7 +114,10 @@ def joined(device: str = "auto", parallel: str = "auto") -> Iterator[World]:
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device: `auto` is this rank's GPU, else Apple's, else the CPU."""
     if name != "auto":
-        device = torch.device(name)
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise VitrailError(f"There is no device {name!r}. Use auto, cpu, cuda, cuda:1 or mps.") from error
         if device.type == "cuda" and not torch.cuda.is_available():
             raise VitrailError("--device cuda: torch finds no GPU. `vitrail doctor` shows more; or use --device cpu.")
         return torch.device("cuda", local_rank) if name == "cuda" else device

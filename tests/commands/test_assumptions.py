@@ -80,7 +80,7 @@ def test_the_explorer_and_the_service_say_what_was_assumed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     image = next(photos.rglob("*.png"), None) or next(photos.rglob("*.jpg"))
-    page = ("explore", bare, image, "--out", tmp_path / "page.html")
+    page = ("explore", bare, image, "--save", tmp_path / "page.html")
     assert run(capsys, *page)[0] == 0
     assert caplog.text.count("does not store its preprocessing") == 1
     caplog.clear()

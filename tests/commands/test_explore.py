@@ -19,7 +19,7 @@ from tests.evaluate.conftest import backbone, checkpoint, photos, tiny_model  # 
 def test_save(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
     page = tmp_path / "page.html"
     file = photos / "val" / "red" / "red000.jpg"
-    status, _, err = run(capsys, "explore", checkpoint, file, "--out", page)
+    status, _, err = run(capsys, "explore", checkpoint, file, "--save", page)
     assert status == 0 and f"wrote {page}" in "".join(err.splitlines())
     text = page.read_text(encoding="utf-8")
     assert '"names": ["red000.jpg"]' in text and "script-src 'sha256-" in text and 'src="' not in text and 'href="/' not in text
@@ -29,7 +29,7 @@ def test_save(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path
 def test_errors(capsys: pytest.CaptureFixture[str], photos: Path, tmp_path: Path) -> None:  # noqa: F811
     bad = tmp_path / "bad.jpg"
     bad.write_text("no image")
-    status, _, err = run(capsys, "explore", bad, "--out", tmp_path / "page.html")
+    status, _, err = run(capsys, "explore", bad, "--save", tmp_path / "page.html")
     assert status == 2 and "bad.jpg" in err and not (tmp_path / "page.html").exists()
     status, _, err = run(capsys, "explore", *[photos / "val" / "red" / "red000.jpg"] * 25)
     assert status == 2 and "up to 24" in err

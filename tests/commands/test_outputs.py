@@ -16,7 +16,7 @@ MODEL = "vitrail-ti8-tiny-imagenet"
 WRITES = {
     "convert": [MODEL, "OUT"],
     "export": [MODEL, "OUT", "--format", "pt2"],
-    "explore": ["red.png", "--out", "OUT"],
+    "explore": ["red.png", "--save", "OUT"],
     "train": ["digits", "--steps", "1", "--out", "OUT"],
     "finetune": ["--from", MODEL, "--data", "photos", "--steps", "1", "--out", "OUT"],
     "eval": [MODEL, "--data", "photos", "--out", "OUT"],
@@ -57,7 +57,7 @@ def words_of(name: str, out: str) -> list[str]:
 
 
 def test_every_command_that_writes_is_tested() -> None:
-    writing = {"--out", "--csv", "--sheet"}
+    writing = {"--out", "--csv", "--save", "--sheet"}
     found = {
         name for name in COMMANDS if any(writing & set(option.flags) or option.metavar == "OUT" for option in options_of(name))
     }

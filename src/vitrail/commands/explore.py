@@ -37,7 +37,7 @@ def explore(
     /,
     *,
     compare_with: Annotated[str | None, tyro.conf.arg(name="compare")] = None,
-    out: Path | None = None,
+    save: Path | None = None,
     overwrite: bool = False,
     no_browser: bool = False,
     port: int = 0,
@@ -51,7 +51,7 @@ def explore(
     with patches switched off. More images can be dropped or pasted there. Without images it shows two examples; without a
     checkpoint the included model vitrail-ti8-tiny-imagenet is used.
 
-    With --out it writes the page to a file instead, which works without a server.
+    With --save it writes the page to a file instead, which works without a server.
 
     Example: vitrail explore
 
@@ -59,13 +59,13 @@ def explore(
 
     Example: vitrail explore runs/scratch cat.jpg --compare runs/finetuned
 
-    Example: vitrail explore cat.jpg --out cat.html
+    Example: vitrail explore cat.jpg --save cat.html
 
     Args:
         words: First, if given, the checkpoint: a run or checkpoint folder, an .npz, .pth or .safetensors file, hf:owner/name or an
             included model. Then image files, folders (searched recursively), or .txt files with one path per line.
         compare_with: A second checkpoint, shown next to the first.
-        out: Write one HTML file that works without a server, and end.
+        save: Write one HTML file that works without a server, and end.
         overwrite: Replace an existing file.
         no_browser: Only print the address.
         port: Port of the server; 0: any free one.
@@ -74,12 +74,12 @@ def explore(
     """
     from vitrail.serve.service import Service, models_of
 
-    check_output_file(out, overwrite=overwrite)
+    check_output_file(save, overwrite=overwrite)
     checkpoint, paths = split_checkpoint(words)
     images = _read(paths)
     references = [checkpoint or DEFAULT, *([compare_with] if compare_with else [])]
-    if out is not None:
-        _save(out, references, images, preprocess, device)
+    if save is not None:
+        _save(save, references, images, preprocess, device)
         return
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:

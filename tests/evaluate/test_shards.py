@@ -179,6 +179,8 @@ def test_other_settings_images_or_weights_are_refused(bundle: Bundle, images: Pa
         next(other.model.parameters()).add_(1e-6)
     with pytest.raises(VitrailError, match="weights_sha256"):
         embed_shards(other, [images], features, shard_size=SIZE)
+    renamed = replace(bundle, classes=tuple(reversed(bundle.classes or ())))  # the same weights with other labels
+    assert shards.fingerprint(renamed) != shards.fingerprint(bundle)
     assert content(features) == before
     with pytest.raises(VitrailError, match=r"has no settings.json, so it is not a folder of shards"):
         embed_shards(bundle, [images], images)

@@ -30,8 +30,11 @@ T = TypeVar("T")
 
 
 @contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path in the same folder. On success it is synced and renamed to `path`, otherwise deleted."""
+def atomic_file(path: str | os.PathLike[str], *, first: bool = False) -> Iterator[Path]:
+    """Yield a temporary path in the same folder. On success it is synced and renamed to `path`, otherwise deleted.
+
+    With `first`, a file that another process has put there meanwhile stays: of several processes, the first one wins.
+    """
     target = Path(path)
     if target.is_dir():
         raise VitrailError(f"{target} is a folder; give the name of a file.")
@@ -46,10 +49,22 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.chmod(mode)  # safetensors makes files that only their owner can read
             fsync(temporary)
             with _in_use(target):
-                temporary.replace(target)
+                if not (first and _link(temporary, target)):
+                    temporary.replace(target)
             fsync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _link(new: Path, target: Path) -> bool:
+    """Give a file a second name, unless that is in use. False if the file system has no hard links and the name is free."""
+    try:
+        os.link(new, target)
+    except FileExistsError:
+        pass
+    except OSError:
+        return target.exists()
+    return True
 
 
 @contextmanager

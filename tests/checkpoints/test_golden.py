@@ -50,3 +50,13 @@ def test_another_gelu_and_swapped_weights_are_caught(sharp: bool) -> None:
     model.load_state_dict(state)
     with pytest.raises(VitrailError, match="does not compute the same outputs"):
         golden.check(model, recorded, "here", full=True)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_an_output_that_is_nan_is_caught(row: int) -> None:
+    model = random_model(KINDS["plain"])
+    recorded = golden.record(model)
+    with torch.no_grad():
+        model.head.bias[row] = torch.nan  # type: ignore[union-attr,index]
+    with pytest.raises(VitrailError, match="does not compute the same outputs"):
+        golden.check(model, recorded, "here", full=False)

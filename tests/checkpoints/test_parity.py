@@ -13,18 +13,20 @@ import pytest
 import timm
 import torch
 import torchvision
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.layers import GELUTanh, HybridEmbed, StdConv2d, StdConv2dSame
 from timm.models.deit import VisionTransformerDistilled as TimmDistilled
 from timm.models.resnetv2 import ResNetV2, create_resnetv2_stem
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import Tensor, nn
+from transformers import AutoImageProcessor, ViTForImageClassification, ViTImageProcessor, ViTModel
 from transformers import ViTConfig as HFConfig
-from transformers import ViTForImageClassification, ViTImageProcessor, ViTModel
 
 from tests.checkpoints.small_models import KINDS, bundle_of, images_for, needed_fields
 from vitrail.checkpoints import write
 from vitrail.checkpoints.loading import load
+from vitrail.checkpoints.preprocess_configs import from_timm, to_timm
 from vitrail.models import ModelConfig, ViTConfig
 
 TIMM_NUMERICS = {"gelu": "erf", "position_resize": "timm"}
@@ -225,6 +227,35 @@ def test_the_preprocessing_of_hugging_face_is_read(tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 256, (48, 60, 3), dtype=np.uint8)
     theirs = ViTImageProcessor.from_pretrained(tmp_path / "out")(image, return_tensors="pt").pixel_values[0]
     assert float((theirs - ours(image)).abs().max()) <= 1.01 / 255 / 0.5  # rounding by one pixel value
+
+
+@pytest.mark.parametrize("stored", [
+    {"image_processor_type": "DeiTImageProcessor", "size": {"height": 36, "width": 36}, "crop_size": {"height": 32, "width": 32}},
+    {"feature_extractor_type": "DeiTFeatureExtractor", "size": 36, "crop_size": 32},
+    {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 36}, "crop_size": 32},
+])  # fmt: skip
+def test_the_crop_of_hugging_faces_processors(stored: dict[str, Any], tmp_path: Path) -> None:
+    bundle = bundle_of(KINDS["plain"])
+    write(bundle, tmp_path / "out", "hf")
+    content = {**stored, "do_center_crop": True, "resample": 3, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
+    (tmp_path / "out" / "preprocessor_config.json").write_text(json.dumps(content))
+    image = np.random.default_rng(0).integers(0, 256, (48, 70, 3), dtype=np.uint8)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path / "out", backend="pil")(image, return_tensors="pt").pixel_values[0]
+    ours = load(tmp_path / "out")
+    assert torch.equal(theirs, ours.stored_preprocess()(image))
+    write(ours, tmp_path / "again", "hf")
+    assert load(tmp_path / "again").preprocess == ours.preprocess
+
+
+@pytest.mark.parametrize("mode", ["center", "squash"])
+@pytest.mark.parametrize("crop", [0.8, 1.0])
+def test_the_crop_of_timms_config(mode: str, crop: float) -> None:
+    stored = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bicubic", "crop_pct": crop, "crop_mode": mode}
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 70, 3), dtype=np.uint8))
+    theirs = timm.data.create_transform((3, 32, 32), **stored)(image)
+    ours = from_timm(stored, (32, 32), 3)
+    assert ours is not None and torch.equal(theirs, ours(image))
+    assert from_timm(to_timm(ours), (32, 32), 3) == ours
 
 
 # torchvision

@@ -183,10 +183,28 @@ def test_a_source_divided_by_another_rule_has_not_changed(photos: Path) -> None:
 
 
 def test_the_same_file_name_in_two_splits_is_not_the_same_image(tmp_path: Path) -> None:
-    for part in ("train", "val"):
-        folder_of(tmp_path / "photos" / part, {"cat": 3, "dog": 3})
+    folder_of(tmp_path / "photos", {"train/cat": 3, "train/dog": 3, "val/cat": 3, "val/dog": 3})
     reference = f"folder:{tmp_path / 'photos'}"
     assert compare(trained(reference), reference) == Overlap(0, True)
+
+
+@pytest.mark.parametrize("kind", ["link", "copy"])
+def test_a_training_image_that_is_also_in_the_validation_folder_is_found(kind: str, tmp_path: Path) -> None:
+    photos = folder_of(tmp_path / "photos", {"train/cat": 6, "train/dog": 6, "val/cat": 3, "val/dog": 3})
+    source, target = photos / "train" / "cat" / "1.png", photos / "val" / "cat" / "again.png"
+    target.symlink_to(source) if kind == "link" else shutil.copy(source, target)
+    found = compare(trained(f"folder:{photos}"), f"folder:{photos}")
+    assert found.images == 1 and found.notes[0].startswith("trained on: 1 of ")
+
+
+def test_a_file_in_two_splits_of_a_table_is_found_and_said(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [f"photos/cat/{k}.png,cat,{split}" for split, numbers in (("train", range(10)), ("val", range(7, 14))) for k in numbers]
+    table = photos.parent / "table.csv"
+    table.write_text("\n".join(["path,label,split", *rows, "./photos/cat/0.png,cat,test"]))
+    found = compare(trained(f"csv:{table}"), f"csv:{table}")
+    assert (found.images, found.exact) == (3, True)
+    assert compare(trained(f"csv:{table}"), f"csv:{table}", "test").images == 1
+    assert "4 files are in more than one split, for example photos/cat/7.png in train and val" in caplog.text
 
 
 def test_the_split_of_the_runs_validation_is_the_default(tmp_path: Path) -> None:

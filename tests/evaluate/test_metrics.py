@@ -52,6 +52,7 @@ def test_all_scalar_metrics_have_intervals_around_them() -> None:
     predictions, _ = some_predictions(600, 8)
     values, intervals = classification.metrics(predictions, 8, resamples=200)
     assert set(values) == {"accuracy", "balanced_accuracy", "macro_f1", "nll", "ece", "top5_accuracy"}
+    assert values["ece"] == calibration(predictions.confidence, predictions.correct).ece
     assert set(values) - set(intervals) == {"ece"}  # noise only increases a mean of |gaps|, so resampled values lie above it
     for name, (low, high) in intervals.items():
         assert low < values[name] < high, name

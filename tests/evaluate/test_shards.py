@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.evaluate.test_evaluator import Threads
+from vitrail import files
 from vitrail.checkpoints import Bundle, load
 from vitrail.cli import main
 from vitrail.data.types import Payload, Split
@@ -32,6 +33,7 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate import EvalContext, FeatureSpec, embed, load_embeddings, open_embeddings, shards
 from vitrail.evaluate.embeddings import embed_tensor
 from vitrail.evaluate.predictor import predict, predict_tensor
+from vitrail.evaluate.shard_folder import ShardFolder
 from vitrail.evaluate.shard_output import _FeatureShard
 from vitrail.evaluate.shards import ShardResult, embed_shards, predict_shards
 from vitrail.train.parallel import World
@@ -177,6 +179,8 @@ def test_other_settings_images_or_weights_are_refused(bundle: Bundle, images: Pa
         next(other.model.parameters()).add_(1e-6)
     with pytest.raises(VitrailError, match="weights_sha256"):
         embed_shards(other, [images], features, shard_size=SIZE)
+    renamed = replace(bundle, classes=tuple(reversed(bundle.classes or ())))  # the same weights with other labels
+    assert shards.fingerprint(renamed) != shards.fingerprint(bundle)
     assert content(features) == before
     with pytest.raises(VitrailError, match=r"has no settings.json, so it is not a folder of shards"):
         embed_shards(bundle, [images], images)
@@ -185,6 +189,29 @@ def test_other_settings_images_or_weights_are_refused(bundle: Bundle, images: Pa
         embed_shards(bundle, [images], tmp_path / "file")
     with pytest.raises(VitrailError, match="shard size is 0"):
         embed_shards(bundle, [images], tmp_path / "new", shard_size=0)
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_of_two_jobs_that_start_at_once_one_is_refused(deletes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (
+        ShardFolder(folder=tmp_path / "out", images=4, shard_size=2, suffix=".csv", settings={"top": top}) for top in (1, 2)
+    )
+    fsync, opened = files.fsync, list[Path]()
+
+    def meanwhile(path: Path) -> None:  # the second job opens the folder after the first found it empty
+        if not opened:
+            opened.append(path)
+            hidden = path.rename(tmp_path / "hidden") if not deletes else None
+            two.open()
+            if hidden is not None:  # the second job was too early to see, and delete, the file of the first
+                hidden.rename(path)
+        fsync(path)
+
+    monkeypatch.setattr(files, "fsync", meanwhile)
+    with pytest.raises(VitrailError, match=r"holds shards of another job; 1 setting differs:\n  top: 2 there, 1 now"):
+        one.open()
+    assert opened and [file.name for file in (tmp_path / "out").iterdir()] == ["settings.json"]
+    two.open()
 
 
 def test_ranks_that_disagree_are_refused(bundle: Bundle, images: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ can check it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -73,7 +74,9 @@ def _compare(got: _Values, expected: Mapping[str, Any], model: Model, source: st
 
 
 def _distance(one: list[float], two: list[float]) -> float:
-    return max((abs(a - b) for a, b in zip(one, two, strict=True)), default=0.0)
+    """Return the largest difference; NaN if one is NaN, which `max` would skip unless it came first."""
+    differences = [abs(a - b) for a, b in zip(one, two, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 @torch.no_grad()

@@ -23,14 +23,7 @@ def from_hugging_face(stored: Mapping[str, Any], size: tuple[int, int], channels
     normalise = stored.get("do_normalize", True)
     mean = stored.get("image_mean", [0.5] * channels) if normalise else [0.0] * channels
     std = stored.get("image_std", [0.5] * channels) if normalise else [1.0] * channels
-    resized, crop = _sides(stored.get("size", list(size))), _sides(stored.get("crop_size", list(size)))
-    values: dict[str, Any] = {"resize": "square", "size": resized}
-    if not stored.get("do_resize", True):
-        values = {"resize": "none", "size": crop}
-    elif isinstance(resized, int) and stored.get("do_center_crop", False):
-        values = {"resize": "short-side", "resize_to": resized, "size": crop}
-    elif isinstance(resized, int):
-        values["size"] = (resized, resized)  # in older files a single number means a square
+    values = _geometry(stored, size)
     return Preprocess(
         **values,
         interpolation=_FILTERS[filter_number],  # type: ignore[arg-type]
@@ -40,6 +33,27 @@ def from_hugging_face(stored: Mapping[str, Any], size: tuple[int, int], channels
         exif=True,  # as load_image of transformers does
         name="hf",
     )
+
+
+def _geometry(stored: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Any]:
+    resized, crop = _sides(stored.get("size", list(size))), _sides(stored.get("crop_size", list(size)))
+    crop = (crop, crop) if isinstance(crop, int) else crop
+    kind = str(stored.get("image_processor_type", stored.get("feature_extractor_type", "")))
+    if not stored.get("do_resize", True):
+        return {"resize": "none", "size": crop}
+    crops = bool(stored.get("do_center_crop", False))
+    if isinstance(resized, int) and crops and not kind.startswith("DeiT"):
+        return {"resize": "short-side", "resize_to": resized, "size": crop}
+    if isinstance(resized, int):
+        resized = (resized, resized)  # in older files, and in all of DeiT, a single number means a square
+    if not crops or resized == crop:
+        return {"resize": "square", "size": resized}
+    if resized[0] * crop[1] != resized[1] * crop[0] or resized[0] < crop[0]:
+        raise VitrailError(
+            f"preprocessor_config.json resizes to {resized} and crops {crop}, which is not supported: the crop must have the same "
+            "aspect ratio and not be larger. Pass preprocess=…"
+        )
+    return {"resize": "square", "resize_to": min(resized), "size": crop}
 
 
 def to_hugging_face(preprocess: Preprocess) -> dict[str, Any]:
@@ -57,11 +71,15 @@ def to_hugging_face(preprocess: Preprocess) -> dict[str, Any]:
         "image_mean": list(preprocess.mean),
         "image_std": list(preprocess.std),
     }
-    if preprocess.resize == "short-side":
+    if preprocess.resize_to is not None and preprocess.resize != "keep-aspect":
+        scale, crop = preprocess.resize_to / min(height, width), {"height": height, "width": width}
+        box = {"height": round(height * scale), "width": round(width * scale)}
+        short = preprocess.resize == "short-side"
         stored |= {
-            "size": {"shortest_edge": preprocess.resize_to},
+            "image_processor_type": "ViTImageProcessor" if short else "DeiTImageProcessor",
+            "size": {"shortest_edge": preprocess.resize_to} if short else box,
             "do_center_crop": True,
-            "crop_size": {"height": height, "width": width},
+            "crop_size": crop,
         }
     return stored
 
@@ -75,9 +93,10 @@ def from_timm(stored: Mapping[str, Any], size: tuple[int, int], channels: int) -
     mode = stored.get("crop_mode", "center")
     if mode not in ("center", "squash"):
         raise VitrailError(f"config.json has crop_mode={mode!r}; only 'center' and 'squash' are supported. Pass preprocess=…")
-    values: dict[str, Any] = (
-        {"resize": "square"} if mode == "squash" else {"resize": "short-side", "resize_to": math.floor(min(size) / crop)}
-    )
+    side = math.floor(min(size) / crop)
+    values: dict[str, Any] = {"resize": "short-side", "resize_to": side}
+    if mode == "squash":  # the crop follows in this mode, too
+        values = {"resize": "square", "resize_to": side if side != min(size) else None}
     return Preprocess(
         size=size,
         interpolation=stored.get("interpolation", "bicubic"),

@@ -37,7 +37,8 @@ class Preprocess:
     """`square` stretches to `size`; `short-side` keeps the aspect ratio, then crops the centre; `none` only crops; `keep-aspect`
     (see `keep_aspect`) keeps the aspect ratio and the whole image, so that images differ in size."""
     resize_to: int | None = None
-    """With `short-side`: the length of the short side before the centre crop. With `keep-aspect`: in the model's input."""
+    """With `short-side`: the length of the short side before the centre crop. With `square`, if set: the image is stretched to this
+    short side, and the centre is cropped. With `keep-aspect`: the short side in the model's input."""
     max_size: int | None = None
     """With `keep-aspect`: the longest the long side may be; where it would be longer, the whole image is smaller."""
     multiple: tuple[int, int] | None = None
@@ -71,14 +72,17 @@ class Preprocess:
                 raise VitrailError(f"Preprocess.{field} is {getattr(self, field)!r}; it must be one of {allowed}.")
         if len(self.size) != 2 or min(self.size) < 1:
             raise VitrailError(f"Preprocess.size is {self.size}; it must be (height, width), both at least 1.")
-        if (self.resize_to is not None) != (self.resize in ("short-side", "keep-aspect")):
+        needs = self.resize in ("short-side", "keep-aspect")
+        if (self.resize_to is None and needs) or (self.resize_to is not None and not needs and self.resize != "square"):
             raise VitrailError(
                 f"resize_to goes with resize='short-side', but resize is {self.resize!r} and resize_to is {self.resize_to}."
             )
-        if self.resize == "short-side" and self.resize_to is not None and self.resize_to < min(self.size):
+        if self.resize != "keep-aspect" and self.resize_to is not None and self.resize_to < min(self.size):
             raise VitrailError(f"resize_to={self.resize_to} is smaller than the {_times(self.size)} crop.")
-        if self.pad and self.resize in ("short-side", "keep-aspect"):
-            raise VitrailError(f"pad has no effect with resize={self.resize!r}. Use resize='square' or 'none'.")
+        if self.pad and self.resize_to is not None:
+            raise VitrailError(
+                f"pad has no effect with resize={self.resize!r} and resize_to. Use resize='square' without resize_to, or 'none'."
+            )
         self._check_keep_aspect()
         for field in ("mean", "std"):
             if len(getattr(self, field)) != self.channels:
@@ -228,7 +232,8 @@ class Preprocess:
         if self.resize == "keep-aspect":
             crop = f"aspect ratio kept, short side {self.resize_to}, long side up to {self.max_size}"
         elif self.resize_to:
-            crop = f"short side {self.resize_to}, centre crop {_times(self.size)}"
+            how = "short side" if self.resize == "short-side" else "square"
+            crop = f"{how} {self.resize_to}, centre crop {_times(self.size)}"
         filters = f"{self.interpolation}{'' if self.antialias else ' without antialias'}"
         orientation = "" if self.exif else ", EXIF orientation ignored"
         scale = f"mean {_numbers(self.mean)}, std {_numbers(self.std)}"
@@ -237,6 +242,9 @@ class Preprocess:
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if self.resize == "none":
             return height, width
+        if self.resize == "square" and self.resize_to is not None:
+            rows, columns = (round(self.resize_to * side / min(self.size)) for side in self.size)
+            return rows, columns
         if self.resize == "square":
             fit = min(self.size[0] / height, self.size[1] / width)
             letterbox = (max(1, round(height * fit)), max(1, round(width * fit)))

@@ -260,19 +260,23 @@ def _in_same_source(known: TrainedOn, source: Source, split: Split) -> Overlap:
     found = _exact(known, _num_common(trained, split, own_splits=source.rule is None), len(split))
     if notes and not found.images:
         found = _by_content(known, split)
+    elif not found.images and source.rule is None and isinstance(_base(split)[0], FileSplit):
+        copies = _by_content(known, split)  # a folder or table with splits of its own may have a copy of a file in two of them
+        found = copies if copies.images else found
     return dataclasses.replace(found, notes=(*found.notes, *notes))
 
 
 def _num_common(trained: Split, split: Split, *, own_splits: bool) -> int:
     """Count the images of `split` that are in `trained`, of the same source."""
     (other, theirs), (base, indices) = _base(trained), _base(split)
+    files = isinstance(other, FileSplit) and isinstance(base, FileSplit)
+    if files and (own_splits or other is not base):  # a table can list a file in two splits, and a file can be a link to another
+        paths = set(_real_paths(trained, links=not own_splits))
+        return sum(path in paths for path in _real_paths(split))
     if other is base:
         return len(np.intersect1d(theirs, indices))
-    if own_splits and trained.name != split.name:  # stored apart: a file name in both is not the same image
+    if own_splits and trained.name != split.name:  # stored apart: a name in both is not the same image
         return 0
-    if isinstance(other, FileSplit) and isinstance(base, FileSplit):
-        paths = set(_real_paths(trained))
-        return sum(path in paths for path in _real_paths(split))
     names = {trained.image_name(k) for k in range(len(trained))}
     return sum(split.image_name(k) in names for k in range(len(split)))
 
@@ -382,7 +386,8 @@ def _folder_of(known: TrainedOn, split: Split) -> Path | None:
     return None
 
 
-def _real_paths(split: Split) -> Iterator[str]:
+def _real_paths(split: Split, *, links: bool = True) -> Iterator[str]:
+    """Yield the paths of files without links. `links=False` looks only for linked folders, not at each of a million files."""
     base, indices = _base(split)
     assert isinstance(base, FileSplit)
     folders: dict[str, str] = {}
@@ -391,7 +396,7 @@ def _real_paths(split: Split) -> Iterator[str]:
         if folder not in folders:
             folders[folder] = os.path.realpath(folder)
         path = f"{folders[folder]}/{name}"
-        yield os.path.realpath(path) if os.path.islink(path) else path  # noqa: PTH114 - a million Path objects take seconds
+        yield os.path.realpath(path) if links and os.path.islink(path) else path  # noqa: PTH114 - a million Path objects take seconds
 
 
 def _base(split: Split) -> tuple[Split, Any]:

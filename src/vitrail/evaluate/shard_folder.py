@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vitrail.errors import VitrailError, counted
-from vitrail.files import sha256, write_text
+from vitrail.files import atomic_file, sha256, write_text
 from vitrail.regular_files import read_json_object
 from vitrail.text import to_bytes, to_json
 
@@ -88,9 +89,11 @@ class ShardFolder:
         if self.folder.exists() and not self.folder.is_dir():
             raise VitrailError(f"{self.folder} is a file; --out needs a folder for shards. Choose another name.")
         if not self.folder.exists() or all(_TEMPORARY.fullmatch(file.name) for file in self.folder.iterdir()):
-            write_text(self.folder / SETTINGS, to_json({"format": FORMAT, **self.settings}, indent=2) + "\n")
-        else:
-            self.check(read_settings(self.folder))
+            text = to_json({"format": FORMAT, **self.settings}, indent=2) + "\n"
+            # Another job may start at the same moment: the first settings stay, and it may delete our temporary file.
+            with suppress(FileNotFoundError), atomic_file(self.folder / SETTINGS, first=True) as temporary:
+                temporary.write_bytes(to_bytes(text))
+        self.check(read_settings(self.folder))
         for file in self.folder.glob(".*"):
             if _TEMPORARY.fullmatch(file.name):
                 file.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.regular_files import read_bytes
 
+log = logging.getLogger("vitrail.data")
 _COLUMNS = {
     "path": ("path", "image", "file", "filename", "file_name", "image_path", "filepath", "image_id"),
     "label": ("label", "labels", "class", "target", "targets", "category", "class_name"),
@@ -217,12 +219,20 @@ def _exists(path: str, listed: dict[str, set[str]]) -> bool:
 
 
 def _refuse_duplicates(table: Table, file: Path) -> None:
+    """Refuse a file that is listed twice in a split, and say which are in several."""
     seen: dict[tuple[str, str], int] = {}
+    first_split: dict[str, str] = {}
+    shared: dict[str, str] = {}
     for row, name in enumerate(table.paths):
-        key = (table.splits[row] if table.splits else "", name)
-        if key in seen:
+        path, split = os.path.normpath(name), table.splits[row] if table.splits else ""
+        if (split, path) in seen:
             raise VitrailError(
-                f"{file}: lines {seen[key]} and {table.lines[row]} both list {name}. "
+                f"{file}: lines {seen[split, path]} and {table.lines[row]} both list {name}. "
                 "Use one row per image; write several labels as a|b."
             )
-        seen[key] = table.lines[row]
+        seen[split, path] = table.lines[row]
+        if first_split.setdefault(path, split) != split:
+            shared.setdefault(path, f"{name} in {first_split[path]} and {split}")
+    if shared:
+        count, example = counted(len(shared), "file is", "files are"), next(iter(shared.values()))
+        log.warning("%s: %s in more than one split, for example %s.", file, count, example)

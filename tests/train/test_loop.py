@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import vitrail
+from tests.data.image_files import folder_of
 from tests.train.small import Recorder, same, small, weights
 from vitrail.data.augment.spec import Augment
 from vitrail.data.loader import TrainLoader
@@ -212,6 +213,16 @@ def test_settings_that_usually_fail_give_a_warning(tmp_path):
     warned = {n: any("few for a Vision" in one for one in warnings_for(small(data__source="photos"), model, n)) for n in SIZES}
     assert warned == {28: True, 1_999: True, 50_000: True, 100_000: False}
     assert not any("few for a Vision" in one for one in warnings_for(small(), model, 28))  # the embedded digits are for trying out
+
+
+def test_validating_on_the_test_split_is_mentioned(tmp_path: Path) -> None:
+    folder_of(tmp_path / "photos", {"train/cat": 4, "train/dog": 4, "test/cat": 1, "test/dog": 1})
+    data = {"data__source": f"folder:{tmp_path / 'photos'}", "data__holdout": 0.0, "batch": 4}
+    notes = "\n".join(prepare(small(**data)).notes)
+    assert "validation: the split test, since there is no val" in notes
+    choosing = "\n".join(prepare(small(**data, keep_best="accuracy", eval_every=1)).notes)
+    assert "warning: there is no val, so the checkpoint is chosen on the split test" in choosing
+    assert "split test" not in "\n".join(prepare(small(**data, data__validate="test")).notes)  # asked for
 
 
 SIZES = (28, 1_999, 50_000, 100_000)

@@ -77,6 +77,7 @@ def prepare(
     notes.append(f"data: {source.describe()}")
     check_no_empty_class(source, recipe.data.train)
     train, validation = chosen_splits(recipe, source)
+    notes += _validation_notes(recipe, validation)
     if check_images is not None:
         check_images(source, [split for split in (train, validation) if split is not None])
     if recipe.task.kind in SELF_SUPERVISED:
@@ -272,6 +273,18 @@ def make_distillation(
         temperature=spec.temperature,
         two_heads=two_heads,
     )
+
+
+def _validation_notes(recipe: Recipe, validation: Split | None) -> list[str]:
+    """Tell that the test split is validated on, for want of another; and warn where a choice depends on it."""
+    if recipe.data.validate != "auto" or validation is None or validation.name != "test":
+        return []
+    if recipe.keep_best is None and not recipe.patience:
+        return ["validation: the split test, since there is no val"]
+    return [
+        "warning: there is no val, so the checkpoint is chosen on the split test, and its accuracy there is optimistic. "
+        "Hold out a part of the training split instead: --data.holdout 0.1."
+    ]
 
 
 def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:

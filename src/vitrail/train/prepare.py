@@ -87,6 +87,10 @@ def prepare(
         draw = (lambda twin: _draw_pretraining(twin, recipe.seed)) if on_meta else None
         return Prepared(model, pretext, preprocess, train, validation, (), source.describe(), notes, wrapper, draw, source)
     task = make_task(recipe, train)
+    if train.task == "classify" and len(train.classes) == 1:
+        notes.append(
+            f"warning: there is only one class, {train.classes[0]!r}, so every prediction is right and nothing is learned."
+        )
     model, preprocess = make_model(recipe, task.outputs, train.classes, notes, on_meta=on_meta)
     if recipe.task.distill != "none":
         task = make_distillation(recipe, task, model, preprocess, train.classes, notes)

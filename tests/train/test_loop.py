@@ -218,7 +218,7 @@ def test_settings_that_usually_fail_give_a_warning(tmp_path):
 def test_a_single_class_is_a_warning(tmp_path: Path) -> None:
     folder_of(tmp_path / "photos", {"train/cat": 4})
     recipe = small(data__source=f"folder:{tmp_path / 'photos'}", data__holdout=0.0, batch=4)
-    assert "warning: there is only one class: 'cat'" in "\n".join(prepare(recipe).notes)
+    assert "warning: there is only one class, 'cat'" in "\n".join(prepare(recipe).notes)
 
 
 def test_validating_on_the_test_split_is_mentioned(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import vitrail
 from tests.evaluate.conftest import CLASSES, checkpoint, photos, tiny_model  # noqa: F401 - fixtures
 from tests.train.small import small
-from vitrail.api.finetuning import with_changes
+from vitrail.api.finetuning import starting_recipe, with_changes
 from vitrail.data import preset
 from vitrail.errors import VitrailError
 from vitrail.train import train
@@ -162,3 +163,14 @@ def test_fine_tuning_starts_from_what_can_be_loaded_again(bundle: vitrail.Bundle
     with pytest.raises(VitrailError, match="check-images is 'some'"):
         vitrail.finetune("x", "digits", out=tmp_path / "run", check_images="some")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+def test_images_are_counted_without_the_warnings_of_the_run(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    """The run opens the data again: each warning was printed twice."""
+    stray = tmp_path / "data"
+    shutil.copytree(photos / "train", stray)
+    shutil.copy(next(photos.rglob("*.jpg")), stray / "stray.jpg")
+    assert starting_recipe("x", str(stray), None).batch > 0
+    assert not caplog.records
+    vitrail.data.open_source(str(stray))
+    assert "outside the class folders" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.evaluate.conftest import CLASSES, checkpoint, photos, tiny_model  # n
 from tests.train.small import small
 from vitrail.api.finetuning import starting_recipe, with_changes
 from vitrail.data import preset
+from vitrail.data.trained_on import Overlap
 from vitrail.errors import VitrailError
 from vitrail.train import train
 from vitrail.train.config import OptimSpec
@@ -174,3 +176,10 @@ def test_images_are_counted_without_the_warnings_of_the_run(photos: Path, tmp_pa
     assert not caplog.records
     vitrail.data.open_source(str(stray))
     assert "outside the class folders" in caplog.text
+
+
+def test_images_that_were_trained_on_are_in_the_one_line(bundle: vitrail.Bundle, photos: Path) -> None:  # noqa: F811
+    result = bundle.evaluate(str(photos))
+    assert "trained on" not in repr(result)
+    seen = dataclasses.replace(result, trained_on=Overlap(3, exact=True))
+    assert repr(seen).endswith("36 images of val, 3 of them trained on)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 import vitrail
 from tests.evaluate.conftest import CLASSES, checkpoint, photos, tiny_model  # noqa: F401 - fixtures
 from tests.train.small import small
-from vitrail.api.finetuning import with_changes
+from vitrail.api.finetuning import starting_recipe, with_changes
 from vitrail.data import preset
+from vitrail.data.trained_on import Overlap
 from vitrail.errors import VitrailError
 from vitrail.train import train
 from vitrail.train.config import OptimSpec
@@ -162,3 +165,21 @@ def test_fine_tuning_starts_from_what_can_be_loaded_again(bundle: vitrail.Bundle
     with pytest.raises(VitrailError, match="check-images is 'some'"):
         vitrail.finetune("x", "digits", out=tmp_path / "run", check_images="some")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+def test_images_are_counted_without_the_warnings_of_the_run(photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    """The run opens the data again: each warning was printed twice."""
+    stray = tmp_path / "data"
+    shutil.copytree(photos / "train", stray)
+    shutil.copy(next(photos.rglob("*.jpg")), stray / "stray.jpg")
+    assert starting_recipe("x", str(stray), None).batch > 0
+    assert not caplog.records
+    vitrail.data.open_source(str(stray))
+    assert "outside the class folders" in caplog.text
+
+
+def test_images_that_were_trained_on_are_in_the_one_line(bundle: vitrail.Bundle, photos: Path) -> None:  # noqa: F811
+    result = bundle.evaluate(str(photos))
+    assert "trained on" not in repr(result)
+    seen = dataclasses.replace(result, trained_on=Overlap(3, exact=True))
+    assert repr(seen).endswith("36 images of val, 3 of them trained on)")

@@ -15,6 +15,7 @@ from vitrail.train.config import ModelSpec, Recipe, ScheduleSpec
 from vitrail.train.optimizers import convert_decay
 from vitrail.train.plain import differences, flatten
 from vitrail.train.plan import config_of
+from vitrail.train.schedules import in_steps
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -120,7 +121,15 @@ def test_deit_is_that_of_its_code() -> None:
 def test_length_follows_the_number_of_images(images: int, steps: int) -> None:
     recipe = any_folder("REF", "FOLDER", images=images)
     assert recipe.steps == steps
-    assert recipe.batch <= images and recipe.schedule.warmup < steps
+    assert recipe.batch <= images
+    assert in_steps(recipe.schedule, steps, 1).warmup == min(500, steps // 10)
+
+
+@pytest.mark.parametrize("steps", [2, 6, 20])
+def test_a_shorter_run_has_a_shorter_warmup(steps: int) -> None:
+    """A user who asks for a few steps must not be asked for a warm-up, too."""
+    for images in (54, 5_000, 50_000, 1_300_000):
+        assert in_steps(any_folder("REF", "FOLDER", images=images).schedule, steps, 1).warmup <= max(1, steps // 10)
 
 
 def test_every_number_of_a_recipe_must_be_finite() -> None:

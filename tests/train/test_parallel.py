@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, NonFinite, distilling, higher_is_better, run_of
 from tests.train.small import weights
+from vitrail.errors import VitrailError
 from vitrail.train.loop import train
+from vitrail.train.parallel import choose_device
 from vitrail.train.prepare import prepare
 from vitrail.train.run import RunFolder
 
@@ -101,3 +103,23 @@ def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(t
     train(distilling(tmp_path), tmp_path / "distilled-alone")
     assert close(tmp_path / "distilled", tmp_path / "distilled-alone") < 1e-5
     assert not torch.equal(*(weights(tmp_path / "distilled")[f"{head}.weight"] for head in ("head", "distill_head")))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cpuu", "There is no device 'cpuu'. Use auto, cpu, cuda"),
+        ("cuda:x", "There is no device 'cuda:x'"),
+        ("xpu", "torch finds no such device"),
+    ],
+)
+def test_a_device_that_is_not_there_is_a_sentence(name: str, said: str) -> None:
+    with pytest.raises(VitrailError, match=said):
+        choose_device(name)
+
+
+def test_a_gpu_beyond_the_last_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(VitrailError, match="the last GPU here is cuda:1"):
+        choose_device("cuda:2")

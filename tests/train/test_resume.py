@@ -15,7 +15,7 @@ import pytest
 
 from tests.train.small import Recorder, losses, same, small, weights
 from vitrail.errors import VitrailError
-from vitrail.train.config import DataSpec
+from vitrail.train.config import DataSpec, ScheduleSpec
 from vitrail.train.loop import Loop, train
 from vitrail.train.run import RunFolder
 from vitrail.train.snapshots import Snapshots, damage
@@ -281,3 +281,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_starts_anew(
         with pytest.raises(KeyboardInterrupt):
             train(small(), tmp_path / "run", callbacks=[recorder])
         assert any("ended before its first checkpoint, so it starts anew at step 0" in note for note in recorder.notes) == again
+
+
+def test_a_warmup_in_steps_is_that_part_of_the_run(tmp_path):
+    """Fine-tuning runs of older versions have 12 steps of 127 where new ones have 10 %, 13 steps."""
+
+    def with_warmup(warmup, steps=127):
+        return small(steps=steps, epochs=None, schedule=ScheduleSpec(kind="cosine", warmup=warmup))
+
+    run = RunFolder(tmp_path)
+    run.write_config(with_warmup(12), {})
+    assert run.keep_warmup(with_warmup("10%")) == with_warmup(12)
+    for other in (with_warmup("20%"), with_warmup(13), with_warmup("10%", steps=60)):
+        assert run.keep_warmup(other) == other

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -118,8 +119,22 @@ def starting_recipe(start: str | None, data: str | None, recipe: Recipe | None) 
         return recipe.replace(model=model, data=dataclasses.replace(recipe.data, source=source))
     if data is None:
         raise VitrailError("The images to train on are missing: add --data, such as --data FOLDER with a folder for each class.")
-    images = len(open_source(data, bad_images="skip", ignore_unknown=True).split("train"))
+    with _without_warnings():
+        images = len(open_source(data, bad_images="skip", ignore_unknown=True).split("train"))
     return any_folder(start, data, images=images, name=f"{short_name(start)}-on-{Path(data.split(':')[-1]).name}")
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Count images without a word: the run opens the data again, and warns then."""
+    logger, nowhere = logging.getLogger("vitrail.data"), logging.NullHandler()
+    logger.addHandler(nowhere)  # without any handler Python itself would print them
+    propagated, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.propagate = propagated
+        logger.removeHandler(nowhere)
 
 
 def short_name(start: str) -> str:

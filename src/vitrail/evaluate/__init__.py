@@ -64,8 +64,8 @@ _MODULES = {
 
 __all__ = [
     "Embeddings", "EvalContext", "EvalResult", "FeatureSpec", "FewShotEvaluator", "FewShotResult", "FewShotSpec",
-    "ImagePredictions", "ProbeResult", "ProbeSpec", "Reproduction", "embed", "evaluate", "few_shot", "fit_ridge",
-    "load_embeddings", "predict", "probe", "reproduce", "ridge_scores",
+    "ImagePredictions", "ProbeResult", "ProbeSpec", "Reproduction", "ShardResult", "embed", "embed_shards", "evaluate", "few_shot",
+    "fit_ridge", "load_embeddings", "open_embeddings", "predict", "predict_shards", "probe", "reproduce", "ridge_scores",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

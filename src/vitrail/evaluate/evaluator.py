@@ -65,7 +65,8 @@ class EvalResult:
 
         value = f"{METRIC_NAMES[headline]} {format_metric(headline, self.metrics[headline])}"
         on = f" of {self.split.name}" if self.split is not None else ""
-        return f"EvalResult({value}, 95 % interval {interval_text(self, headline)}, {counted(self.images, 'image')}{on})"
+        seen = f", {self.trained_on.images} of them trained on" if self.trained_on is not None and self.trained_on.images else ""
+        return f"EvalResult({value}, 95 % interval {interval_text(self, headline)}, {counted(self.images, 'image')}{on}{seen})"
 
     def _repr_html_(self) -> str:
         from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, interval_text

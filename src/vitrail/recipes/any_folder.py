@@ -21,7 +21,7 @@ def any_folder(start: str, source: str, *, images: int, name: str = "finetune") 
         data=DataSpec(source=source),
         augment=Augment(),
         optim=OptimSpec(name="sgd", lr=0.01, momentum=0.9, clip=1.0),
-        schedule=ScheduleSpec(kind="cosine", warmup=min(500, steps // 10)),
+        schedule=ScheduleSpec(kind="cosine", warmup="2.5%" if steps == 20_000 else "5%" if steps == 10_000 else "10%"),
         steps=steps,
         batch=batch,
         lr_grid=(0.001, 0.003, 0.01, 0.03),

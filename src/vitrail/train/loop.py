@@ -78,7 +78,7 @@ def train(
             if world.main:
                 run.hold()
             world.barrier()
-            recipe = run.keep_split(recipe)
+            recipe = run.keep_warmup(run.keep_split(recipe))
             changed = run.check_unchanged(recipe, allow_change)
             end = run.end()
             if end is not None and not changed:

@@ -114,18 +114,30 @@ def joined(device: str = "auto", parallel: str = "auto") -> Iterator[World]:
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device: `auto` is this rank's GPU, else Apple's, else the CPU."""
     if name != "auto":
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise VitrailError(f"There is no device {name!r}. Use auto, cpu, cuda, cuda:1 or mps.") from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise VitrailError("--device cuda: torch finds no GPU. `vitrail doctor` shows more; or use --device cpu.")
+        device = _device_named(name)
         return torch.device("cuda", local_rank) if name == "cuda" else device
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     if torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
+
+
+def _device_named(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise VitrailError(f"There is no device {name!r}. Use auto, cpu, cuda, cuda:1 or mps.") from error
+    if device.type == "cpu":
+        return device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise VitrailError("--device cuda: torch finds no GPU. `vitrail doctor` shows more; or use --device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= (gpus := torch.cuda.device_count()):
+        raise VitrailError(f"--device {name}: the last GPU here is cuda:{gpus - 1}. `vitrail doctor` lists them.")
+    here = torch.accelerator.current_accelerator()
+    if here is None or here.type != device.type:
+        raise VitrailError(f"--device {name}: torch finds no such device here. `vitrail doctor` lists those it finds.")
+    return device
 
 
 class Forward(nn.Module):

@@ -26,6 +26,7 @@ from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import disk_errors, restore_folders, take_lock, write_text
 from vitrail.regular_files import parse_json, read_bytes, read_json_object
 from vitrail.train.config import FREE, Recipe
+from vitrail.train.lengths import length_in_steps
 from vitrail.train.plain import differences, flatten
 from vitrail.train.saved_model import SavedModel
 from vitrail.train.upgrade import FORMAT, upgrade
@@ -131,6 +132,19 @@ class RunFolder:
         rules = ("split_rule", "holdout_rule")
         kept = {name: getattr(saved.data, name) for name in rules if getattr(recipe.data, name) == BY_NAME}
         return recipe.replace(data=dataclasses.replace(recipe.data, **kept))
+
+    def keep_warmup(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the saved warm-up in steps, where it is the same length as the recipe's part of the run.
+
+        Fine-tuning runs of older versions have it in steps, rounded down.
+        """
+        saved = self.saved_recipe()
+        if saved is None or recipe.steps is None or saved.steps != recipe.steps:
+            return recipe
+        old, new = saved.schedule.warmup, recipe.schedule.warmup
+        if not isinstance(old, int) or not str(new).endswith("%") or not 0 <= length_in_steps(new, recipe.steps, 1) - old <= 1:
+            return recipe
+        return recipe.replace(schedule=dataclasses.replace(recipe.schedule, warmup=old))
 
     def _read_config(self, read: Callable[[dict[str, Any]], T]) -> T | None:
         file = self.path / "config.json"

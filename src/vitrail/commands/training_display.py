@@ -108,7 +108,8 @@ def deviations(recipe: Recipe, changed: Recipe, console: Console) -> None:
     changes = differences(recipe, changed)
     if not changes:
         return
-    table = Table(title=f"Differs from the recipe {recipe.name}", box=box.SIMPLE_HEAD, title_justify="left")
+    console.print(f"Differs from the recipe {recipe.name}", style="italic", soft_wrap=True, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
     for heading in ("setting", "recipe", "this run"):
         table.add_column(heading)
     for key, (old, new) in sorted(changes.items()):

@@ -307,7 +307,7 @@ CASES = (
         ('give a data source with --calibrate.',),
     ),
     Case(
-        'Files to write', 'a folder that is not a packed dataset', 'vitrail data pack photos model --size 32',
+        'Files to write', 'a folder that is not a packed dataset', 'vitrail data pack photos model --image-size 32',
         'model is not a packed dataset: it has no packed.json.',
         ('Create one with `vitrail data pack SOURCE model`.',),
     ),

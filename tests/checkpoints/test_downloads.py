@@ -451,4 +451,4 @@ def test_fine_tuning_and_prediction_by_name(
 def bundle_label(bundle: Bundle, image: Path) -> str:
     from vitrail.data.imagenet import labels
 
-    return labels("1k")[bundle.predict(image, top=1)[0][0].index]
+    return labels("1k")[vitrail.Bundle.of(bundle).predict(image, top=1)[0][0].index]

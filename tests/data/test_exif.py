@@ -16,6 +16,7 @@ from torchvision import transforms
 from torchvision.datasets.folder import default_loader
 from transformers.image_utils import load_image
 
+import vitrail
 from tests.data.image_files import encoded, picture
 from vitrail.checkpoints import load
 from vitrail.checkpoints.preprocess_configs import from_hugging_face, from_timm
@@ -99,7 +100,7 @@ def test_a_loader_warns_once(workers: int, tmp_path: Path, caplog: pytest.LogCap
 
 def test_predict_warns_and_stored_exif_turns_upright(photo: Path, caplog: pytest.LogCaptureFixture) -> None:
     name = "vitrail-ti8-tiny-imagenet"
-    bundle = load(name, verify="none")
+    bundle = vitrail.load(name, verify="none")
     assert bundle.preprocess is not None and bundle.preprocess.exif
     bundle.preprocess = dataclasses.replace(bundle.preprocess, exif=False)
     with caplog.at_level(logging.WARNING, "vitrail.data"):

@@ -16,7 +16,7 @@ from vitrail.inspect.report import InspectOptions, inspect_model
 @pytest.mark.parametrize("count", [2, 25, 300])
 def test_a_confusion_matrix_names_all_classes_and_its_axes(count: int) -> None:
     names = [f"class {number}" for number in range(count)]
-    axes = plots._confusion(np.eye(count), names).axes[0]
+    axes = plots.confusion(np.eye(count), names).axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == names == [tick.get_text() for tick in axes.get_yticklabels()]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted class", "true class")
     rows_per_inch = count / axes.get_figure().get_figheight()  # type: ignore[union-attr]
@@ -25,7 +25,7 @@ def test_a_confusion_matrix_names_all_classes_and_its_axes(count: int) -> None:
 
 def test_a_reliability_diagram_explains_both_kinds_of_gap() -> None:
     result = calibration(np.array([0.95, 0.9, 0.3, 0.2]), np.array([False, True, True, True]))
-    legend = plots._reliability(result).legends[0]
+    legend = plots.reliability(result).legends[0]
     texts = " ".join(text.get_text() for text in legend.get_texts())
     assert "overconfident" in texts and "underconfident" in texts and "perfect calibration" in texts
 

@@ -18,7 +18,6 @@ import torch
 
 from tests.train.small import Recorder, small
 from vitrail import cli
-from vitrail.commands import train as command
 from vitrail.commands.output import TolerantOutput
 from vitrail.data.worker_signals import STOP_SIGNALS, blocked, caught_signals, raise_worker_error
 from vitrail.errors import StoppedBySignal, VitrailError
@@ -197,7 +196,7 @@ def test_the_exit_status_is_that_of_a_signal(
     number: int | None, rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(command, "run_training", lambda *_, **__: Result(tmp_path, 3, "accuracy", {}, ended_by=number))
+    monkeypatch.setattr("vitrail.train.sweep.train", lambda *_, **__: Result(tmp_path, 3, "accuracy", {}, ended_by=number))
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "digits", "--json", "--out", str(tmp_path)])
     assert ended.value.code == (0 if number is None else 128 + number)

@@ -38,7 +38,7 @@ def test_embed(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"size": 48, "tta": True, "split": "train"}], ids=["plain", "options"])
+@pytest.mark.parametrize("options", [{}, {"image_size": 48, "tta": True, "split": "train"}], ids=["plain", "options"])
 def test_evaluate(
     capsys: pytest.CaptureFixture[str],
     checkpoint: Path,  # noqa: F811
@@ -51,12 +51,14 @@ def test_evaluate(
     status, out, err = run(capsys, *command)
     assert status == 0, err
     bundle = vitrail.load(checkpoint)
-    found = bundle.evaluate(f"folder:{photos}", report=tmp_path / "python", **options)
+    found = bundle.evaluate(f"folder:{photos}", out=tmp_path / "python", **options)
     assert json.loads(out)["results"] == [json.loads(json.dumps(found.summary()))]
     for file in sorted(path.name for path in (tmp_path / "cli").iterdir()):
         assert (tmp_path / "cli" / file).read_bytes() == (tmp_path / "python" / file).read_bytes(), file
     with pytest.raises(vitrail.VitrailError, match="already contains a report"):
-        bundle.evaluate(f"folder:{photos}", report=tmp_path / "python")
+        bundle.evaluate(f"folder:{photos}", out=tmp_path / "python")
+    bundle.evaluate(photos, out=tmp_path / "path")
+    assert json.loads((tmp_path / "path" / "metrics.json").read_text())["data"] == str(photos), "a path is named, not its split"
 
 
 @pytest.mark.slow

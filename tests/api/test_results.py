@@ -128,7 +128,9 @@ def test_a_run_has_records_curves_and_a_model(run: vitrail.Run) -> None:
     assert run.curves()._repr_png_().startswith(b"\x89PNG")
     assert run.bundle is run.bundle and isinstance(run.bundle, vitrail.Bundle) and len(run.bundle.classes or ()) == 10
     assert repr(run).startswith(f"Run('{run.out}', 6 steps, accuracy ") and "data:image/png" in run._repr_html_()
-    assert len(run.bundle.predict("digits", top=1, split="holdout")) == len(run.bundle.evaluate("digits").predictions)  # type: ignore[arg-type]
+    held_out = run.bundle.evaluate("digits")
+    assert held_out.images == 30 == len(run.bundle.predict("digits", top=1, split="holdout")), "as the run divided it"
+    assert len(run.bundle.predict("digits", top=1)) == 1797, "without a split all images, as the command does"
 
 
 def test_what_is_no_run_or_not_finished(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from vitrail.cli import main
 from vitrail.commands.completion import words_of
 from vitrail.commands.table import COMMANDS
+from vitrail.data.preprocess import PRESETS
 from vitrail.recipes import RECIPES
 from vitrail.study import STUDIES
 
@@ -52,6 +53,8 @@ def test_bash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert completed(file, "vitrail", "data", "pack", "a", "--store", "") == {"arrays", "encoded"}
     assert completed(file, "vitrail", "train", "digits", "--optim.na") == {"--optim.name"}
     assert completed(file, "vitrail", "train", "digits", "--optim.name", "ad") == {"adam", "adamw"}
+    assert completed(file, "vitrail", "train", "digits", "--model.name", "ViT-H/1") == {"ViT-H/14", "ViT-H/16"}
+    assert completed(file, "vitrail", "eval", "x", "--preprocess", "") == set(PRESETS)
     assert completed(file, "vitrail", "eval", "vitrail.b") == {"vitrail.bash"}  # a file
     for name in COMMANDS:
         flags = {flag for option in words_of(name)[0] for flag in option.flags}

@@ -141,4 +141,4 @@ def test_sheet_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 0 and shown["out"] == str(file) and shown["augment"]["randaugment"] == "timm"
     assert Image.open(file).size[0] > 3 * 100
     assert run("data", "sheet", "deit-s16-imagenet") == 2
-    assert "--data.source" in capsys.readouterr().err
+    assert "add --data" in capsys.readouterr().err

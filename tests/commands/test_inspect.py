@@ -171,7 +171,7 @@ def test_a_resnet_shows_only_its_filters_and_a_note(
 def test_another_input_size(tmp_path: Path, pictures: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     out, ref = tmp_path / "inspection", checkpoint(tmp_path / "run")
     words = ("inspect", ref, *pictures, "--out", out, "--device", "cpu", "--image-size")
-    assert run(capsys, *words, 32, 16)[0] == 0
+    assert run(capsys, *words, "32x16")[0] == 0
     assert np.load(out / "rollout.npz")["rollout"].shape == (2, 4, 2)
     status, _, err = run(capsys, *words, 33, "--overwrite")
     assert status == 2 and "not a multiple of patch 8. Nearest: 32×32, 40×40" in err
@@ -191,7 +191,7 @@ def test_mistakes_give_clear_messages(tmp_path: Path, pictures: list[Path], caps
         ((ref, "--data", "digits", "--count", 0, "--out", out), "--count is 0"),
         ((ref, *pictures, "--show", 0, "--out", out), "--show is 0"),
         ((ref, *pictures, "--compare", ref, "--out", out), "same checkpoint was given twice"),
-        ((ref, *pictures, "--image-size", 1, 2, 3, "--out", out), "got 3 numbers"),
+        ((ref, *pictures, "--image-size", "1,2", "--out", out), "height and width such as 384x512"),
     ):
         status, _, err = run(capsys, "inspect", *words, "--device", "cpu")
         assert status == 2 and sentence in err and "Traceback" not in err

@@ -36,6 +36,7 @@ WRITES = {
     "data split": ["photos", "OUT"],
     "data pack": ["photos", "OUT", "--image-size", "8"],
     "data sheet": ["digits", "--out", "OUT"],
+    "doctor": ["--report", "OUT"],
 }
 FILES = ("predict", "embed", "neighbours", "explore", "fewshot", "probe", "reproduce", "data check", "data sheet")
 
@@ -57,7 +58,7 @@ def words_of(name: str, out: str) -> list[str]:
 
 
 def test_every_command_that_writes_is_tested() -> None:
-    writing = {"--out", "--csv", "--save", "--sheet"}
+    writing = {"--out", "--csv", "--save", "--sheet", "--report"}
     found = {
         name for name in COMMANDS if any(writing & set(option.flags) or option.metavar == "OUT" for option in options_of(name))
     }
@@ -86,3 +87,12 @@ def test_a_file_is_not_replaced_unasked(name: str, place: Path, capsys: pytest.C
 def test_shards_are_resumed_not_replaced(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, command, "none.npz", "photo.png", "--out", str(tmp_path / "shards"), "--overwrite")
     assert status == 2 and "delete" in err and not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize("option", [("--format", "parquet"), ("--shard-size", "5")])
+@pytest.mark.parametrize("name", ["embed", "predict"])
+def test_options_of_shards_are_refused_for_one_file(
+    name: str, option: tuple[str, str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, *words_of(name, "out.npz"), *option)
+    assert status == 2 and f"{' '.join(option)} is for shards" in err and not (place / "out.npz").exists()

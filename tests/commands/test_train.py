@@ -111,7 +111,7 @@ def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "Did you mean digits" in run(capsys, "train", "digitz")[2]
     status, out, err = run(capsys, "train", "--optim.lrr", "1")
     assert status == 2 and "optim.lr" in out + err
-    assert "add --data.source" in run(capsys, "train", "tiny-imagenet", "--out", str(tmp_path / "x"))[2]
+    assert "add --data, such as" in run(capsys, "train", "tiny-imagenet", "--out", str(tmp_path / "x"))[2]
     assert "add --from" in run(capsys, "finetune", "--data", "x")[2]
     assert "add --data" in run(capsys, "finetune", "--from", "x")[2]
     assert "data.workers is -1" in run(capsys, "train", "digits", "--workers", "-1", "--out", str(tmp_path / "x"))[2]

@@ -120,7 +120,7 @@ def test_grids_of_patches_do_not_fit_into_one_array(bundle: Bundle, mixed: Path)
 def test_evaluation_counts_every_image_once(bundle: Bundle, photos: Path) -> None:
     result = evaluate(bundle, f"folder:{photos}", context=ANY)
     assert result.images == 36 and result.preprocess.resize == "keep-aspect"
-    larger = evaluate(bundle, f"folder:{photos}", size=48, context=ANY)
+    larger = evaluate(bundle, f"folder:{photos}", image_size=48, context=ANY)
     assert larger.images == 36 and larger.preprocess.resize_to == 48
 
 

@@ -106,13 +106,13 @@ def test_two_processes_give_the_same_metrics(bundle: Bundle, checkpoint: Path, p
 
 def test_several_sizes_leave_the_model_unchanged(bundle: Bundle, photos: Path) -> None:
     before = {name: value.clone() for name, value in bundle.model.state_dict().items()}
-    large = evaluate(bundle, f"folder:{photos}", size=48)
-    same = evaluate(bundle, f"folder:{photos}", size=32)
+    large = evaluate(bundle, f"folder:{photos}", image_size=48)
+    same = evaluate(bundle, f"folder:{photos}", image_size=32)
     assert large.size == (48, 48) and large.preprocess.size == (48, 48)
     assert same.metrics == evaluate(bundle, f"folder:{photos}").metrics
     assert all(torch.equal(value, before[name]) for name, value in bundle.model.state_dict().items())
     with pytest.raises(VitrailError, match="not a multiple of patch 8"):
-        evaluate(bundle, f"folder:{photos}", size=33)
+        evaluate(bundle, f"folder:{photos}", image_size=33)
 
 
 def test_a_bad_image_is_an_error_or_is_skipped(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_labels_that_are_not_json_lists_are_refused(text: str, tmp_path: Path) -
 
 def test_the_report_page_is_self_contained(bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     split = open_source(f"folder:{photos}").split("val")
-    results = [evaluate(bundle, split), evaluate(bundle, split, size=48)]
+    results = [evaluate(bundle, split), evaluate(bundle, split, image_size=48)]
     write_report(tmp_path / "report", results, split, {"checkpoint": "<b>colours</b>", "data": "photos"})
     page = (tmp_path / "report" / "report.html").read_text()
     assert not re.search(r"(?:src|href)='(?!data:)", page) and "http" not in page.replace("http-equiv", "")

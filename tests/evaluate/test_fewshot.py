@@ -82,7 +82,7 @@ def test_impossible_protocols_give_clear_messages(bundle: Bundle, photos: Path, 
     with pytest.raises(VitrailError, match="only the split train"):
         few_shot(bundle, f"folder:{tmp_path}")
     with pytest.raises(VitrailError, match="not used for training"):
-        few_shot(bundle, f"folder:{photos}", test="train")
+        few_shot(bundle, f"folder:{photos}", split="train")
     with pytest.raises(VitrailError, match="one class per image"):
         few_shot(bundle, f"folder:{photos}?labels=none")
     with pytest.raises(VitrailError, match="seeds is 0; use 1 or more"):

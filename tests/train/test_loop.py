@@ -235,7 +235,7 @@ SIZES = (28, 1_999, 50_000, 100_000)
 
 
 def test_a_recipe_without_data_or_length_says_so(tmp_path):
-    with pytest.raises(VitrailError, match=r"has no images: add --data\.source"):
+    with pytest.raises(VitrailError, match=r"has no images: add --data, such as"):
         train(small(data__source=""), tmp_path / "one")
     with pytest.raises(VitrailError, match="add --epochs or --steps"):
         train(small(steps=None), tmp_path / "two")

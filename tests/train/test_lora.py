@@ -155,7 +155,7 @@ def test_a_stopped_run_is_resumed_bit_for_bit(start: Path, tmp_path: Path) -> No
 
 
 def test_what_cannot_be_adapted_is_refused(start: Path, tmp_path: Path) -> None:
-    with pytest.raises(VitrailError, match=r"starts from random values: add --model.start"):
+    with pytest.raises(VitrailError, match=r"starts from random values: add --from"):
         train(small(model__lora=4), tmp_path / "run")
     with pytest.raises(VitrailError, match="choose one of them"):
         train(lora(start, freeze=True), tmp_path / "run")

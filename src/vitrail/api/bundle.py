@@ -154,15 +154,15 @@ class Bundle(checkpoints.Bundle):
 
     def evaluate(
         self,
-        data: str | Source | Split,
+        data: str | os.PathLike[str] | Source | Split,
         *,
         split: str | None = None,
-        size: int | tuple[int, int] | None = None,
+        image_size: int | tuple[int, int] | None = None,
         match: Match = "name",
         real: str | os.PathLike[str] | None = None,
         ignore_unknown_classes: bool = False,
         tta: bool = False,
-        report: str | os.PathLike[str] | None = None,
+        out: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
         precision: Precision = "fp32",
         device: str | torch.device | None = None,
@@ -178,12 +178,12 @@ class Bundle(checkpoints.Bundle):
         Args:
             data: A source such as "digits", "folder:photos" or a path; or one that is open, or a split of it.
             split: Which split; default: val, else test, else what the run held out.
-            size: Evaluate a copy of the model at this input size.
+            image_size: Evaluate a copy of the model at this input size.
             match: Match the dataset's classes to the outputs by "name" or by "order".
             real: A JSON file of reassessed labels, such as ImageNet ReaL's.
             ignore_unknown_classes: Skip images of classes that the checkpoint does not have.
             tta: Test-time augmentation, as in `predict`.
-            report: Also write a report folder with report.html.
+            out: Also write a report to this folder, with report.html.
             overwrite: Replace an existing report.
             precision: As in `embed`.
             device: As in `predict`.
@@ -195,8 +195,8 @@ class Bundle(checkpoints.Bundle):
             progress: As in `predict`.
         """
         self.check_head()
-        if report is not None:
-            check_output_folder(Path(report), overwrite)
+        if out is not None:
+            check_output_folder(Path(out), overwrite)
         seen = None
         if isinstance(data, Split):
             opened = data
@@ -209,11 +209,13 @@ class Bundle(checkpoints.Bundle):
         truth = partial(read_real, Path(real), classes=opened.classes) if real is not None else None
         with _progress("evaluating", len(opened), progress) as advance:
             context = self._context(precision, device, batch, workers, any_size, max_size, bad_images, advance)
-            result = evaluate(self, opened, size=size, match=match, real=truth, tta=tta, context=context, trained_on=seen)
-        if report is not None:
-            name = data if isinstance(data, str) else data.reference if isinstance(data, Source) else opened.name
+            result = evaluate(
+                self, opened, image_size=image_size, match=match, real=truth, tta=tta, context=context, trained_on=seen
+            )
+        if out is not None:
+            name = opened.name if isinstance(data, Split) else data.reference if isinstance(data, Source) else os.fspath(data)
             about = {"checkpoint": self.report.source, "model": self.model.config.name, "data": name}
-            write_report(Path(report), [result], opened, {**about, "assumptions": self.report.assumptions})
+            write_report(Path(out), [result], opened, {**about, "assumptions": self.report.assumptions})
         return result
 
     def inspect(

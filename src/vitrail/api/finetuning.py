@@ -153,7 +153,7 @@ def with_changes(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
             values[other] = None  # the given one replaces that of the recipe
     for name, value in flat.items():
         if name not in known:
-            raise VitrailError(f"There is no setting {name}.{did_you_mean(name, known)} `vitrail finetune --help` lists them.")
+            raise VitrailError(f"There is no setting {name}.{did_you_mean(name, known)} `vitrail finetune --help-all` lists them.")
         part, _, last = name.rpartition(".")
         (values[part] if part else values)[last] = value
     return Recipe.from_dict(values)

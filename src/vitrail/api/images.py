@@ -147,9 +147,9 @@ def _in_memory(item: Any) -> list[Any]:
     if not isinstance(array, np.ndarray):
         raise VitrailError(f"A value of type {type(item).__name__} is not an image. Pass {EXPECTED}.")
     if array.dtype not in (np.uint8, np.uint16) or array.ndim not in (2, 3, 4):
-        kind = "tensor" if isinstance(item, Tensor) else "array"
+        kind = "A tensor" if isinstance(item, Tensor) else "An array"
         advice = "Pass pixel values from 0 to 255 as uint8; or, preprocessed already, a float tensor."
-        raise VitrailError(f"An {kind} {tuple(item.shape)} of {item.dtype} is not an image. {advice}")
+        raise VitrailError(f"{kind} {tuple(item.shape)} of {item.dtype} is not an image. {advice}")
     return list(array) if array.ndim == 4 else [array]
 
 

@@ -44,10 +44,9 @@ def words_of(name: str) -> tuple[list[Option], list[str]]:
 
 def values_of(option: Option) -> list[str]:
     """Return the values of an option that are known without a look at any file."""
-    last = option.flags[0].removeprefix("--").rpartition(".")[2]
     if option.choices:
         return list(option.choices)
-    return list(_VALUES[last]()) if last in _VALUES else []
+    return list(_VALUES.get(option.flags[0].removeprefix("--"), tuple)())
 
 
 def _recipes() -> Iterable[str]:
@@ -89,6 +88,7 @@ _VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "from": _weights,
     "recipe": _recipes,
     "model": _models,
+    "model.name": _models,
     "device": lambda: ("auto", "cpu", "cuda", "mps"),
     "preprocess": lambda: ("google-vit", "big-vision", "timm", "imagenet", "deit", "cifar"),
 }

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vitrail.checkpoints import Report
 from vitrail.checkpoints.report import MappedTensor, shape_text
+from vitrail.commands.options import Json
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
@@ -42,7 +43,7 @@ def convert(
     classes: Path | None = None,
     drop: tuple[str, ...] = (),
     all_rows: Annotated[bool, tyro.conf.arg(name="all")] = False,
-    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_: Json = False,
 ) -> None:
     """Convert a checkpoint to another format and show how each tensor was mapped.
 

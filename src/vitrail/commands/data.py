@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.commands.options import Json
 from vitrail.commands.output import check_output_file, check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.data.settings import Duplicates, Fit, Store
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from vitrail.data.types import Source
 
 
-Json = Annotated[bool, tyro.conf.arg(name="json")]
 Reference = Annotated[str, tyro.conf.arg(metavar="SOURCE")]
 _MAX_ITEMS = 5
 _WORKERS = min(8, os.cpu_count() or 1)

@@ -15,6 +15,8 @@ import tyro
 from rich import box
 from rich.table import Table
 
+from vitrail.commands.options import Json
+from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
 from vitrail.models import model_config
@@ -44,7 +46,7 @@ PACKAGES = ("vitrail", "torch", "torchvision", "numpy", "pillow", "safetensors",
 def doctor(
     *,
     report: Annotated[tuple[Path, ...] | None, tyro.conf.arg(metavar="[FILE]")] = None,
-    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_: Json = False,
 ) -> None:
     """Show what this machine supports: versions, devices, precisions and attention kernels that run, missing extras.
 
@@ -96,6 +98,7 @@ def _report(files: tuple[Path, ...], as_json: bool) -> None:
         raise VitrailError(f"--report takes one file, not {len(files)}.")
     file = files[0] if files else Path("vitrail-report.md")
     check_report_file(file)
+    check_place(file)
     stderr = Console(stderr=True)
     found = make_report(examine(), log=lambda message: stderr.print(message, style="dim", highlight=False, soft_wrap=True))
     write_report(found, file)

@@ -9,7 +9,14 @@ import tyro
 
 from vitrail.commands.options import Checkpoint, Features, Images, Json, Options, RunOptions, progress_bar
 from vitrail.commands.output import check_output_file
-from vitrail.commands.shards import ShardSettings, check_shard_folder, embed_to_folder, is_folder, refuse_ranks
+from vitrail.commands.shards import (
+    ShardSettings,
+    check_shard_folder,
+    embed_to_folder,
+    is_folder,
+    refuse_ranks,
+    refuse_shard_options,
+)
 from vitrail.commands.terminal import Console, say
 from vitrail.evaluate.settings import FeatureFormat, FeatureSpec
 from vitrail.text import printable, to_json
@@ -63,6 +70,7 @@ def embed(
         check_shard_folder(out, overwrite=overwrite)
         settings = ShardSettings(checkpoint=checkpoint, images=images, out=out, size=shard_size, options=options, json=json_)
         return embed_to_folder(settings, features, format_)
+    refuse_shard_options(format_, shard_size, ("safetensors", 10_000))
     refuse_ranks(out)
     console = Console(stderr=True)
     check_extension(out)

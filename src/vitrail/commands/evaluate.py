@@ -12,7 +12,7 @@ from rich.table import Table
 from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, data_or_own, progress_bar, show_trained_on
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
-from vitrail.errors import counted
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import Match
 from vitrail.text import to_json
 
@@ -70,6 +70,8 @@ def evaluate(
     if out is not None:
         check_output_folder(out, overwrite)
         check_place(out)
+    if image_sizes and options.image_size is not None:
+        raise VitrailError("--image-size and --image-sizes were both given; choose one.")
     data = data_or_own(data, checkpoint, console)
     with joined(options.device) as world:
         bundle = options.bundle(checkpoint, world)
@@ -81,7 +83,9 @@ def evaluate(
         with progress_bar(console, "evaluating", len(opened) * len(input_sizes), world) as advance:
             context = options.eval_context(world, advance)
             results = [
-                evaluate_checkpoint(bundle, opened, size=size, match=match, real=truth, tta=tta, context=context, trained_on=seen)
+                evaluate_checkpoint(
+                    bundle, opened, image_size=size, match=match, real=truth, tta=tta, context=context, trained_on=seen
+                )
                 for size in input_sizes
             ]
         if not world.main:

@@ -252,7 +252,7 @@ def _usage(name: str, sections: Sequence[Section], width: int) -> str:
 def _example(command: str, width: int) -> Iterator[str]:
     """Break a command before an option, as a shell reads it."""
     line = " "
-    for word in re.split(r" (?=--|[\w.-]+/[\w/-]+$)", command):
+    for word in re.split(r" (?=--)", command):
         if len(line) + len(word) + 3 > width and line.strip():
             yield f"{line} \\"
             line = "     "

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from vitrail.checkpoints import published
 from vitrail.checkpoints.published import PublishedWeights
+from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import counted
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
@@ -35,7 +36,7 @@ def info(
     heads: int | None = None,
     grid: tuple[int, int] | None = None,
     drop: tuple[str, ...] = (),
-    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_: Json = False,
 ) -> None:
     """Describe a checkpoint: its variant, sizes, numerics, preprocessing, classes, provenance and head.
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
-from vitrail.commands.options import Json
+from vitrail.commands.options import Json, parse_size
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError
@@ -36,7 +36,7 @@ def inspect(
     compare_with: Annotated[tuple[str, ...], tyro.conf.arg(name="compare")] = (),
     layers: tuple[int, ...] = (),
     patch: tuple[int, int] | None = None,
-    image_size: tuple[int, ...] = (),
+    image_size: str | None = None,
     preprocess: str | None = None,
     batch: int | None = None,
     device: str = "auto",
@@ -83,7 +83,7 @@ def inspect(
         compare_with: More checkpoints to compare with the first, for example before and after fine-tuning.
         layers: Only these layers for distance and heads, counted from 0; negative numbers count from the end.
         patch: Row and column of the query patch for the heads figure, counted from 0; default: the centre.
-        image_size: Input size: one number, or height and width. Position embeddings are resampled.
+        image_size: Input size in pixels: 384, or height and width as 384x512. Position embeddings are resampled.
         preprocess: A preset (google-vit, big-vision, timm, imagenet, deit, cifar) that replaces the checkpoint's own
             preprocessing. With +exif (timm+exif, or stored+exif for the checkpoint's own) photos are turned upright.
         batch: Images per batch; default: as many as need about 1 GiB for attention. Does not change results.
@@ -104,7 +104,7 @@ def inspect(
     check_amounts(count=count, show=show)
     given, images = split_checkpoint(words)
     checkpoint = given or DEFAULT
-    size, references = _size(image_size), (checkpoint, *compare_with)
+    size, references = None if image_size is None else parse_size(image_size), (checkpoint, *compare_with)
     short_names(references)
     if what == "reconstruction":
         data, count = (data if data or images else own_source(checkpoint)), min(count, show)
@@ -142,12 +142,6 @@ def _load_images(
         return None
     found = find_images(images)
     return from_split(found, None if len(found) == len(images) else count, seed)  # files that are named are all used
-
-
-def _size(numbers: tuple[int, ...]) -> int | tuple[int, int] | None:
-    if len(numbers) > 2:
-        raise VitrailError(f"--image-size takes one number, or height and width; got {len(numbers)} numbers.")
-    return None if not numbers else numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
 def _print_summary(console: Console, inspection: Inspection, out: Path, as_json: bool) -> None:

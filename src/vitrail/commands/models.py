@@ -10,6 +10,7 @@ from rich.table import Table
 
 from vitrail.checkpoints.pretrained import pretrained_models
 from vitrail.checkpoints.published import published_weights
+from vitrail.commands.options import Json
 from vitrail.commands.terminal import Console, say
 from vitrail.models import VARIANTS, canonical_name, flops, model_config, parameters
 from vitrail.models.config import ModelConfig, ViTConfig
@@ -23,7 +24,7 @@ def models(
     image_size: int = 224,
     outputs: int = 1000,
     pretrained: bool = False,
-    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_: Json = False,
 ) -> None:
     """List the models by the paper's names, with parameters and GFLOPs per image (a multiply-add counts as two).
 

@@ -15,7 +15,14 @@ from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.default_model import default_note, split_checkpoint
 from vitrail.commands.options import CheckpointAndImages, Json, Options, RunOptions, progress_bar
 from vitrail.commands.output import check_output_file
-from vitrail.commands.shards import ShardSettings, check_shard_folder, is_folder, predict_to_folder, refuse_ranks
+from vitrail.commands.shards import (
+    ShardSettings,
+    check_shard_folder,
+    is_folder,
+    predict_to_folder,
+    refuse_ranks,
+    refuse_shard_options,
+)
 from vitrail.commands.terminal import Console, say
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import TableFormat
@@ -95,6 +102,7 @@ def predict(
         common: dict[str, Any] = {"images": images, "out": out, "size": shard_size, "options": options, "json": json_}
         settings = ShardSettings(checkpoint=checkpoint or DEFAULT, default_model=checkpoint is None, **common)
         return predict_to_folder(settings, top, format_)
+    refuse_shard_options(format_, shard_size, ("csv", 10_000))
     refuse_ranks(csv_)
     world = World(choose_device(options.device))
     bundle = options.bundle(checkpoint or DEFAULT, world)

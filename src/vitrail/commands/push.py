@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from vitrail.commands.options import Json
 from vitrail.commands.terminal import say
 from vitrail.text import to_json
 
@@ -20,7 +21,7 @@ def push(
     message: str | None = None,
     licence: str | None = None,
     card: Literal["keep", "replace"] | None = None,
-    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_: Json = False,
 ) -> None:
     """Upload a run or a checkpoint folder to the Hugging Face Hub, with a model card; hf:OWNER/NAME then loads it.
 

@@ -57,6 +57,13 @@ def check_shard_folder(out: Path, *, overwrite: bool) -> None:
     check_place(out)
 
 
+def refuse_shard_options(format_: str, shard_size: int, defaults: tuple[str, int]) -> None:
+    """Refuse --format and --shard-size where no folder of shards is written."""
+    for option, given, default in zip(("--format", "--shard-size"), (format_, shard_size), defaults, strict=True):
+        if given != default:
+            raise VitrailError(f"{option} {given} is for shards, but no folder is written. Pass --out FOLDER, or leave it out.")
+
+
 def refuse_ranks(out: Path | None) -> None:
     """Refuse torchrun where the output is one file, which one process writes."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -97,7 +97,7 @@ def plot(
 def results(folders: Folder = (), /, *, out: Path = Path("RESULTS.md")) -> None:
     """Write the paper's eight claims, next to what the studies in these folders found, into a page.
 
-    Example: vitrail study results docs/results/studies/tiny-imagenet docs/results/studies/digits
+    Example: vitrail study results studies/tiny-imagenet studies/digits
 
     Args:
         folders: Folders with CSV files of studies. Default: all in docs/results/studies.

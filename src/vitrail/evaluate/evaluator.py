@@ -142,7 +142,7 @@ def evaluate(
     data: str | Split,
     *,
     split: str | None = None,
-    size: int | tuple[int, int] | None = None,
+    image_size: int | tuple[int, int] | None = None,
     match: Match = "name",
     real: Callable[[Split], Sequence[frozenset[int]]] | None = None,
     tta: bool = False,
@@ -151,9 +151,10 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a checkpoint on a data source, or on a split that is already open (by `open_data`, which returns `trained_on`).
 
-    `split` defaults to val, then test, then what the run held out itself. `size` resizes a copy of the model (position embeddings
-    are resampled). `match="order"` assigns the dataset's classes to the outputs by order instead of by name. `real` returns
-    reassessed labels, see `real_labels.read_real`. With `tta`, predictions are averaged over each image and its mirror image.
+    `split` defaults to val, then test, then what the run held out itself. `image_size` resizes a copy of the model (position
+    embeddings are resampled). `match="order"` assigns the dataset's classes to the outputs by order instead of by name. `real`
+    returns reassessed labels, see `real_labels.read_real`. With `tta`, predictions are averaged over each image and its mirror
+    image.
     """
     bundle.check_head()
     context = context or default_context(bundle.model)
@@ -164,8 +165,8 @@ def evaluate(
     notes = check_fits(bundle, opened)
     preprocess = bundle.stored_preprocess()
     model = bundle.model
-    if size is not None:
-        model = copy.deepcopy(model).resize(size)
+    if image_size is not None:
+        model = copy.deepcopy(model).resize(image_size)
         preprocess = preprocess.with_size(model.config.image_size)
     preprocess = context.preprocess_for(preprocess, model)
     note = context.precision_note(model)

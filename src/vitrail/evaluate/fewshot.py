@@ -84,19 +84,19 @@ def few_shot(
     bundle: Bundle,
     data: str,
     *,
-    train: str = "train",
-    test: str | None = None,
+    train_split: str = "train",
+    split: str | None = None,
     protocol: FewShotSpec | None = None,
     features: FeatureSpec | None = None,
     context: EvalContext | None = None,
 ) -> FewShotResult:
     """Compute the few-shot accuracy of a checkpoint on any set of classes.
 
-    The checkpoint's own head is not used. `test` defaults to val, or test if there is no val.
+    The checkpoint's own head is not used. `split`, to test on, defaults to val, or test if there is no val.
     """
     context = context or default_context(bundle.model)
-    train_split, test_split, trained_on = open_train_and_test(bundle, data, train, test, context)
-    evaluator = FewShotEvaluator(train_split, test_split, bundle.stored_preprocess(), protocol=protocol, features=features)
+    train, test, trained_on = open_train_and_test(bundle, data, train_split, split, context)
+    evaluator = FewShotEvaluator(train, test, bundle.stored_preprocess(), protocol=protocol, features=features)
     return dataclasses.replace(evaluator.run(bundle.model, context), trained_on=trained_on)
 
 

@@ -73,16 +73,16 @@ def probe(
     bundle: Bundle,
     data: str,
     *,
-    train: str = "train",
-    test: str | None = None,
+    train_split: str = "train",
+    split: str | None = None,
     spec: ProbeSpec | None = None,
     features: FeatureSpec | None = None,
     context: EvalContext | None = None,
 ) -> ProbeResult:
-    """Fit a probe on the features of one split and test it on another. `test` defaults to val, or test if there is no val."""
+    """Fit a probe on the features of `train_split` and test it on `split`; default: val, or test if there is no val."""
     context = context or default_context(bundle.model)
-    train_split, test_split, trained_on = open_train_and_test(bundle, data, train, test, context)
-    result = probe_splits(bundle, train_split, test_split, spec or ProbeSpec(), features or FeatureSpec(), context)
+    train, test, trained_on = open_train_and_test(bundle, data, train_split, split, context)
+    result = probe_splits(bundle, train, test, spec or ProbeSpec(), features or FeatureSpec(), context)
     return dataclasses.replace(result, trained_on=trained_on)
 
 

@@ -1,6 +1,6 @@
 """AugReg ("How to train your ViT?", Steiner et al. 2021): augmentation and regularisation by model and data.
 
-    torchrun --nproc-per-node 8 -m vitrail train augreg-vit-s16-imagenet --data.source folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train augreg-vit-s16-imagenet --data folder:IMAGENET
 
 300 epochs at batch 4096 with a sigmoid for each class; each model has the level of RandAugment and mixup that served it best.
 Weight decay is in big_vision's convention: 1e-4 times the schedule, 0.1 in torch's AdamW at this learning rate.

@@ -1,6 +1,6 @@
 """BiT, the paper's ResNet baseline, with its own recipe: SGD with momentum, learning rate and decay scaled by the batch.
 
-    torchrun --nproc-per-node 8 -m vitrail train bit-r50x1-imagenet-sgd --data.source folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train bit-r50x1-imagenet-sgd --data folder:IMAGENET
 
 Learning rate .1 and weight decay 1e-4 at a batch of 256, both times 16 for 4096; the decay is times the schedule, as in
 big_vision. About 32 minutes on 128 TPUv3 cores, say its authors.

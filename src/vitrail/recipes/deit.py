@@ -1,7 +1,7 @@
 """DeiT (Touvron et al. 2021): a ViT-S/16 on ImageNet alone, and the same with a token that learns from a teacher.
 
-    torchrun --nproc-per-node 8 -m vitrail train deit-s16-imagenet --data.source folder:IMAGENET
-    torchrun --nproc-per-node 8 -m vitrail train deit-s16-imagenet-distilled --task.teacher TEACHER --data.source folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train deit-s16-imagenet --data folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train deit-s16-imagenet-distilled --task.teacher TEACHER --data folder:IMAGENET
 
 The settings are those of the released training code for DeiT-S. What differs: a mixing weight is drawn per step, not per step
 and GPU; the warm-up begins at a learning rate of 0, not 1e-6; and the learning rate changes every step, not every epoch.

@@ -1,6 +1,6 @@
 """Masked autoencoding (MAE, He et al. 2021), which is not in the ViT paper: a quarter of the patches seen, the rest predicted.
 
-    torchrun --nproc-per-node 8 -m vitrail train mae-vit-b16-imagenet --data.source folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train mae-vit-b16-imagenet --data folder:IMAGENET
 
 AdamW with β .9 and .95, weight decay .05, learning rate 1.5e-4 · batch / 256, 40 epochs of warm-up, cosine; crops of at least a
 fifth of the image, and flips. 75 % hidden, a decoder of 8 blocks of width 512, pixels normalised patch by patch. After fine-tuning

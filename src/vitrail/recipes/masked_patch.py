@@ -1,6 +1,6 @@
 """Masked patch prediction, the paper's self-supervision (App. B.1.2): learn without labels, then fine-tune.
 
-    torchrun --nproc-per-node 8 -m vitrail train masked-patch-vit-b16-imagenet --data.source folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train masked-patch-vit-b16-imagenet --data folder:IMAGENET
 
 Half of the patch embeddings are corrupted (of these 80 % [mask], 10 % another patch, 10 % kept) and the mean colour of each is
 predicted in 512 classes. Adam at 2e-4, batch 4096, 10,000 steps of warm-up, cosine; crop and flip. The paper pre-trains for a

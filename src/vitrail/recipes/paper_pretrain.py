@@ -1,6 +1,6 @@
 """The paper's pre-training, Table 3: every model on ImageNet, ImageNet-21k or JFT-300M.
 
-    torchrun --nproc-per-node 8 -m vitrail train vit-b16-imagenet --data.source folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train vit-b16-imagenet --data folder:IMAGENET
 
 Adam with β .9 and .999, batch 4096, 224 pixels, warm-up of 10,000 steps, then linear decay (cosine on ImageNet). ImageNet-21k
 and JFT are trained with a sigmoid for each class and a head bias of −10, as the authors report for 21k. Weight decay is in the

@@ -1,6 +1,6 @@
 """Plain ViT-S/16 on ImageNet in 90 epochs ("Better plain ViT baselines", Beyer et al. 2022).
 
-    torchrun --nproc-per-node 8 -m vitrail train vit-s16-imagenet --data.source folder:IMAGENET
+    torchrun --nproc-per-node 8 -m vitrail train vit-s16-imagenet --data folder:IMAGENET
 
 76.5 % on the validation split in 6 to 7 hours of eight TPUv3 cores, say its authors. They train on 99 % of the training split
 and keep the rest as a second validation set; `--data.holdout 0.01` does the same.

@@ -1,9 +1,9 @@
 """ViT-S/8 on Tiny-ImageNet (200 classes, 64×64 pixels, 100,000 images) from scratch.
 
     vitrail data pack folder:TINY-IMAGENET TINY
-    vitrail train tiny-imagenet --data.source packed:TINY
-    vitrail train tiny-imagenet-short --data.source packed:TINY
-    vitrail train tiny-imagenet-distilled --data.source packed:TINY --task.teacher runs/tiny-imagenet
+    vitrail train tiny-imagenet --data packed:TINY
+    vitrail train tiny-imagenet-short --data packed:TINY
+    vitrail train tiny-imagenet-distilled --data packed:TINY --task.teacher runs/tiny-imagenet
 
 Measured once each, with 97,500 of the training images, on the 10,000 validation images. `tiny-imagenet`: 57.1 % top-1 with averaged
 weights (55.6 % when images are not cropped for validation, 55.8 % then with raw weights), 9 min 38 s on an H200 that tests shared

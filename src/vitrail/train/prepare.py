@@ -102,7 +102,7 @@ def prepare(
 def opened_source(recipe: Recipe) -> Source:
     spec = recipe.data
     if not spec.source:
-        raise VitrailError(f"The recipe {recipe.name} has no images: add --data.source, such as folder:DIR.")
+        raise VitrailError(f"The recipe {recipe.name} has no images: add --data, such as --data folder:DIR.")
     skip = spec.ignore_unknown_classes
     return open_source(spec.source, rule=spec.split_rule, bad_images=spec.bad_images, ignore_unknown=skip)
 
@@ -229,7 +229,7 @@ def _add_lora(model: Model, recipe: Recipe, notes: list[str]) -> None:
     spec = recipe.model
     if spec.start is None:
         raise VitrailError(
-            "LoRA adapts a trained model, and this one starts from random values: add --model.start, or leave out --model.lora."
+            "LoRA adapts a trained model, and this one starts from random values: add --from, or leave out --model.lora."
         )
     if spec.freeze:
         raise VitrailError("--model.freeze trains the head only, and --model.lora the adapters too; choose one of them.")

@@ -27,4 +27,8 @@ __all__ = [
     "uniform_distance", "untrained",
 ]  # fmt: skip
 
-__getattr__, _ = lazy_attributes(__name__, {"Inspection": "vitrail.inspect.inspection"})  # it draws, with matplotlib
+__getattr__ = lazy_attributes(__name__, {"Inspection": "vitrail.inspect.inspection"})[0]  # it draws, with matplotlib
+
+
+def __dir__() -> list[str]:
+    return __all__

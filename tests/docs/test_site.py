@@ -103,7 +103,8 @@ def test_every_page_of_the_navigation_is_there_and_no_other(pages: dict[str, Pag
     entries = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]
     assert [next(iter(group)) for group in entries] == ["Start", "Guides", "Paper", "Reference", "Results", "Project"]
     expected = {page.removesuffix(".md") + ".html" for page in _navigation(entries)}
-    tables = {f"{file.relative_to(ROOT / 'docs').with_suffix('')}.html" for file in (ROOT / "docs/results/studies").rglob("*.md")}
+    studies = [file for file in (ROOT / "docs/results/studies").rglob("*") if file.suffix in (".md", ".html")]
+    tables = {str(file.relative_to(ROOT / "docs").with_suffix(".html")) for file in studies}
     assert tables and set(pages) == expected | tables | {"404.html"}  # RESULTS.md links to the tables of studies
 
 

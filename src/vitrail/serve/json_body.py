@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
 
 from vitrail.serve.errors import ServiceError
-from vitrail.serve.service import ClientLeft
 
 _MAX_LISTS = 1 << 17  # the rows of 64 images of 3 channels and 384 pixels are half of this
 Body = TypeVar("Body", bound=BaseModel)
-
-
-async def read_body(request: Request) -> bytes:
-    try:
-        return await request.body()
-    except ClientDisconnect:
-        raise ClientLeft from None
 
 
 def parse_json(data: bytes, model: type[Body], most: int) -> Body:

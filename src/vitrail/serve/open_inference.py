@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
+import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from vitrail.serve.errors import ServiceError
-from vitrail.serve.guard import error_answer
-from vitrail.serve.json_body import json_schema, read_body
+from vitrail.serve.guard import error_answer, read_body
+from vitrail.serve.json_body import json_schema
+from vitrail.serve.json_process import MANY_VALUES
 from vitrail.serve.service import Service
-from vitrail.serve.tensors import ENCODED, IMAGES, OUTPUT, InferRequest, answer, images_of_request, read_request
+from vitrail.serve.tensors import ENCODED, HEADER, IMAGES, OUTPUT, Images, InferRequest, answer, json_length, read_images
 from vitrail.serve.worker import ModelWorker
 
 VERSION = "1"
@@ -63,9 +64,11 @@ def routes(service: Service) -> APIRouter:
         worker.check_head()
         worker.check_space()
         expected = [bundle.model.config.channels, *bundle.model.config.image_size]
-        most = service.settings.max_images
-        body, binary = read_request(request, await read_body(request), most * math.prod(expected))
-        images = images_of_request(body, binary, expected, most)
+        data = await read_body(request)
+        length = json_length(request.headers.get(HEADER), len(data))
+        read = service.json.read_images if data.count(b",", 0, length) >= MANY_VALUES else _read_images
+        body, tensors = await read(data, length, expected, service.settings.max_images)
+        images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
         found = await service.compute(request, worker, "logits", images)
         for number, one in enumerate(found):
             if isinstance(one, ServiceError):
@@ -78,3 +81,7 @@ def routes(service: Service) -> APIRouter:
         return service.worker(name)
 
     return router
+
+
+async def _read_images(body: bytes, length: int, expected: list[int], most: int) -> tuple[InferRequest, Images]:
+    return read_images(body, length, expected, most)

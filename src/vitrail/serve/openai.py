@@ -11,8 +11,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from vitrail.serve.errors import ServiceError
+from vitrail.serve.guard import read_body
 from vitrail.serve.images import bytes_of_text
-from vitrail.serve.json_body import json_schema, parse_json, read_body
+from vitrail.serve.json_body import json_schema, parse_json
 from vitrail.serve.service import Service
 
 

@@ -18,6 +18,7 @@ from vitrail.errors import VitrailError
 from vitrail.serve.errors import ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
+from vitrail.serve.json_process import JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
@@ -43,6 +44,7 @@ class Service:
         self.workers = {name: ModelWorker(name, load, settings, self.metrics) for name, load in models.items()}
         self.pool = decoding_pool(settings)
         self.bytes, self.pixels = ByteLimit(settings.max_upload), PixelLimit(settings.max_pixels)
+        self.json = JsonProcess(settings.max_bytes)
         self.draining = False
         self.explorer_images: tuple[NamedImage, ...] = ()  # offered by the explorer; empty: its examples
 
@@ -58,6 +60,7 @@ class Service:
         for worker in self.workers.values():
             worker.join(self.settings.deadline)
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.json.close()
 
     @property
     def has_threads(self) -> bool:

@@ -11,10 +11,21 @@ from fastapi.responses import Response
 
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.guard import error_answer, read_body
-from vitrail.serve.json_body import json_schema
+from vitrail.serve.json_body import check_values, json_schema
 from vitrail.serve.json_process import MANY_VALUES
 from vitrail.serve.service import Service
-from vitrail.serve.tensors import ENCODED, HEADER, IMAGES, OUTPUT, Images, InferRequest, answer, json_length, read_images
+from vitrail.serve.tensors import (
+    ENCODED,
+    HEADER,
+    IMAGES,
+    OUTPUT,
+    Images,
+    InferRequest,
+    answer,
+    json_length,
+    max_values,
+    read_images,
+)
 from vitrail.serve.worker import ModelWorker
 
 VERSION = "1"
@@ -65,9 +76,10 @@ def routes(service: Service) -> APIRouter:
         worker.check_space()
         expected = [bundle.model.config.channels, *bundle.model.config.image_size]
         data = await read_body(request)
-        length = json_length(request.headers.get(HEADER), len(data))
-        read = service.json.read_images if data.count(b",", 0, length) >= MANY_VALUES else _read_images
-        body, tensors = await read(data, length, expected, service.settings.max_images)
+        length, most = json_length(request.headers.get(HEADER), len(data)), service.settings.max_images
+        many = check_values(data, length, max_values(expected, most)) >= MANY_VALUES
+        read = service.json.read_images if many else _read_images
+        body, tensors = await read(data, length, expected, most)
         images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
         found = await service.compute(request, worker, "logits", images)
         for number, one in enumerate(found):

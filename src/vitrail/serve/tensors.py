@@ -62,13 +62,17 @@ def json_length(header: str | None, length: int) -> int:
     return int(header)
 
 
+def max_values(expected: list[int], most: int) -> int:
+    """Return how many values a request of `most` images can have, with names, shapes and parameters."""
+    return most * math.prod(expected) + 1000
+
+
 def read_images(body: bytes, length: int, expected: list[int], most: int) -> tuple[InferRequest, Images]:
     """Parse a body of which `length` bytes are JSON; return the request without its data, and its images.
 
     These are encoded files, or one float32 array [image, *expected]; there are at most `most`.
     """
-    values = most * math.prod(expected) + 1000  # and names, shapes and parameters
-    request = parse_json(body[:length] if length < len(body) else body, InferRequest, values)
+    request = parse_json(body[:length] if length < len(body) else body, InferRequest, max_values(expected, most))
     images = images_of_request(request, body[length:], expected, most)
     for given in request.inputs:
         given.data = None

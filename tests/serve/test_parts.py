@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,3 +51,12 @@ def test_buckets_of_a_histogram_are_cumulative() -> None:
     for limit, count in (("1", 1), ("2", 3), ("256", 3), ("+Inf", 4)):
         assert f'vitrail_batch_size_bucket{{model="x",le="{limit}"}} {count}' in lines
     assert 'vitrail_batch_size_count{model="x"} 4' in lines and 'vitrail_batch_size_sum{model="x"} 305' in lines
+
+
+@pytest.mark.slow
+def test_a_page_is_saved_without_the_libraries_of_the_service(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules.update(dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'pydantic')))"
+    code = f"{hidden}; from vitrail.cli import main; main(['explore', '--save', 'page.html', '--device', 'cpu'])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "page.html").stat().st_size > 100_000

@@ -41,9 +41,7 @@ def describe(errors: Mapping[str, float], precision: str) -> str:
     worst = max(errors, key=lambda name: _rank(errors[name]))
     first = next((name for name, error in errors.items() if not error <= limit), None)
     if first is None:
-        return (
-            f"Relative to their norm, outputs of {counted(len(errors), 'block')} differ by at most {errors[worst]:.2g} ({worst})."
-        )
+        return f"Relative to their norm, outputs of {counted(len(errors), 'block')} differ by up to {errors[worst]:.2g} ({worst})."
     text = f"The first block whose output differs by more than {limit:g}, relative to its norm, is {first} ({errors[first]:.2g})"
     return f"{text}." if worst == first else f"{text}; the largest difference is that of {worst} ({errors[worst]:.2g})."
 

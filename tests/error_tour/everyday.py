@@ -1,25 +1,8 @@
-"""The error tour: what users do wrong, and what the error says. `test_error_tour.py` raises each; the site's reference shows it."""
+"""Everyday mistakes on the command line and in Python; the site's reference shows this table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Case:
-    """One mistake: the command or Python expression that makes it, and the parts of the message."""
-
-    topic: str
-    situation: str
-    run: str
-    found: str
-    then: tuple[str, ...]
-    """What was expected, and what to do next."""
-    status: int = 2
-    """Exit status of the command: 1 if it did its work and found problems."""
-    hidden: str = ""
-    """A package that is made to look not installed."""
-
+from tests.error_tour.case import Case
 
 # fmt: off
 CASES = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 
 @dataclass(frozen=True)
 class Case:
@@ -23,3 +25,18 @@ class Case:
     """Exit status of the command: 1 if it did its work and found problems."""
     hidden: str = ""
     """A package that is made to look not installed."""
+    patch: Callable[[pytest.MonkeyPatch], object] | None = None
+    """What is changed before, for errors that need a full disk, a GPU or another system."""
+
+
+def at(
+    site: str,
+    run: str | Callable[[], object],
+    found: str,
+    *then: str,
+    status: int = 2,
+    hidden: str = "",
+    patch: Callable[[pytest.MonkeyPatch], object] | None = None,
+) -> Case:
+    """Return the row of one place in the code, for the tables by package."""
+    return Case("", "", run, found, then, at=site, status=status, hidden=hidden, patch=patch)

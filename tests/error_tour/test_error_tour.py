@@ -43,6 +43,8 @@ def test_the_message_says_what_the_table_says(
     made = record(monkeypatch)
     if case.hidden:
         _hide(case.hidden, monkeypatch)
+    if case.patch:
+        case.patch(monkeypatch)
     message = " ".join(_message(case, capsys).split())
     assert "Traceback" not in message
     for part in (case.found, *case.then):

@@ -71,8 +71,9 @@ def read_recipe(file: Path) -> Recipe:
     except FileNotFoundError as error:
         raise VitrailError(f"There is no file {path}. --config takes the config.json of a run.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise VitrailError(
-            f"{path} holds no recipe ({error}). --config takes the config.json of a run, or what --explain --json printed."
+            f"{path} holds no recipe ({reason}). --config takes the config.json of a run, or what --explain --json printed."
         ) from error
 
 

@@ -27,7 +27,7 @@ def parse_json(data: bytes, model: type[Body], most: int) -> Body:
     Ten million empty lists take 32 MB and, parsed, 13 seconds in which no other request is answered, so they are counted first.
     """
     if data.count(b",") > most or data.count(b"[") + data.count(b"{") > min(most, _MAX_LISTS):
-        raise ServiceError(413, f"The JSON has too many values; at most {most:,} are read here.")
+        raise ServiceError(413, f"The JSON has too many values; at most {most:,} are read here. Send fewer images.")
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

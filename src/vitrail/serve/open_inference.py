@@ -74,7 +74,7 @@ def routes(service: Service) -> APIRouter:
 
     def _worker(name: str, version: str) -> ModelWorker:
         if version != VERSION:
-            raise ServiceError(404, f"{name} has only version {VERSION}.")
+            raise ServiceError(404, f"There is no version {version[:40]!r} of {name}; the only version is {VERSION}.")
         return service.worker(name)
 
     return router

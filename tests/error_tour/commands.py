@@ -11,8 +11,10 @@ import numpy as np
 
 from tests.error_tour.case import Case, at
 from tests.error_tour.files import scratch
+from vitrail.commands.export import _images
 from vitrail.commands.neighbours import neighbours
 from vitrail.commands.options import parse_size
+from vitrail.commands.recipe_options import read_recipe
 from vitrail.commands.train import _few_shot
 from vitrail.evaluate.embeddings import Embeddings
 
@@ -27,6 +29,14 @@ def embeddings(count: int) -> Path:
 def few_shot(**prepared: Any) -> None:
     _few_shot((5,))(SimpleNamespace(**prepared), None)  # type: ignore[arg-type]
 
+
+def newer_run() -> Path:
+    folder = scratch()
+    (folder / "config.json").write_text('{"format": 99, "recipe": {}}')
+    return folder
+
+
+BUNDLE: Any = None  # not looked at before the error
 
 # fmt: off
 CASES: tuple[Case, ...] = (
@@ -54,11 +64,11 @@ CASES: tuple[Case, ...] = (
     at("commands/explore.py:_read", "vitrail explore photos other", "There are 32 images; the explorer takes up to 24.",
        "Give fewer, and drop others on the page."),
     at("commands/explore.py:_save", "vitrail explore model text.jpg --save page.html",
-       "text.jpg: a text file, not an image.", "Replace it, or use other images."),
+       "text.jpg: a text file, not an image (it starts with 'this is not an image').", "Replace it, or use other images."),
     at("commands/export.py:_check_drop", "vitrail export model out --max-drop 2",
        "--max-drop is 2.0;", "it must be a fraction from 0 to 1, such as 0.01."),
     at("commands/export.py:_images", "vitrail export model out --images 0", "--images is 0;", "it must be at least 1."),
-    at("commands/export.py:_images", "vitrail export model out --precision int8 --calibrate photos --calibrate-images 0",
+    at("commands/export.py:_images", lambda: _images(BUNDLE, "photos", "train", 0, measured=False),
        "--calibrate-images is 0;", "it must be at least 1."),
     at("commands/finetune.py:_settings", "vitrail finetune --recipe finetune-cifar100 --config config.json",
        "Both --recipe finetune-cifar100 and --config config.json were given;", "leave one out."),
@@ -106,15 +116,18 @@ CASES: tuple[Case, ...] = (
        "The recipe is missing:", "name one (`vitrail train --recipes` lists them), or a file with --config."),
     at("commands/recipe_options.py:read_recipe#1", "vitrail train --config nowhere.json",
        "There is no file nowhere.json.", "--config takes the config.json of a run."),
-    at("commands/recipe_options.py:read_recipe#2", "vitrail train --config model",
+    at("commands/recipe_options.py:read_recipe#2", lambda: read_recipe(newer_run()),
+       "config.json: This run has format 99,", "and this version of Vitrail reads formats 1 to 4. Update Vitrail."),
+    at("commands/recipe_options.py:read_recipe#3", "vitrail train --config model",
        "model/config.json holds no recipe (it has no 'recipe').",
        "--config takes the config.json of a run, or what --explain --json printed."),
     at("commands/recipe_options.py:extract_flags", "vitrail train --config", "--config needs", "a value after it."),
-    at("commands/recipe_options.py:check_used", "vitrail plan digits --optim.lr 0.1",
-       "--optim.lr has no effect on `vitrail plan`.", "Leave it out."),
+    at("commands/recipe_options.py:check_used", "vitrail plan digits --seed 1",
+       "--seed has no effect on `vitrail plan`.", "Leave it out."),
     at("commands/reproduce.py:reproduce", "vitrail reproduce", "Give one name, not 0,",
        "such as `vitrail reproduce ViT-B/16 --imagenet DIR`; --list shows the names."),
-    at("commands/study.py:study", "vitrail study", "Which study?", "Name one of data-size,", "`vitrail study --list` explains them."),
+    at("commands/study.py:study", "vitrail study", "Which study?",
+       "Name one of data-size,", "`vitrail study --list` explains them."),
     at("commands/study.py:results", "vitrail study results",
        "There are no folders in docs/results/studies.", "Name folders that hold CSV files of studies."),
     at("commands/train.py:_few_shot.make", lambda: few_shot(validation=None, train=None),

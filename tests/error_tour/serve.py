@@ -223,7 +223,8 @@ CASES: tuple[Case, ...] = (
     at("serve/explorer.py:_check#1", lambda: _check(ANALYSED_RESNET, None, None, attention=True),
        "ResNet-50 is a ResNet: it has no attention.", "ViTs and hybrids have."),
     at("serve/explorer.py:_check#2", lambda: explore("attention?layer=2"), "layer is 2;", "the last layer is 1, counted from 0."),
-    at("serve/explorer.py:_check#3", lambda: explore("attention?query=17"), "query is 17;", "the last token is 16, counted from 0."),
+    at("serve/explorer.py:_check#3", lambda: explore("attention?query=17"),
+       "query is 17;", "the last token is 16, counted from 0."),
     at("serve/explorer.py:_bytes", lambda: _bytes(np.zeros(MAX_REPLY + 1, np.uint8)),
        "This is 2,097,153 bytes;", "at most 2,097,152 are sent at once. Ask for single queries."),
     at("serve/page_files.py:position_bytes", lambda: position_bytes(RESNET),  # type: ignore[arg-type]

@@ -43,5 +43,7 @@ def _file(part: bytes) -> bytes | None:
     headers = part[start:end].split(b"\r\n")
     disposition = next((one for one in headers if one.lower().startswith(b"content-disposition:")), None)
     if disposition is None:
-        raise ServiceError(400, "The form cannot be read: a part has no Content-Disposition, such as form-data; name=a; filename=a.jpg.")
+        raise ServiceError(
+            400, "The form cannot be read: a part has no Content-Disposition, such as form-data; name=a; filename=a.jpg."
+        )
     return part[end + 4 :] if _FILE.search(disposition) else None

@@ -59,14 +59,18 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
         raise ServiceError(422, f"{found}; send one of at most {settings.max_pixels:,}.")
     scans = count_scans(data)
     if scans > min(_MAX_SCANS, _WORK * settings.max_pixels // (width * height)):
-        raise ServiceError(422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more. Save it as a baseline JPEG.")
+        raise ServiceError(
+            422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more. Save it as a baseline JPEG."
+        )
     with limit.hold(width * height):
         try:
             return preprocess(data, name="the image")
         except (VitrailError, BadImage) as error:
             raise ServiceError(422, str(error)) from error
         except Exception as error:  # a corrupted file can make decoders fail in many ways
-            raise ServiceError(422, "The image cannot be decoded: the file is corrupted. Send an intact JPEG or PNG file.") from error
+            raise ServiceError(
+                422, "The image cannot be decoded: the file is corrupted. Send an intact JPEG or PNG file."
+            ) from error
 
 
 def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:

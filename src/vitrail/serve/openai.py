@@ -56,7 +56,9 @@ def routes(service: Service) -> APIRouter:
             if isinstance(one, ServiceError):
                 raise ServiceError(one.status, one.message if len(found) == 1 else f"image {number}: {one.message}")
         if body.dimensions not in (None, len(found[0])):
-            raise ServiceError(400, f"dimensions is {body.dimensions}; the vectors of {worker.name} have {len(found[0])}. Leave it out.")
+            raise ServiceError(
+                400, f"dimensions is {body.dimensions}; the vectors of {worker.name} have {len(found[0])}. Leave it out."
+            )
         data = [
             {"object": "embedding", "index": n, "embedding": _encoded(one, body.encoding_format)} for n, one in enumerate(found)
         ]

@@ -73,7 +73,7 @@ class Service:
         if name is None:
             return next(iter(self.workers.values()))
         if name not in self.workers:
-            raise ServiceError(404, f"There is no model {name!r}; there are {', '.join(self.workers)}.")
+            raise ServiceError(404, f"There is no model {name!r}. Use one of: {', '.join(self.workers)}.")
         return self.workers[name]
 
     def bundle(self, worker: ModelWorker) -> Bundle:

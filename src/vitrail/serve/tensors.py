@@ -137,7 +137,9 @@ def _numbers(given: InputTensor) -> np.ndarray[Any, Any]:
         if values.dtype.kind not in "iuf":  # texts, booleans and null are not numbers
             raise TypeError
     except (ValueError, TypeError, OverflowError) as error:
-        raise ServiceError(400, "The data has values that are not numbers, or uneven lists; send all numbers in one list.") from error
+        raise ServiceError(
+            400, "The data has values that are not numbers, or uneven lists; send all numbers in one list."
+        ) from error
     count = math.prod(given.shape)
     if values.size != count:
         raise ServiceError(400, f"The data has {counted(values.size, 'number')}; the shape {given.shape} needs {count:,}.")

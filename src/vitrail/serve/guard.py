@@ -75,8 +75,8 @@ class Guard:
             raise ServiceError(421, "The explorer shows files of this machine, so it opens only as localhost or 127.0.0.1.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
-            given = length[:40].decode("latin-1")
-            raise ServiceError(400, f"Content-Length is {given!r}; it must be the number of bytes of the body.")
+            shown = length[:40].decode("latin-1")
+            raise ServiceError(400, f"Content-Length is {shown!r}; it must be the number of bytes of the body.")
         if int(length) > self.service.settings.max_bytes:
             raise _too_large(self.service.settings)
 

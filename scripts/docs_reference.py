@@ -6,7 +6,6 @@ import ast
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import io
 import os
@@ -209,12 +208,12 @@ def _argument(item: str) -> str:
 
 def errors() -> str:
     """Return the page of error messages: the table of the error tour, which a test holds to the real messages."""
-    tour = _load(ROOT / "tests" / "error_tour.py")
+    tour = _tour()
     parts = [
         "# Error messages",
-        "Generated from the table of `tests/error_tour.py`; a test raises each of these errors and compares. A message says what "
-        "was found, what was expected and what to do next. Commands print it without a traceback and exit with status 2, or with 1 "
-        "if they did their work and found problems; in Python it is a `vitrail.VitrailError`.",
+        "Generated from the table of `tests/error_tour/everyday.py`; a test raises each of these errors and compares. A message "
+        "says what was found, what was expected and what to do next. Commands print it without a traceback and exit with status "
+        "2, or with 1 if they did their work and found problems; in Python it is a `vitrail.VitrailError`.",
     ]
     for topic in dict.fromkeys(case.topic for case in tour.CASES):
         rows = [
@@ -231,10 +230,7 @@ def _text(message: str) -> str:
     return re.sub(r"([|*_<\[\]])", r"\\\1", message)
 
 
-def _load(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
+def _tour() -> ModuleType:
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))  # `tests` is not an installed package
+    return importlib.import_module("tests.error_tour.everyday")

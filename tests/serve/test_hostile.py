@@ -185,7 +185,7 @@ def test_binary_tensors(client: Client, bundle: Bundle, jpegs: list[bytes]) -> N
             status, answer, _ = client.call("POST", "/v2/models/tiny/infer", head + data, inference_header_content_length=wrong)
             assert status == 400 and list(answer) == ["error"]
         status, answer, _ = client.call("POST", "/v2/models/tiny/infer", head + data[:-1], **length)
-        assert status == 400 and "follow the JSON" in answer["error"]
+        assert status == 400 and "the JSON part is followed by" in answer["error"]
 
 
 def test_millions_of_empty_images_are_not_even_split(client: Client) -> None:

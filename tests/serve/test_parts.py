@@ -6,14 +6,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.serve.conftest import running
 from vitrail.checkpoints import Bundle
+from vitrail.errors import VitrailError
+from vitrail.models import create_model
+from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import masked
 from vitrail.serve.metrics import Metrics
+from vitrail.serve.own import _one_map
 from vitrail.serve.settings import ServeSettings
 from vitrail.serve.worker import Job, Kind, ModelWorker
 
@@ -51,6 +56,21 @@ def test_buckets_of_a_histogram_are_cumulative() -> None:
     for limit, count in (("1", 1), ("2", 3), ("256", 3), ("+Inf", 4)):
         assert f'vitrail_batch_size_bucket{{model="x",le="{limit}"}} {count}' in lines
     assert 'vitrail_batch_size_count{model="x"} 4' in lines and 'vitrail_batch_size_sum{model="x"} 305' in lines
+
+
+def test_a_resnet_has_no_attention_whatever_the_layer() -> None:
+    model = create_model("R50x1", device="meta")
+    for layer in (-1, 0, 5):
+        with pytest.raises(VitrailError, match="is a ResNet: it has no attention"):
+            _one_map(SimpleNamespace(model=model), torch.zeros(1, 3, 32, 32, device="meta"), layer, None, 0)  # type: ignore[arg-type]
+
+
+def test_a_model_that_could_not_be_loaded_is_named_so(bundle: Bundle) -> None:
+    worker = ModelWorker("x", lambda: bundle, ServeSettings(), Metrics())
+    for state, words in (("loading", "x is loading."), ("failed", "x could not be loaded."), ("stopped", "x has stopped.")):
+        worker.state = state  # type: ignore[assignment]
+        with pytest.raises(ServiceError, match=f"{words} Try again later."):
+            worker.admit(1)
 
 
 @pytest.mark.slow

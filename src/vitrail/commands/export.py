@@ -170,7 +170,8 @@ def _images(
     from vitrail.export.verify import PHOTOS, images_of, sample_photos
 
     if count < 1:
-        raise VitrailError(f"The number of images is {count}; it must be at least 1.")
+        option = "--images" if measured else "--calibrate-images"
+        raise VitrailError(f"{option} is {count}; it must be at least 1.")
     if reference is None:
         return sample_photos(rectangles=rectangles), None, PHOTOS
     source = open_for(bundle.trained_on, reference)

@@ -66,13 +66,18 @@ def read_recipe(file: Path) -> Recipe:
     """Return the recipe in a run's config.json, or in what `--explain --json` printed."""
     path = file / "config.json" if file.is_dir() else file
     try:
-        config = upgrade(read_json_object(path))
-        return Recipe.from_dict(config["recipe"])
+        config = read_json_object(path)
+        if "recipe" not in config:  # that of a checkpoint, for example; its format is another one
+            raise KeyError("recipe")
+        return Recipe.from_dict(upgrade(config)["recipe"])
     except FileNotFoundError as error:
         raise VitrailError(f"There is no file {path}. --config takes the config.json of a run.") from error
+    except VitrailError as error:
+        raise VitrailError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise VitrailError(
-            f"{path} holds no recipe ({error}). --config takes the config.json of a run, or what --explain --json printed."
+            f"{path} holds no recipe ({reason}). --config takes the config.json of a run, or what --explain --json printed."
         ) from error
 
 

@@ -76,7 +76,9 @@ def reproduce(
         return
     check_output_file(csv_, overwrite=overwrite)
     if len(names) != 1:
-        raise VitrailError("Give one name, such as `vitrail reproduce ViT-B/16 --imagenet DIR`; --list shows the names.")
+        raise VitrailError(
+            f"Give one name, not {len(names)}, such as `vitrail reproduce ViT-B/16 --imagenet DIR`; --list shows the names."
+        )
     given = {"imagenet": imagenet, "v2": v2, "a": a, "r": r, "sketch": sketch, "c": c}
     folders = {key: folder for key, folder in given.items() if folder is not None}
     console = Console(stderr=json_)

@@ -141,7 +141,10 @@ def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:
 
     def make(prepared: Prepared, world: World) -> FewShotEvaluator:
         if prepared.validation is None or prepared.train.task != "classify":
-            raise VitrailError("--few-shot needs one label per image and a validation split.")
+            found = "no validation split" if prepared.validation is None else f"the task {prepared.train.task!r}"
+            raise VitrailError(
+                f"This dataset has {found}; --few-shot needs one label per image and a validation split. Leave it out."
+            )
         protocol = FewShotSpec(shots=shots, small_classes="drop")
         context = EvalContext(world=world)
         return FewShotEvaluator(prepared.train, prepared.validation, prepared.preprocess, protocol=protocol, context=context)

@@ -70,10 +70,13 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        nothing = f"There is nothing at {request.scope['path'][:200]}; see /docs."
-        message = nothing if error.status_code == 404 else str(error.detail)
+        path, headers = request.scope["path"][:200], dict(error.headers or {})
+        message = {
+            404: f"There is nothing at {path}; see /docs.",
+            405: f"{request.method[:20]} is not possible at {path}; use {headers.get('Allow')}.",
+        }.get(error.status_code, str(error.detail))
         response = error_answer(ServiceError(error.status_code, message))
-        response.headers.update(error.headers or {})  # such as Allow
+        response.headers.update(headers)
         return response
 
     @app.exception_handler(Exception)
@@ -91,4 +94,5 @@ class _Cors(CORSMiddleware):
         answer = super().preflight_response(request_headers)
         if answer.status_code < 400:
             return answer
-        return error_answer(ServiceError(answer.status_code, bytes(answer.body).decode()))
+        reason = bytes(answer.body).decode()
+        return error_answer(ServiceError(answer.status_code, f"{reason}. `vitrail serve --cors` names the origins that may call."))

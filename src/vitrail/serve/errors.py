@@ -15,21 +15,22 @@ class ServiceError(Exception):
 
 
 def queue_full(seconds: float) -> ServiceError:
-    return ServiceError(429, "The queue is full; try again later.", retry_after=max(1, round(seconds)))
+    wait = max(1, round(seconds))
+    return ServiceError(429, f"The queue is full. Try again in {wait} s.", retry_after=wait)
 
 
 def unavailable(message: str) -> ServiceError:
-    return ServiceError(503, message, retry_after=1)
+    return ServiceError(503, f"{message} Try again later.", retry_after=1)
 
 
 def too_many_images(most: int) -> ServiceError:
-    return ServiceError(413, f"The request has too many images; at most {most} are taken at once.")
+    return ServiceError(413, f"The request has too many images: more than {most}. Split it into several requests.")
 
 
 _SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 _MEANINGS = {
     400: "The request is not as described here.",
-    401: "A token is needed.",
+    401: "The token is missing or wrong.",
     404: "There is no such model.",
     408: "The request arrived too slowly.",
     413: "The request, or its number of images, is too large.",

@@ -49,7 +49,7 @@ def page_routes() -> APIRouter:
 
     def answer(name: str) -> Response:
         if name not in files:
-            raise ServiceError(404, f"The page has no file {name!r}.")
+            raise ServiceError(404, f"The page has no file {name!r}; open the page at /.")
         kind = TYPES["." + name.rpartition(".")[2]]
         return Response(files[name], media_type=f"{kind}; charset=utf-8", headers=_HEADERS)
 
@@ -82,7 +82,7 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
     def image(number: int) -> Response:
         """Return one of the offered images."""
         if not 0 <= number < len(images()):
-            raise ServiceError(404, f"There is no image {number}.")
+            raise ServiceError(404, f"There is no image {number}; /explorer/start lists the images, counted from 0.")
         return Response(images()[number].data, media_type="application/octet-stream", headers=_HEADERS)
 
     @router.post("/analyse")
@@ -116,7 +116,7 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
     async def photo(key: str) -> Response:
         """Return the same crop of the uploaded image in more pixels, as JPEG."""
         if not kept[key].photo:
-            raise ServiceError(404, "The image has no more pixels than the model's input.")
+            raise ServiceError(404, "The image has no more pixels than the model's input; use /explorer/ID/picture.")
         return Response(kept[key].photo, media_type="image/jpeg", headers=_HEADERS)
 
 
@@ -135,7 +135,7 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
         if found.attention is not None:
             return _bytes(found.attention[:, :, rows] if layer is None else found.attention[layer, :, rows])
         if layer is None:
-            raise ServiceError(422, "The attention of this model is too large for all layers at once; name a layer.")
+            raise ServiceError(422, "The attention of this model is too large for all layers at once; give the parameter layer.")
         worker = service.worker(found.info["model"])
         work = functools.partial(compute.attention_of_layer, found, layer)
         maps: ByteMaps = await _computed(request, service, worker, work, found.image)
@@ -146,7 +146,7 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
         """Return the cosine similarity of all tokens after a layer [query, key]: a byte b stands for b / 127.5 − 1."""
         found = kept[key]
         if layer >= len(found.features):
-            raise ServiceError(422, f"layer is {layer}; there are features of {len(found.features)}, counted from 0.")
+            raise ServiceError(422, f"layer is {layer}; the last layer is {len(found.features) - 1}, counted from 0.")
         _check(found, None, query)
         values = await service.in_pool(found.similarity, layer)
         return _bytes(values if query is None else values[query])
@@ -198,8 +198,9 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
             raise ServiceError(413, f"The list of patches has {len(body):,} bytes; at most {_MAX_PATCHES_BODY:,} are read.")
         off = set(parse_json(body, PatchesOff, _MAX_PATCHES_BODY).patches)
         rows, columns = found.info["grid"]
-        if off and (min(off) < 0 or max(off) >= rows * columns):
-            raise ServiceError(422, f"There are patches 0 to {rows * columns - 1}.")
+        unknown = min((patch for patch in off if not 0 <= patch < rows * columns), default=None)
+        if unknown is not None:
+            raise ServiceError(422, f"There is no patch {unknown}; the patches are 0 to {rows * columns - 1}.")
         work = functools.partial(compute.masked_outputs, found.info["grid"], off)
         outputs = await _computed(request, service, worker, work, found.image)
         also = [one["index"] for one in found.info["predictions"]]
@@ -211,7 +212,7 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         bundle = service.bundle(service.worker(model))
         values = await service.in_pool(position_bytes, bundle)
         if query is not None and query >= len(values):
-            raise ServiceError(422, f"query is {query}; there are {len(values)} patches, counted from 0.")
+            raise ServiceError(422, f"query is {query}; the last patch is {len(values) - 1}, counted from 0.")
         return _bytes(values if query is None else values[query])
 
 
@@ -225,12 +226,12 @@ async def _computed(request: Request, service: Service, worker: ModelWorker, wor
 
 def _check(found: Exploration, layer: int | None, query: int | None, *, attention: bool = False) -> None:
     if attention and found.info["attention"] is None:
-        raise ServiceError(404, f"{found.info['name']} has no attention.")
+        raise ServiceError(404, f"{found.info['name']} is a ResNet: it has no attention. ViTs and hybrids have.")
     if layer is not None and layer >= found.info["layers"]:
-        raise ServiceError(422, f"layer is {layer}; {found.info['name']} has {found.info['layers']} layers, counted from 0.")
+        raise ServiceError(422, f"layer is {layer}; the last layer is {found.info['layers'] - 1}, counted from 0.")
     tokens = found.features.shape[1]
     if query is not None and query >= tokens:
-        raise ServiceError(422, f"query is {query}; there are {tokens} tokens, counted from 0.")
+        raise ServiceError(422, f"query is {query}; the last token is {tokens - 1}, counted from 0.")
 
 
 def _bytes(part: ByteMaps | Array) -> Response:

@@ -77,12 +77,13 @@ class Guard:
         if self.token is not None and scope["path"] not in _OPEN and not scope["path"].startswith(_OPEN_UNDER):
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if not hmac.compare_digest(given.strip(), self.token.encode()) or scheme.lower() != b"bearer":
-                raise ServiceError(401, "A token is needed: send the header Authorization: Bearer TOKEN.")
+                raise ServiceError(401, "The token is missing or wrong: send the header Authorization: Bearer TOKEN.")
         if self.service.explorer_images and scope["path"].startswith("/explorer/") and not _is_local(headers.get(b"host", b"")):
-            raise ServiceError(421, "The explorer shows files of this machine, so it is reached only as localhost or 127.0.0.1.")
+            raise ServiceError(421, "The explorer shows files of this machine, so it opens only as localhost or 127.0.0.1.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
-            raise ServiceError(400, "Content-Length is not a number.")
+            shown = length[:40].decode("latin-1")
+            raise ServiceError(400, f"Content-Length is {shown!r}; it must be the number of bytes of the body.")
         if int(length) > self.service.settings.max_bytes:
             raise _too_large(self.service.settings)
 
@@ -127,7 +128,7 @@ class _Body:
             message = await asyncio.wait_for(self._receive(), max(0.0, self._end - time.monotonic()))
         except TimeoutError:
             seconds = self._settings.upload_seconds
-            raise ServiceError(408, f"The request was not received within {seconds:g} s.") from None
+            raise ServiceError(408, f"The request was not received within {seconds:g} s. Send fewer or smaller images.") from None
         if message["type"] == "http.request":
             self.complete = not message.get("more_body", False)
             count = len(message.get("body", b""))
@@ -167,7 +168,7 @@ def _request_id(scope: Scope) -> bytes | None:
 
 
 def _too_large(settings: ServeSettings) -> ServiceError:
-    return ServiceError(413, f"The request is larger than {settings.max_bytes:,} bytes.")
+    return ServiceError(413, f"The request is larger than {settings.max_bytes:,} bytes. Send fewer or smaller images.")
 
 
 def error_answer(error: ServiceError) -> JSONResponse:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import math
 import os
@@ -23,7 +21,6 @@ from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-_DATA_URI = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(;[\w=.+-]+)*?)(?P<base64>;base64)?,")
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # a length follows, or the file ends; no byte 255 of pixels, no restart
 _MAX_SCANS = 100  # as in libtiff
@@ -56,22 +53,26 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
     width, height = _size(data, settings)
     if width * height > settings.max_pixels:
         found = f"The image, or a tile of it, has {width} × {height} pixels"
-        raise ServiceError(422, f"{found}; at most {settings.max_pixels:,} are decoded.")
+        raise ServiceError(422, f"{found}; send one of at most {settings.max_pixels:,}.")
     scans = count_scans(data)
     if scans > min(_MAX_SCANS, _WORK * settings.max_pixels // (width * height)):
-        raise ServiceError(422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more.")
+        raise ServiceError(
+            422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more. Save it as a baseline JPEG."
+        )
     with limit.hold(width * height):
         try:
             return preprocess(data, name="the image")
         except (VitrailError, BadImage) as error:
             raise ServiceError(422, str(error)) from error
         except Exception as error:  # a corrupted file can make decoders fail in many ways
-            raise ServiceError(422, "The image cannot be decoded.") from error
+            raise ServiceError(
+                422, "The image cannot be decoded: the file is corrupted. Send an intact JPEG or PNG file."
+            ) from error
 
 
 def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
     if not data:
-        raise ServiceError(422, "The image is empty.")
+        raise ServiceError(422, "The image is empty (0 bytes); send the content of an image file.")
     try:
         with Image.open(io.BytesIO(data)) as image:  # as decoding opens it: a file can be of two formats at once
             if image.format == "TIFF" and data[:4] in _TIFF:
@@ -80,7 +81,7 @@ def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
                 return image.size
             raise ValueError(image.format)
     except Image.DecompressionBombError as error:
-        raise ServiceError(422, f"The image has too many pixels; at most {settings.max_pixels:,} are decoded.") from error
+        raise ServiceError(422, f"The image has too many pixels; send one of at most {settings.max_pixels:,}.") from error
     except Exception as error:  # headers of corrupted files fail in many ways, too
         raise ServiceError(415, f"This is not an image of a known format ({', '.join(_FORMATS)}).") from error
 
@@ -121,19 +122,6 @@ def count_scans(data: bytes) -> int:
         scans += kind == b"\xda"
         position = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
     return scans
-
-
-def bytes_of_text(text: str) -> bytes:
-    """Return the bytes of a `data:` URI or of plain base64. An address is refused: the service fetches nothing."""
-    if re.match(r"(?i)[a-z][a-z0-9+.-]*://", text):
-        raise ServiceError(400, "Addresses are not fetched; send the image itself as a data: URI or base64.")
-    found = _DATA_URI.match(text)
-    if text.startswith("data:") and (found is None or not found["base64"]):
-        raise ServiceError(400, "This is not a data: URI with base64, such as data:image/jpeg;base64,…")
-    try:
-        return base64.b64decode(text[found.end() :] if found else text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ServiceError(400, "The image is not valid base64.") from error
 
 
 def stays_rotated(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bool:

@@ -19,7 +19,7 @@ def check_values(data: bytes, length: int, most: int) -> int:
     """
     values = data.count(b",", 0, length)
     if values > most or data.count(b"[", 0, length) + data.count(b"{", 0, length) > min(most, _MAX_LISTS):
-        raise ServiceError(413, f"The JSON has too many values; at most {most:,} are read here.")
+        raise ServiceError(413, f"The JSON has too many values; at most {most:,} are read here. Send fewer images.")
     return values
 
 

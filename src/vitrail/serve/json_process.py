@@ -1,6 +1,6 @@
-"""A second process that reads JSON of many numbers.
+"""A second process that parses large JSON.
 
-To parse 32 MB of JSON takes two seconds in which no other thread of the process runs, so that nobody else would be answered.
+To parse 32 MB of numbers takes two seconds in which no other thread of the process runs, so that nobody else would be answered.
 """
 
 from __future__ import annotations
@@ -10,53 +10,56 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.limits import ByteLimit
-from vitrail.serve.tensors import Images, InferRequest, read_images
 
-MANY_VALUES = 10_000
-"""JSON of so many values and more is parsed in the other process; the event loop parses less within milliseconds."""
+MANY_VALUES, MANY_BYTES = 10_000, 1 << 20
+"""JSON of so many values or bytes is parsed in the other process; the event loop parses less within milliseconds."""
+Found = TypeVar("Found")
 
 
 class JsonProcess:
     """The process, which begins with the first large request, and a thread that waits for it."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._waiting = ByteLimit(2 * max_bytes)  # more would wait for seconds; they are refused at once
+        self._waiting = ByteLimit(4 * max_bytes)  # more would wait for seconds; they are refused at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def read_images(self, body: bytes, *arguments: Any) -> tuple[InferRequest, Images]:
-        """Call `tensors.read_images` in the other process."""
+    async def run(self, read: Callable[..., Found], body: bytes, *arguments: Any, length: int, values: int) -> Found:
+        """Call `read(body, *arguments)`: here if the JSON in the body is small, which its length and number of values tell."""
+        if length < MANY_BYTES and values < MANY_VALUES:
+            return read(body, *arguments)
         self._waiting.take(len(body))
         try:
-            found: Any = await asyncio.wrap_future(self._thread.submit(self._call, (body, *arguments)))
+            found: Any = await asyncio.wrap_future(self._thread.submit(self._call, (read, body, *arguments)))
         finally:
             self._waiting.release(len(body))
         if isinstance(found, _Refused):
             raise ServiceError(found.status, found.message)
-        request, images = found
-        return request, images
+        result: Found = found
+        return result
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._stop()
 
-    def _call(self, arguments: tuple[Any, ...]) -> Any:
+    def _call(self, request: tuple[Any, ...]) -> Any:
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         try:
-            pickle.dump(arguments, process.stdin, protocol=5)
+            pickle.dump(request, process.stdin, protocol=5)
             process.stdin.flush()
             return pickle.load(process.stdout)
         except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:  # it was ended, by the system or by `close`
             self._stop()
-            raise unavailable("The process that reads JSON has ended; try again.") from error
+            raise unavailable("The process that reads JSON has ended.") from error
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -85,11 +88,11 @@ def main() -> None:
     """Answer requests of `JsonProcess` from standard input until it ends."""
     while True:
         try:
-            arguments = pickle.load(sys.stdin.buffer)
+            read, *arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            found: Any = read_images(*arguments)
+            found: Any = read(*arguments)
         except ServiceError as error:
             found = _Refused(error)
         pickle.dump(found, sys.stdout.buffer, protocol=5)

@@ -12,14 +12,12 @@ from fastapi.responses import Response
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.guard import error_answer, read_body
 from vitrail.serve.json_body import check_values, json_schema
-from vitrail.serve.json_process import MANY_VALUES
 from vitrail.serve.service import Service
 from vitrail.serve.tensors import (
     ENCODED,
     HEADER,
     IMAGES,
     OUTPUT,
-    Images,
     InferRequest,
     answer,
     json_length,
@@ -77,9 +75,8 @@ def routes(service: Service) -> APIRouter:
         expected = [bundle.model.config.channels, *bundle.model.config.image_size]
         data = await read_body(request)
         length, most = json_length(request.headers.get(HEADER), len(data)), service.settings.max_images
-        many = check_values(data, length, max_values(expected, most)) >= MANY_VALUES
-        read = service.json.read_images if many else _read_images
-        body, tensors = await read(data, length, expected, most)
+        values = check_values(data, length, max_values(expected, most))
+        body, tensors = await service.json.run(read_images, data, length, expected, most, length=length, values=values)
         images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
         found = await service.compute(request, worker, "logits", images)
         for number, one in enumerate(found):
@@ -89,11 +86,7 @@ def routes(service: Service) -> APIRouter:
 
     def _worker(name: str, version: str) -> ModelWorker:
         if version != VERSION:
-            raise ServiceError(404, f"{name} has only version {VERSION}.")
+            raise ServiceError(404, f"There is no version {version[:40]!r} of {name}; the only version is {VERSION}.")
         return service.worker(name)
 
     return router
-
-
-async def _read_images(body: bytes, length: int, expected: list[int], most: int) -> tuple[InferRequest, Images]:
-    return read_images(body, length, expected, most)

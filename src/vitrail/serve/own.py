@@ -69,7 +69,7 @@ def routes(service: Service) -> APIRouter:
     ) -> Response:
         """Show where the model looks: a map over the patches, as numbers or as a picture of the input's size."""
         if method == "rollout" and (layer != -1 or head is not None or query != 0):
-            raise ServiceError(400, "layer, head and query have no effect on rollout; give them with method=attention.")
+            raise ServiceError(400, "layer, head and query have no effect on rollout; add method=attention, or leave them out.")
         worker = service.worker(model)
         service.bundle(worker)
         images = await uploaded(request, service, worker)
@@ -115,15 +115,15 @@ def _labels(bundle: Bundle, outputs: Any, top: int) -> dict[str, Any]:
 
 def _one_map(bundle: Bundle, batch: Tensor, layer: int, head: int | None, query: int) -> np.ndarray[Any, Any]:
     config = bundle.model.config
-    blocks = getattr(config, "blocks", 0)
-    if not -blocks <= layer < max(blocks, 1):
-        raise ServiceError(422, f"layer is {layer}; {config.name} has {blocks} layers, counted from 0.")
+    blocks = getattr(config, "blocks", 0)  # a ResNet has none: its attention is an error of its own
+    if blocks and not -blocks <= layer < blocks:
+        raise ServiceError(422, f"layer is {layer}; the last layer is {blocks - 1}, counted from 0.")
     (_, weights), *_ = list(bundle.model.attention(batch, [layer]))
     heads, tokens = weights.shape[1], weights.shape[2]
     if head is not None and head >= heads:
-        raise ServiceError(422, f"head is {head}; {config.name} has {heads} heads, counted from 0.")
+        raise ServiceError(422, f"head is {head}; the last head is {heads - 1}, counted from 0.")
     if query >= tokens:
-        raise ServiceError(422, f"query is {query}; there are {tokens} tokens, counted from 0.")
+        raise ServiceError(422, f"query is {query}; the last token is {tokens - 1}, counted from 0.")
     chosen = weights[0].mean(0) if head is None else weights[0, head]
     found: np.ndarray[Any, Any] = chosen[query, config.prefix :].reshape(config.grid).float().cpu().numpy()  # type: ignore[union-attr]
     return found

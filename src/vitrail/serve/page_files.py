@@ -25,7 +25,7 @@ def page_files() -> dict[str, bytes]:
 def position_bytes(bundle: Bundle) -> Array:
     """Return the position similarity as bytes [patch, patch]; it reads weights alone, so any thread may compute it."""
     if not isinstance(bundle.model, ViT):
-        raise VitrailError(f"{bundle.model.config.name} is a ResNet: it has no position embeddings.")
+        raise VitrailError(f"{bundle.model.config.name} is a ResNet: it has no position embeddings. ViTs and hybrids have.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         values = position_similarity(bundle.model)

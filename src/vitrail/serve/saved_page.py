@@ -57,7 +57,7 @@ def _explored(bundle: Bundle, name: str, image: NamedImage) -> Exploration:
     found = compute.analyse(bundle, preprocess(image.data, name=image.name))
     if found.info["attention"] is not None and found.attention is None:
         raise VitrailError(
-            f"The attention of {found.info['name']} is too large for a saved page; run `vitrail explore` without --out."
+            f"The attention of {found.info['name']} is too large for a saved page; run `vitrail explore` without --save."
         )
     found.photo = compute.photo(image.data, preprocess, PixelLimit(MAX_PIXELS))
     found.info |= {"id": content_key(name, image.data), "model": name, "photo": bool(found.photo)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -104,4 +106,8 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise VitrailError(f"Cannot open {host}, port {port}: {error.strerror}. Choose another with --port.") from error
+        unknown = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        # The text of an error of create_server repeats the address.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        advice = "Check --host." if unknown else "Choose another with --port."
+        raise VitrailError(f"Cannot open {host}, port {port}: {reason}. {advice}") from error

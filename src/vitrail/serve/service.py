@@ -77,12 +77,12 @@ class Service:
         if name is None:
             return next(iter(self.workers.values()))
         if name not in self.workers:
-            raise ServiceError(404, f"There is no model {name!r}; there are {', '.join(self.workers)}.")
+            raise ServiceError(404, f"There is no model {name!r}. Use one of: {', '.join(self.workers)}.")
         return self.workers[name]
 
     def bundle(self, worker: ModelWorker) -> Bundle:
         if worker.bundle is None or worker.state != "ready":
-            raise unavailable(f"{worker.name} is {worker.state}.")
+            raise worker.not_ready()
         return worker.bundle
 
     async def ready(self, name: str | None = None) -> None:
@@ -102,7 +102,7 @@ class Service:
     async def compute(self, request: Request, worker: ModelWorker, work: Work, images: Sequence[bytes | Tensor]) -> list[Any]:
         """Decode and compute images; each has a result or a `ServiceError` of its own. Ends early if the client leaves."""
         if not images:
-            raise ServiceError(400, "The request has no image.")
+            raise ServiceError(400, "The request has no image; send at least one.")
         if len(images) > self.settings.max_images:
             raise too_many_images(self.settings.max_images)
         bundle = self.bundle(worker)
@@ -179,10 +179,10 @@ def models_of(references: Sequence[str], preprocess: str | None) -> dict[str, Ca
             name, reference = _name_of(given), given
         if not _NAME.fullmatch(name) or name in (".", ".."):
             raise VitrailError(
-                f"{name!r} cannot be the name of a model in addresses: use letters, digits and - _ . +, as in model={reference}."
+                f"{name!r} cannot be the name of a model in URLs: use letters, digits and - _ . +, as in model={reference}."
             )
         if name in models:
-            raise VitrailError(f"Two models have the name {name!r}; give one another, as in other={reference}.")
+            raise VitrailError(f"Two models have the name {name!r}; give one of them another name, as in other={reference}.")
         models[name] = _loader(reference, preprocess)
     return models
 

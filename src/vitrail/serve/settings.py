@@ -42,7 +42,7 @@ class ServeSettings:
         numbers = ("max_batch", "queue", "max_bytes", "max_pixels", "max_upload", "max_connections", "max_images")
         for name in (*numbers, "deadline", "upload_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise VitrailError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0.")
+                raise VitrailError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0 and finite.")
         if self.max_upload < self.max_bytes:
             raise VitrailError(f"--max-upload is {self.max_upload}; it must be at least --max-bytes, which is {self.max_bytes}.")
         if self.decoders is not None and self.decoders < 1:

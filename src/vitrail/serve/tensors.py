@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field
 
+from vitrail.errors import counted
+from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.errors import ServiceError, too_many_images
 from vitrail.serve.json_body import parse_json
 
@@ -23,6 +25,7 @@ Images = list[bytes] | np.ndarray[Any, Any]
 IMAGES, ENCODED, OUTPUT = "images", "encoded_images", "logits"
 HEADER = "Inference-Header-Content-Length"
 _FLOATS = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
+_FORMAT = "Each value is its length, as a little-endian uint32, and then its bytes."
 _Size = Annotated[int, Field(ge=0, le=1 << 40)]
 _Text = Annotated[str, Field(max_length=200)]
 
@@ -58,7 +61,7 @@ def json_length(header: str | None, length: int) -> int:
     if header is None:
         return length
     if not (header.isascii() and header.isdigit() and len(header) < 12 and int(header) <= length):
-        raise ServiceError(400, f"{HEADER} is not the length of the JSON part, which is at most {length} bytes.")
+        raise ServiceError(400, f"{HEADER} is {header[:40]!r}; it must be the length of the JSON part, at most {length} bytes.")
     return int(header)
 
 
@@ -85,34 +88,34 @@ def images_of_request(body: InferRequest, binary: bytes, expected: list[int], mo
         raise ServiceError(400, f"Give one input, {IMAGES} or {ENCODED}; there are {len(body.inputs)}.")
     for output in body.outputs:
         if output.name != OUTPUT:
-            raise ServiceError(400, f"The only output is {OUTPUT}, not {output.name!r}.")
+            raise ServiceError(400, f"There is no output {output.name!r}; the only one is {OUTPUT}.")
     given = body.inputs[0]
     if (given.data is None) == (given.parameters.binary_data_size is None):
-        raise ServiceError(400, "An input has either data, or binary_data_size in its parameters.")
+        found = "neither data nor binary_data_size" if given.data is None else "both data and binary_data_size"
+        raise ServiceError(400, f"The input has {found}; give one of them.")
     size = given.parameters.binary_data_size
     if size is not None and size != len(binary):
-        raise ServiceError(400, f"binary_data_size is {size}; {len(binary)} bytes follow the JSON part.")
+        raise ServiceError(400, f"binary_data_size is {size}, but the JSON part is followed by {counted(len(binary), 'byte')}.")
     if given.name == ENCODED:
         return _encoded(given, binary, most)
     if given.name != IMAGES:
-        raise ServiceError(400, f"There is no input {given.name!r}; there are {IMAGES} and {ENCODED}.")
+        raise ServiceError(400, f"There is no input {given.name!r}; use {IMAGES} or {ENCODED}.")
     return _floats(given, binary, expected, most)
 
 
 def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes]:
     if given.datatype != "BYTES":
-        raise ServiceError(400, f"datatype is {given.datatype}; that of {ENCODED} is BYTES.")
+        raise ServiceError(400, f"datatype is {given.datatype}; for {ENCODED} it must be BYTES.")
     texts: list[Any] = _split(binary, most) if given.data is None else given.data
     if len(texts) > most:
         raise too_many_images(most)
     if given.shape not in ([len(texts)], [len(texts), 1]):
-        raise ServiceError(400, f"The shape of {ENCODED} is {given.shape}, but there are {len(texts)} values.")
+        raise ServiceError(400, f"The shape of {ENCODED} is {given.shape}; for this data it must be [{len(texts)}].")
     if given.data is None:
         return texts
-    if not all(isinstance(text, str) for text in texts):
-        raise ServiceError(400, f"The data of {ENCODED} must be base64 texts.")
-    from vitrail.serve.images import bytes_of_text
-
+    wrong = next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise ServiceError(400, f"Value {wrong} of {ENCODED} is not a string; it must be an image file in base64.")
     return [bytes_of_text(text) for text in texts]
 
 
@@ -122,10 +125,10 @@ def _split(binary: bytes, most: int) -> list[bytes]:
     start = 0
     while start < len(binary) and len(found) <= most:  # a request has space for millions of empty ones
         if len(binary) - start < 4:
-            raise ServiceError(400, "The binary data ends within a length.")
+            raise ServiceError(400, f"The binary data ends within a length. {_FORMAT}")
         (length,) = struct.unpack_from("<I", binary, start)
         if length > len(binary) - start - 4:
-            raise ServiceError(400, "The binary data ends within a value.")
+            raise ServiceError(400, f"The binary data ends within a value. {_FORMAT}")
         found.append(binary[start + 4 : start + 4 + length])
         start += 4 + length
     return found
@@ -133,29 +136,41 @@ def _split(binary: bytes, most: int) -> list[bytes]:
 
 def _floats(given: InputTensor, binary: bytes, expected: list[int], most: int) -> np.ndarray[Any, Any]:
     if given.datatype not in _FLOATS:
-        raise ServiceError(400, f"datatype is {given.datatype}; that of {IMAGES} is FP32, FP16 or FP64.")
+        raise ServiceError(400, f"datatype is {given.datatype}; for {IMAGES} it must be FP32, FP16 or FP64.")
     if len(given.shape) != 4 or given.shape[1:] != expected or given.shape[0] < 1:
         raise ServiceError(400, f"The shape is {given.shape}; it must be [number of images, {', '.join(map(str, expected))}].")
     if given.shape[0] > most:
         raise too_many_images(most)
-    try:
-        values = _numbers(given.data) if given.data is not None else np.frombuffer(binary, _FLOATS[given.datatype])
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ServiceError(400, "The data must be numbers, in one list or nested evenly.") from error
-    if values.size != math.prod(given.shape):
-        raise ServiceError(400, f"The data must be {math.prod(given.shape)} numbers; there are {values.size}.")
+    values = _numbers(given) if given.data is not None else _from_binary(given, binary)
     with np.errstate(over="ignore"):
         values = values.astype(np.float32)
     if not np.isfinite(values).all():
-        raise ServiceError(400, "The data must be finite numbers in the range of FP32.")
+        raise ServiceError(400, "The data has NaN, infinity or a number outside the range of FP32; send finite numbers.")
     return values.reshape(given.shape)
 
 
-def _numbers(data: list[Any]) -> np.ndarray[Any, Any]:
-    values = np.asarray(data)
-    if values.dtype.kind not in "iuf":  # texts, booleans and null are not numbers
-        raise TypeError
+def _numbers(given: InputTensor) -> np.ndarray[Any, Any]:
+    try:
+        values = np.asarray(given.data)
+        if values.dtype.kind not in "iuf":  # texts, booleans and null are not numbers
+            raise TypeError
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ServiceError(
+            400, "The data has values that are not numbers, or uneven lists; send all numbers in one list."
+        ) from error
+    count = math.prod(given.shape)
+    if values.size != count:
+        raise ServiceError(400, f"The data has {counted(values.size, 'number')}; the shape {given.shape} needs {count:,}.")
     return values.ravel()
+
+
+def _from_binary(given: InputTensor, binary: bytes) -> np.ndarray[Any, Any]:
+    kind = np.dtype(_FLOATS[given.datatype])
+    size = math.prod(given.shape) * kind.itemsize
+    if len(binary) != size:
+        needed = f"the shape {given.shape} in {given.datatype} needs {size:,}"
+        raise ServiceError(400, f"The binary data has {counted(len(binary), 'byte')}; {needed}.")
+    return np.frombuffer(binary, kind)
 
 
 def answer(name: str, version: str, body: InferRequest, rows: np.ndarray[Any, Any]) -> Response:

@@ -91,10 +91,15 @@ class ModelWorker:
     def admit(self, images: int) -> None:
         """Take places for so many images, from before their decoding until `release`; refuse if there are too few."""
         if self.state != "ready" or self._stopping:
-            raise unavailable(f"{self.name} is {'loading' if self.state == 'loading' else 'not available'}.")
+            raise self.not_ready()
         with self._condition:
             self.check_space(images)
             self._in_flight += images
+
+    def not_ready(self) -> ServiceError:
+        """Return the answer while the model computes nothing."""
+        doing = {"loading": "is loading", "failed": "could not be loaded"}.get(self.state, "has stopped")
+        return unavailable(f"{self.name} {doing}.")
 
     def release(self, images: int) -> None:
         with self._condition:
@@ -119,7 +124,7 @@ class ModelWorker:
         job = Job(work, image, deadline)
         with self._condition:
             if self.state == "stopped" or not self._thread.is_alive():
-                raise unavailable(f"{self.name} is not available.")
+                raise self.not_ready()
             self._jobs.append(job)
             self._condition.notify()
         return job
@@ -136,7 +141,7 @@ class ModelWorker:
         answer: Future[None] = Future()
         with self._condition:
             if self.state != "ready" or not self._thread.is_alive():
-                answer.set_exception(unavailable(f"{self.name} is {self.state}."))
+                answer.set_exception(self.not_ready())
             else:
                 self._pings.append(answer)
                 self._condition.notify()
@@ -173,10 +178,10 @@ class ModelWorker:
                 left, self._jobs = self._jobs, deque()
                 pings, self._pings = self._pings, []
             for job in [*(batch or ()), *left]:
-                _fail(job, unavailable(f"{self.name} has stopped."))
+                _fail(job, self.not_ready())
             for ping in pings:
                 if ping.set_running_or_notify_cancel():
-                    ping.set_exception(unavailable(f"{self.name} has stopped."))
+                    ping.set_exception(self.not_ready())
 
     def _warm_up(self) -> None:
         """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
@@ -262,7 +267,7 @@ class ModelWorker:
         log.error("computation failed", exc_info=error, extra={"model": self.name})
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return unavailable("There is not enough memory to compute the image.")
-        return ServiceError(500, "The image could not be computed.")
+        return ServiceError(500, "The image could not be computed; the server's log says more.")
 
     def _results(self, batch: Sequence[Job]) -> Sequence[Any]:
         work = batch[0].work
@@ -292,7 +297,7 @@ def _outputs(model: InferenceModel, work: Kind, images: Tensor) -> Tensor:
 
 
 def _not_finite() -> ServiceError:
-    return ServiceError(422, "The model's output for this image is not finite.")
+    return ServiceError(422, "The model's output for this image is not finite. Check its values, or serve the model in fp32.")
 
 
 def _fail(job: Job, error: ServiceError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,11 @@ def make_files(folder: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-40] ^= 0x10
     weights.write_bytes(bytes(data))
+
+
+def scratch() -> Path:
+    """Return a new, empty folder for a case that writes."""
+    return Path(tempfile.mkdtemp(dir="."))
 
 
 class _Harmful:

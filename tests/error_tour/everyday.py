@@ -1,42 +1,25 @@
-"""The error tour: what users do wrong, and what the error says. `test_error_tour.py` raises each; the site's reference shows it."""
+"""Everyday mistakes on the command line and in Python; the site's reference shows this table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Case:
-    """One mistake: the command or Python expression that makes it, and the parts of the message."""
-
-    topic: str
-    situation: str
-    run: str
-    found: str
-    then: tuple[str, ...]
-    """What was expected, and what to do next."""
-    status: int = 2
-    """Exit status of the command: 1 if it did its work and found problems."""
-    hidden: str = ""
-    """A package that is made to look not installed."""
-
+from tests.error_tour.case import Case
 
 # fmt: off
 CASES = (
     Case(
         'Commands and options', 'a mistyped command', 'vitrail pridict cat.jpg',
         "There is no command 'pridict'.",
-        ('Did you mean predict?', 'See `vitrail --help`.'),
+        ('Did you mean predict?', 'See `vitrail --help`.'), at="cli.py:_run#2",
     ),
     Case(
         'Commands and options', 'a group without its command', 'vitrail data',
         "There is no command 'data'.",
-        ('Use one of: data check, data split, data pack, data sheet.',),
+        ('Use one of: data check, data split, data pack, data sheet.',), at="cli.py:_run#1",
     ),
     Case(
         'Commands and options', 'a number that is not finite', 'vitrail train digits --optim.lr nan',
         '--optim.lr is nan;',
-        ('it must be a finite number, such as 0.1.',),
+        ('it must be a finite number, such as 0.1.',), at="commands/arguments.py:parse",
     ),
     Case(
         'Commands and options', 'a number out of range', 'vitrail predict model cat.jpg --top 0',
@@ -46,12 +29,12 @@ CASES = (
     Case(
         'Commands and options', 'a port that does not exist', 'vitrail serve model --port 99999',
         '--port is 99999;',
-        ('it must be between 0 and 65535.',),
+        ('it must be between 0 and 65535.',), at="serve/server.py:_bind#1",
     ),
     Case(
         'Commands and options', 'an extra that is not installed', 'vitrail serve model',
         'The service needs fastapi',
-        ("install the extra with pip install 'vitrail[serve]'.",), hidden="fastapi",
+        ("install the extra with pip install 'vitrail[serve]'.",), at="commands/serve.py:serve", hidden="fastapi",
     ),
     Case(
         'Paths and sources', 'an image that is not there', 'vitrail predict nowhere.jpg',
@@ -61,7 +44,7 @@ CASES = (
     Case(
         'Paths and sources', 'an empty folder', 'vitrail predict empty',
         'The folder empty is empty:',
-        ('there is neither an image nor a checkpoint in it.',),
+        ('there is neither an image nor a checkpoint in it.',), at="commands/default_model.py:split_checkpoint#2",
     ),
     Case(
         'Paths and sources', 'data that is not there', 'vitrail probe model --data nowhere',
@@ -91,7 +74,7 @@ CASES = (
     Case(
         'Paths and sources', 'tasks that are not there', 'vitrail vtab model --root empty',
         'None of the tasks (19) is in empty.',
-        ('`vitrail vtab --root empty` says how to get the data.',),
+        ('`vitrail vtab --root empty` says how to get the data.',), at="commands/vtab.py:vtab",
     ),
     Case(
         'Images, labels and tables', 'images without class folders', 'vitrail data check flat',
@@ -141,7 +124,7 @@ CASES = (
     Case(
         'Images, labels and tables', 'impossible fractions', 'vitrail data split photos photos.csv --val 1.5',
         'val 1.5 and test 0:',
-        ('expected fractions from 0 to below 1, with a sum above 0 and below 1.',),
+        ('expected fractions from 0 to below 1, with a sum above 0 and below 1.',), at="commands/data.py:split#2",
     ),
     Case(
         'Checkpoints and names', 'a checkpoint that is not there', 'vitrail info nowhere.npz',
@@ -304,7 +287,7 @@ CASES = (
     Case(
         'Files to write', 'int8 without images', 'vitrail export model out --precision int8',
         'int8 needs images to measure the ranges of activations with:',
-        ('give a data source with --calibrate.',),
+        ('give a data source with --calibrate.',), at="commands/export.py:export",
     ),
     Case(
         'Files to write', 'a folder that is not a packed dataset', 'vitrail data pack photos model --image-size 32',

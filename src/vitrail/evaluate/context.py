@@ -270,6 +270,12 @@ def gather_bad_images(context: EvalContext, bad: dict[str, BadImage]) -> list[Ba
     return [by_name[name] for name in sorted(by_name)]
 
 
+def none_read(what: str, bad: Sequence[BadImage]) -> str:
+    """Say that all images were bad, with the reason of one."""
+    first = f" The first: {bad[0].name}: {bad[0].reason}." if bad else ""
+    return f"No image of {what} could be read.{first} Repair or replace the images."
+
+
 def check_finite(outputs: Tensor, batch: Batch, split: Split) -> None:
     """Refuse NaN and infinity: they would count as wrong predictions and hide the cause."""
     rows = torch.nonzero(~outputs.isfinite().flatten(1).all(1))[:, 0]

@@ -101,6 +101,10 @@ CASES = (
        "small_classes is 'dropp';", "it can be error, drop. Did you mean drop?"),
     at("evaluate/settings.py:check_choice", lambda: open_data(bundle(), "photos", match="names"),  # type: ignore[arg-type]
        "match is 'names';", "it can be name, order. Did you mean name?"),
+    at("evaluate/settings.py:check_choice", lambda: EvalContext(precision="fp8"),  # type: ignore[arg-type]
+       "precision is 'fp8';", "it can be auto, fp32, bf16, fp16, int8."),
+    at("evaluate/settings.py:check_choice", lambda: EvalContext(bad_images="ignore"),  # type: ignore[arg-type]
+       "bad_images is 'ignore';", "it can be error, skip."),
     at("evaluate/settings.py:FeatureSpec.__post_init__#1", lambda: FeatureSpec(layer=3),
        "pre_logits exists only for the last layer;", f"for layer 3 {AFTER}"),
     at("evaluate/settings.py:FeatureSpec.__post_init__#2", lambda: FeatureSpec(feature="pooled", norm=False),

@@ -22,7 +22,7 @@ from vitrail.data.sampler import BatchSlice
 from vitrail.data.settings import BadImages
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
-from vitrail.evaluate.settings import Precision, no_progress
+from vitrail.evaluate.settings import Precision, check_choice, no_progress
 from vitrail.models import Model
 from vitrail.models.features import evaluating, stride_of
 from vitrail.models.inference import InferenceModel, choose, for_inference
@@ -52,6 +52,8 @@ class EvalContext:
     """Called with the number of images finished since the last call."""
 
     def __post_init__(self) -> None:
+        check_choice("precision", self.precision, Precision)
+        check_choice("bad_images", self.bad_images, BadImages)
         if self.batch is not None and self.batch < 1:
             raise VitrailError(f"The batch size is {self.batch}; it must be at least 1.")
         if self.workers is not None and self.workers < 0:

@@ -24,7 +24,7 @@ CASES = (
     Case(
         'Commands and options', 'a number out of range', 'vitrail predict model cat.jpg --top 0',
         'top is 0;',
-        ('use 1 or more.',),
+        ('use 1 or more.',), at="evaluate/predictor.py:check_prediction",
     ),
     Case(
         'Commands and options', 'a port that does not exist', 'vitrail serve model --port 99999',
@@ -120,6 +120,7 @@ CASES = (
         'Images, labels and tables', 'more shots than images', 'vitrail fewshot model --data photos --shots 25',
         "Class 'cat' has 4 images, fewer than 25 shots.",
         ('Use fewer --shots, or pass --small-classes drop to leave such classes out.',),
+        at="evaluate/support_set.py:_refuse_small_classes",
     ),
     Case(
         'Images, labels and tables', 'impossible fractions', 'vitrail data split photos photos.csv --val 1.5',
@@ -277,7 +278,7 @@ CASES = (
     Case(
         'Training and studies', 'ImageNet left out', 'vitrail reproduce ViT-B/16',
         'No images are given.',
-        ("Pass --imagenet DIR with ImageNet's validation images",),
+        ("Pass --imagenet DIR with ImageNet's validation images",), at="evaluate/reproduction.py:_check_folders#2",
     ),
     Case(
         'Files to write', 'a target that is something else', 'vitrail export model notes.txt',
@@ -297,7 +298,7 @@ CASES = (
     Case(
         'Files to write', 'embeddings of another kind of file', 'vitrail neighbours notes.txt cat.jpg',
         'An embeddings file must end in .npz or .parquet;',
-        ("'notes.txt' does not.",),
+        ("'notes.txt' does not.",), at="evaluate/embeddings.py:check_extension",
     ),
 )
 # fmt: on

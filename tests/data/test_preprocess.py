@@ -217,8 +217,8 @@ def test_every_field_but_the_name_changes_the_fingerprint() -> None:
     ("changes", "words"),
     [
         ({"resize": "sqare"}, "it must be one of square, short-side, none"),
-        ({"resize": "short-side"}, "resize_to goes with"),
-        ({"resize": "none", "resize_to": 256}, "resize_to goes with"),
+        ({"resize": "short-side"}, "Give the length of the short side"),
+        ({"resize": "none", "resize_to": 256}, "Leave it out, or use resize='short-side'"),
         ({"resize": "short-side", "resize_to": 100}, "smaller than the 224×224"),
         ({"resize": "short-side", "resize_to": 256, "pad": True}, "has no effect"),
         ({"mean": (0.5,)}, "1 value for 3 channels"),

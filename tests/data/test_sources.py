@@ -93,7 +93,7 @@ def test_a_split_file_of_an_older_version_is_used_for_its_runs(tmp_path: Path, c
     with pytest.raises(VitrailError, match=r"lists 1 image that cannot be found, for example dog/3.png"):
         open_source(f"folder:{tmp_path}?val=0.2", rule="seed-1")
     (tmp_path / "vitrail-split-seed1-val0.2.csv").write_text("file,part\ndog/3.png,val\n")
-    with pytest.raises(VitrailError, match=r"cannot be read as a table of path and split \('path'\)"):
+    with pytest.raises(VitrailError, match=r"cannot be read as a table of path and split \(it has no column 'path'\)"):
         open_source(f"folder:{tmp_path}?val=0.2", rule="seed-1")
 
 

@@ -53,6 +53,9 @@ def open_torchvision(request: Request) -> OpenResult:
             f"{request.reference}: Vitrail cannot read the torchvision dataset {request.location!r}."
             f"{did_you_mean(request.location, DATASETS)} Supported are {', '.join(DATASETS)}."
         )
+    if DATASETS[name] is not _NO_SPLITS and request.fraction("val", 0):
+        already = ", ".join(DATASETS[name])
+        raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {already}. Remove the option.")
     root = Path(request.options.get("root", CACHE / "torchvision")).expanduser()
     splits: dict[str, Split] = {
         split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in DATASETS[name].items()
@@ -61,8 +64,6 @@ def open_torchvision(request: Request) -> OpenResult:
     if DATASETS[name] is _NO_SPLITS:
         fraction = request.fraction("val", 0.1)
         splits, rule = hold_out(splits["train"], fraction, rule=request.rule), request.rule if fraction else None
-    elif request.fraction("val", 0):
-        raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has the splits {', '.join(splits)}.")
     return OpenResult(splits=splits, detail=f"{name} in {root}", rule=rule)
 
 

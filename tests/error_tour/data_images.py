@@ -322,7 +322,8 @@ CASES: tuple[Case, ...] = (
     ),
     at(
         "data/sampler.py:_weights_file", lambda: class_weights(_split(), "nowhere.json"),
-        "Cannot read class weights from nowhere.json (", "Pass `auto`, or a JSON file such as {\"cat\": 1.0, \"lynx\": 8.5}.",
+        "Cannot read class weights from nowhere.json (No such file or directory).",
+        "Pass `auto`, or a JSON file such as {\"cat\": 1.0, \"lynx\": 8.5}.",
     ),
     at(
         "data/sampler.py:_class_targets", lambda: class_weights(_regress(), "auto"),

@@ -342,7 +342,7 @@ CASES: tuple[Case, ...] = (
     at(
         "data/sources/torchvision.py:_dataset#2", lambda: open_source("torchvision:CIFAR10?root=empty"),
         "CIFAR10 cannot be opened in empty: Dataset not found or corrupted.",
-        "Download it with torchvision:CIFAR10?download=1, or give its folder with ?root=DIR.",
+        "corrupted. Download it with torchvision:CIFAR10?download=1, or give its folder with ?root=DIR.",
     ),
     at(
         "data/sources/hub.py:HubSplit.payload#1", lambda: _image_of_hub({"bytes": None, "path": "nowhere.jpg"}),

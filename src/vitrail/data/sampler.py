@@ -177,8 +177,9 @@ def _weights_file(path: Path) -> dict[str, float]:
         values = read_json_object(path)
         return {str(name): float(value) for name, value in values.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise VitrailError(
-            f'Cannot read class weights from {path} ({error}). Pass `auto`, or a JSON file such as {{"cat": 1.0, "lynx": 8.5}}.'
+            f'Cannot read class weights from {path} ({reason}). Pass `auto`, or a JSON file such as {{"cat": 1.0, "lynx": 8.5}}.'
         ) from error
 
 

@@ -77,9 +77,11 @@ def _dataset(name: str, root: Path, arguments: dict[str, Any], request: Request)
             root.mkdir(parents=True, exist_ok=True)
         return kind(root=str(root), **arguments, **download)
     except ModuleNotFoundError as error:
-        raise VitrailError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
+        package = (error.name or "").partition(".")[0]
+        raise VitrailError(f"{name} needs the package {package}: pip install {package}.") from error
     except (RuntimeError, OSError) as error:  # not found, corrupted, or no network
         first = str(error).partition("\n")[0]
+        first = first.partition(" You can use download=True")[0]  # not how it is written here
         advice = (
             "Check the connection, or copy the files there yourself."
             if download

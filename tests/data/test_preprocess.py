@@ -225,6 +225,10 @@ def test_every_field_but_the_name_changes_the_fingerprint() -> None:
         ({"std": (0.5, 0.0, 0.5)}, "above 0"),
         ({"bits": 12}, "one of 8, 16"),
         ({"size": (0, 4)}, "at least 1"),
+        ({"size": 224}, r"size is 224; it must be \(height, width\)"),
+        ({"mean": 0.5}, "mean is 0.5; it must be one number per channel"),
+        ({"std": ("a", "b", "c")}, "it must be one number per channel"),
+        ({"multiple": 16}, r"multiple is 16; it must be \(height, width\)"),
     ],
 )
 def test_invalid_values_are_refused(changes: dict[str, Any], words: str) -> None:

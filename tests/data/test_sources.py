@@ -192,6 +192,8 @@ def test_links_are_followed_and_broken_ones_named(tmp_path: Path) -> None:
         ("digits?seed=3", "digits: has no option 'seed'"),
         ("csv:nowhere.csv", "Cannot read the table nowhere.csv"),
         ("packed:nowhere", "is not a packed dataset: it has no packed.json"),
+        ("", "The data source '' has no path or name"),
+        ("folder:?val=0.1", r"The data source 'folder:\?val=0.1' has no path or name"),
     ],
 )
 def test_a_mistyped_source_gets_a_suggestion(reference: str, words: str) -> None:

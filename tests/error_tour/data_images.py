@@ -261,6 +261,10 @@ CASES: tuple[Case, ...] = (
         "Preprocess.std is (0.5, 0.0, 0.5);", "every value must be above 0.",
     ),
     at(
+        "data/preprocess.py:_numbers_of", lambda: _preprocess(size=224),
+        "Preprocess.size is 224;", "it must be (height, width).",
+    ),
+    at(
         "data/preprocess.py:Preprocess._check_keep_aspect#1", lambda: _preprocess(max_size=512),
         "resize is 'square', max_size is 512 and multiple is None.", "max_size and multiple go with resize='keep-aspect'",
     ),

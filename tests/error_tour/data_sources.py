@@ -125,6 +125,10 @@ def _svhn_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES: tuple[Case, ...] = (
     # References and options.
     at(
+        "data/sources/__init__.py:resolve#1", lambda: open_source("folder:"),
+        "The data source 'folder:' has no path or name.", "Write . for the current folder.",
+    ),
+    at(
         "data/sources/__init__.py:_infer_kind#1", lambda: open_source("notes.txt"),
         "notes.txt is not a table (.csv), a tar (.tar) or a .parquet file.",
         "A data source is one of these, or a folder of images.",

@@ -56,7 +56,7 @@ CASES = (
         'Paths and sources', 'a mistyped kind of source', 'vitrail data check foldr:photos',
         "there is no source kind 'foldr'.",
         ('Did you mean folder?',), status=1,
-        at="data/sources/__init__.py:resolve",
+        at="data/sources/__init__.py:resolve#2",
     ),
     Case(
         'Paths and sources', 'a mistyped option of a source', 'vitrail data check photos?vall=0.1',

@@ -64,8 +64,10 @@ class Preprocess:
     """The preset it came from."""
 
     def __post_init__(self) -> None:
-        for field, kind in (("size", int), ("mean", float), ("std", float)):
-            object.__setattr__(self, field, tuple(kind(value) for value in getattr(self, field)))  # JSON gives lists
+        object.__setattr__(self, "size", _numbers_of(self.size, int, "Preprocess.size", "(height, width)"))  # JSON gives lists
+        for field in ("mean", "std"):
+            value = _numbers_of(getattr(self, field), float, f"Preprocess.{field}", "one number per channel")
+            object.__setattr__(self, field, value)
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 allowed = ", ".join(map(str, choices))
@@ -95,7 +97,7 @@ class Preprocess:
 
     def _check_keep_aspect(self) -> None:
         if self.multiple is not None:
-            object.__setattr__(self, "multiple", tuple(int(value) for value in self.multiple))
+            object.__setattr__(self, "multiple", _numbers_of(self.multiple, int, "multiple", "(height, width)"))
         keeps = self.resize == "keep-aspect"
         if keeps != (self.max_size is not None) or keeps != (self.multiple is not None):
             raise VitrailError(
@@ -374,6 +376,13 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
         return read_bytes(path)
     except OSError as error:
         raise VitrailError(f"Cannot read the image {path}: {error.strerror}. Check the path and its permissions.") from error
+
+
+def _numbers_of(values: Any, kind: type[int] | type[float], name: str, expected: str) -> tuple[float, ...]:
+    try:
+        return tuple(kind(value) for value in values)
+    except (TypeError, ValueError):
+        raise VitrailError(f"{name} is {values!r}; it must be {expected}.") from None
 
 
 def _times(size: tuple[int, ...]) -> str:

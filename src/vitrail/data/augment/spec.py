@@ -90,8 +90,8 @@ class Augment:
 
     def __post_init__(self) -> None:
         for name in ("crop_area", "crop_aspect", "erase_area", "erase_aspect"):
-            low_high = tuple(float(value) for value in getattr(self, name))
-            object.__setattr__(self, name, low_high)  # JSON gives lists
+            low_high = _floats(getattr(self, name))
+            object.__setattr__(self, name, low_high or getattr(self, name))  # JSON gives lists
             top = 1.0 if name.endswith("area") else float("inf")
             if len(low_high) != 2 or not 0 < low_high[0] <= low_high[1] <= top:
                 raise VitrailError(
@@ -189,6 +189,14 @@ def augment_level(name: str, **changes: Any) -> Augment:
     if level is not None:
         fields = {"randaugment": "big-vision", "randaugment_magnitude": level[0], "mixup": level[1]}
     return Augment(**{**fields, **changes})
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    """Return numbers as a tuple; an empty one if they are not a list of numbers."""
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        return ()
 
 
 _JITTER = ("brightness", "contrast", "saturation", "hue")

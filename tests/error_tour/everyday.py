@@ -50,26 +50,31 @@ CASES = (
         'Paths and sources', 'data that is not there', 'vitrail probe model --data nowhere',
         "'nowhere' is neither an existing path nor a source.",
         ('A source is digits, folder:…, csv:…, packed:…, torchvision:…, hf:…, wds:… or a path.',),
+        at="data/sources/__init__.py:_infer_kind#2",
     ),
     Case(
         'Paths and sources', 'a mistyped kind of source', 'vitrail data check foldr:photos',
         "there is no source kind 'foldr'.",
         ('Did you mean folder?',), status=1,
+        at="data/sources/__init__.py:resolve#2",
     ),
     Case(
         'Paths and sources', 'a mistyped option of a source', 'vitrail data check photos?vall=0.1',
         "folder: has no option 'vall'.",
         ('Did you mean val? Its options are val, labels.',), status=1,
+        at="data/sources/reference.py:Request.allow_options",
     ),
     Case(
         'Paths and sources', 'a dataset that torchvision has under another name', 'vitrail data check torchvision:CIFAR',
         "the torchvision dataset 'CIFAR'.",
         ('Did you mean CIFAR10 or CIFAR100?',), status=1,
+        at="data/sources/torchvision.py:open_torchvision#1",
     ),
     Case(
         'Paths and sources', 'a split that is not there', 'vitrail eval model --data photos --split tset',
         "photos has no split 'tset';",
         ('it has train, val.',),
+        at="data/types.py:Source.split",
     ),
     Case(
         'Paths and sources', 'tasks that are not there', 'vitrail vtab model --root empty',
@@ -80,6 +85,7 @@ CASES = (
         'Images, labels and tables', 'images without class folders', 'vitrail data check flat',
         '3 images',
         ('a table, as csv:FILE', 'For images without labels (pre-training or prediction) use folder:flat?labels=none'), status=1,
+        at="data/sources/folder.py:_layout_error",
     ),
     Case(
         'Images, labels and tables', 'a text file named .jpg', 'vitrail predict text.jpg',
@@ -110,11 +116,13 @@ CASES = (
         'Images, labels and tables', 'a row with too few cells', 'vitrail data check csv:table.csv',
         'table.csv, line 3: 1 cell, but the first line has 2.',
         ('Quote names that contain a comma',), status=1,
+        at="data/sources/csv.py:_read#3",
     ),
     Case(
         'Images, labels and tables', 'a row whose file is missing', 'vitrail data check csv:missing.csv',
         '1 listed image not found.',
         ('nowhere.jpg: no such file (line 3 of missing.csv)',), status=1,
+        at="data/sources/csv.py:_missing_files#2",
     ),
     Case(
         'Images, labels and tables', 'more shots than images', 'vitrail fewshot model --data photos --shots 25',
@@ -294,6 +302,7 @@ CASES = (
         'Files to write', 'a folder that is not a packed dataset', 'vitrail data pack photos model --image-size 32',
         'model is not a packed dataset: it has no packed.json.',
         ('Create one with `vitrail data pack SOURCE model`.',),
+        at="data/sources/packed_files.py:read_description#1",
     ),
     Case(
         'Files to write', 'embeddings of another kind of file', 'vitrail neighbours notes.txt cat.jpg',

@@ -209,7 +209,7 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
     except GatedRepoError as error:
         raise VitrailError(f"hf:{repository} is gated: accept its terms on the Hub and log in with `hf auth login`.") from error
     except RevisionNotFoundError as error:
-        raise VitrailError(f"hf:{repository} has no revision {revision!r}.") from error
+        raise VitrailError(f"hf:{repository} has no revision {revision!r}. Give a branch, tag or commit of it, or none.") from error
     except RepositoryNotFoundError as error:
         raise VitrailError(f"There is no repository {repository!r} on the Hub, or it is private. Check its name.") from error
     except others as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.checkpoints.hub_server import HubServer
 from tests.error_tour.case import at
 from tests.error_tour.checkpoint_files import environment, own, place, repository, server
@@ -30,6 +32,21 @@ def interrupt(running: HubServer) -> None:
 def absent_file() -> None:
     with server() as running:
         url.download(f"{running.address}/none.npz")
+
+
+def no_server() -> None:
+    with environment():
+        url.download("http://127.0.0.1:9/x.npz")
+
+
+def time_out(*arguments: object) -> None:
+    raise hub.network_errors()[0]("timed out")
+
+
+def cache_is_a_file() -> None:
+    with server(vit=repository(config_json="{}")), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", "notes.txt")
+        hub.download("ada/vit")
 
 
 def corrupted_in_the_cache() -> None:
@@ -83,8 +100,7 @@ CASES = (
     at("checkpoints/download.py:fetch", lambda: fetched(lambda running: setattr(running, "corrupt", True)),
        "/bucket/x.bin is corrupted: its MD5 is not 6d0bb00954ceb7fbee436bb55a8397a9.",
        "It was deleted; run again to download it anew."),
-    at("checkpoints/download.py:_receive#1", absent_file,
-       "/none.npz: there is no such file (HTTP 404).", COPY),
+    at("checkpoints/download.py:_receive#1", absent_file, "/none.npz: there is no such file (HTTP 404).", "Check the URL."),
     at("checkpoints/download.py:_receive#2", lambda: fetched(interrupt),
        "/bucket/x.bin: the connection ended after 40 of 100 bytes.", "40 bytes are kept in", "x.bin.part: run again to resume."),
     at("checkpoints/download.py:_request", lambda: fetched(lambda running: None, size=50),
@@ -106,8 +122,14 @@ CASES = (
        "hf:ada/vit has no revision 'v9'.", "Give a branch, tag or commit of it, or none."),
     at("checkpoints/hub.py:_sentences#4", lambda: from_hub("ada/absent"),
        "There is no repository 'ada/absent' on the Hub, or it is private.", "Check its name."),
-    at("checkpoints/hub.py:_sentences#5", lambda: offline(lambda: hub.download("not a name!")),
-       "Cannot download hf:not a name!: ", "On a machine with a network connection run"),
+    at("checkpoints/hub.py:_sentences#5", lambda: from_hub("not a name!"),
+       "'not a name!' is not a repository's name.", "Write it as hf:owner/name, such as hf:google/vit-base-patch16-224."),
+    at("checkpoints/hub.py:_sentences#6", lambda: from_hub("ada/vit"),
+       "Cannot download hf:ada/vit: timed out.", "On a machine with a network connection run `hf download ada/vit config.json",
+       patch=lambda patch: patch.setattr(hub, "_fetch_weights", time_out)),
+    at("checkpoints/hub.py:_sentences#7", cache_is_a_file,
+       "Cannot download hf:ada/vit: [Errno 20] Not a directory: ",
+       "Check the cache folder notes.txt, or set HF_HOME to another folder."),
     at("checkpoints/push.py:push", lambda: push.push(Path("model"), "vit"),
        "'vit' is not a repository's name.", "Write it as owner/name, such as my-name/vit-pets."),
     at("checkpoints/push.py:_checkpoint#1", lambda: push.push(Path("notes.txt"), "ada/vit"),
@@ -121,7 +143,7 @@ CASES = (
     at("checkpoints/push.py:_card", own_card,
        "--licence mit is for a generated card, but weights/own/README.md will be uploaded.", "State the licence there."),
     at("checkpoints/push.py:_api#1", lambda: offline(lambda: push.push(Path("model"), "ada/vit")),
-       "Cannot upload to ada/vit: the Hub is disabled (HF_HUB_OFFLINE).", "Unset it, or run this where it is not."),
+       "Cannot upload to ada/vit: the Hub is disabled (HF_HUB_OFFLINE).", "Unset it and run again."),
     at("checkpoints/push.py:_api#2", without_token,
        "Cannot upload to ada/vit: there is no token of the Hub.",
        "Log in with `hf auth login` and a token that may write, or set HF_TOKEN."),
@@ -147,7 +169,8 @@ CASES = (
     at("checkpoints/url.py:download#2", lambda: offline(lambda: url.download("https://host/x.npz")),
        "https://host/x.npz is not in the local cache, and downloads are disabled (HF_HUB_OFFLINE).",
        "On a machine with a network connection download https://host/x.npz, and copy it to", COPY),
-    at("checkpoints/url.py:download#3", absent_file,
-       "/none.npz: there is no such file (HTTP 404).", "On a machine with a network connection download http://127.0.0.1", COPY),
+    at("checkpoints/url.py:download#3", no_server,
+       "Cannot download http://127.0.0.1:9/x.npz: [Errno 111] Connection refused.",
+       "On a machine with a network connection download http://127.0.0.1:9/x.npz", COPY),
 )
 # fmt: on

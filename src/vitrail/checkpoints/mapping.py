@@ -113,7 +113,7 @@ def rename(archive: Archive, changes: Sequence[tuple[str, str]], note: str = "")
         changed |= new != name
         if new in tensors:
             raise VitrailError(
-                f"{archive.path} contains {new!r} under two names. It is unclear which one to use, so the file is rejected."
+                f"{archive.path} contains {new!r} under two names, so it is unclear which one to use. Save only one of them."
             )
         tensors[new] = tensor
     archive.tensors = tensors

@@ -279,7 +279,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Convert the weights to the dtype they are stored in; raise an error if one is too large for it."""
     if dtype not in FLOATS:
-        raise VitrailError(f"Weights cannot be stored as {dtype}. Use {', '.join(map(_dtype_name, FLOATS))}.")
+        raise VitrailError(f"Weights cannot be stored as {dtype}. Use one of {', '.join(map(_dtype_name, FLOATS))}.")
     rounded = {name: tensor.to(dtype) for name, tensor in state.items()}
     too_large = next((name for name, tensor in rounded.items() if not torch.isfinite(tensor).all()), None)
     if too_large is not None:

@@ -105,7 +105,7 @@ CASES = (
     Case(
         'Images, labels and tables', 'a bad image in training data', 'vitrail finetune --from model --data photos-bad --batch 2',
         '1 of 7 images cannot be read: cat/bad.jpg: truncated',
-        ('Repair or remove them, or skip them with --bad-images skip.',),
+        ('Repair or remove them, or skip them with --bad-images skip.',), at='api/image_check.py:ImageCheck.__call__',
     ),
     Case(
         'Images, labels and tables', 'a class that the model does not have', 'vitrail eval model --data other',
@@ -139,6 +139,7 @@ CASES = (
         'Checkpoints and names', 'a checkpoint that is not there', 'vitrail info nowhere.npz',
         "There is no checkpoint 'nowhere.npz'.",
         ('Give a folder, an .npz, .pth or .safetensors file', '`vitrail models --pretrained` lists them'),
+        at='checkpoints/loading.py:locate#2',
     ),
     Case(
         'Checkpoints and names', 'a model that is not there', 'vitrail models ViT-B/17x',
@@ -150,46 +151,49 @@ CASES = (
         'There are no published weights of ViT-B/17.',
         ('There are weights of ViT-B/8, ViT-B/14, ViT-B/16 and ViT-B/32.',
          "`vitrail.create_model('ViT-B/17')` makes an untrained model."),
+        at='checkpoints/published.py:find#1',
     ),
     Case(
         'Checkpoints and names', 'a mistyped tag', 'vitrail info ViT-B/16@maee',
         "ViT-B/16 has no published weights tagged 'maee'.",
-        ('Did you mean mae?',),
+        ('Did you mean mae?',), at='checkpoints/published.py:find#2',
     ),
     Case(
         'Checkpoints and names', 'a corrupted archive', 'vitrail info broken.npz',
         'Cannot read broken.npz as a checkpoint',
-        ('The file is corrupted or incomplete: download or copy it again.',),
+        ('The file is corrupted or incomplete: download or copy it again.',), at='checkpoints/archive.py:wrap_errors#3',
     ),
     Case(
         'Checkpoints and names', 'a file that is no checkpoint', 'vitrail info notes.txt',
         'notes.txt is not a supported weight file (.npz, .safetensors or .pth).',
-        ('download or copy it again.',),
+        ('download or copy it again.',), at='checkpoints/archive.py:open_archive',
     ),
     Case(
         'Checkpoints and names', 'a pickle that would run code', 'vitrail info code.pth',
         'code.pth needs unsafe unpickling, which can run any code, so it is rejected.',
-        ('Open it in a sandbox', 'or use a .safetensors file.'),
+        ('Open it in a sandbox', 'or use a .safetensors file.'), at='checkpoints/archive.py:_open_pth',
     ),
     Case(
         'Checkpoints and names', 'tensors of no known format', 'vitrail info numbers.npz',
-        'numbers.npz contains 1 tensor (a …), whose names match no supported format',
-        ('its names may have an extra prefix.',),
+        'numbers.npz contains 1 tensor (a), whose names match no supported format',
+        ('its names may have an extra prefix.',), at='checkpoints/formats.py:detect_format#3',
     ),
     Case(
         'Checkpoints and names', 'a folder with another config.json', 'vitrail info config-only',
         'config-only/config.json is not the config of a Vitrail checkpoint.',
         ('Give a folder that `vitrail.save` or a run has written, or the weight file itself.',),
+        at='checkpoints/native.py:_check_version#1',
     ),
     Case(
         'Checkpoints and names', 'a flipped bit in the weights', 'vitrail info flipped',
         'flipped: the weights are not those that were saved: their checksum differs from config.json.',
-        ('download or copy it again.', "Load it with verify='none' to skip this check."),
+        ('download or copy it again.', "Load it with verify='none' to skip this check."), at='checkpoints/native.py:read',
     ),
     Case(
         'Checkpoints and names', 'a backbone asked to classify', 'vitrail predict zero-head cat.jpg',
         'The head is all zeros: zero-head is only a backbone',
         ('Fine-tune it on your classes (`vitrail finetune`), or use its features (`vitrail fewshot`, `vitrail embed`).',),
+        at='checkpoints/bundle.py:Bundle.check_head',
     ),
     Case(
         'Checkpoints and names', 'a mistyped preset', 'vitrail predict model cat.jpg --preprocess imagnet',
@@ -199,17 +203,17 @@ CASES = (
     Case(
         'Checkpoints and names', 'an extension of another format', 'vitrail convert model out.pth --to google',
         'out.pth must end in .npz',
-        ("for the format of Google's vision_transformer.",),
+        ("for the format of Google's vision_transformer.",), at='checkpoints/conversion.py:_temporary#1',
     ),
     Case(
         'Checkpoints and names', 'other channels without a rule', 'vitrail.load("model", channels=1)',
         'The model has 3 input channels.',
-        ("For channels=1, choose the rule: stem='sum'",),
+        ("For channels=1, choose the rule: stem='sum'",), at='checkpoints/adapt.py:change_channels#1',
     ),
     Case(
         'Checkpoints and names', 'too few class names', 'vitrail.load("model", classes=["cat"])',
         'The model has 2 outputs, but the list of classes has 1 name.',
-        ('Give one name per output.',),
+        ('Give one name per output.',), at='checkpoints/native.py:check_task#2',
     ),
     Case(
         'Models and sizes', 'a size that is no multiple of the patch', 'vitrail.create_model("ViT-B/16", image_size=222)',
@@ -291,7 +295,7 @@ CASES = (
     Case(
         'Files to write', 'a target that is something else', 'vitrail export model notes.txt',
         'notes.txt exists and is not an exported model;',
-        ('give a new folder.',),
+        ('give a new folder.',), at='export/write.py:check_target',
     ),
     Case(
         'Files to write', 'int8 without images', 'vitrail export model out --precision int8',

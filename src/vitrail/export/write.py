@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vitrail.checkpoints import Bundle
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.export.artefact import FILES, REPORT, Artefact
 from vitrail.export.module import Exported, exported_module
 from vitrail.export.onnx_file import need_onnx, write_onnx
@@ -44,11 +44,13 @@ def export_model(
     nothing is written and an error says so, unless `force` is given.
     `calibrate` are images to measure the ranges of activations with, for int8.
     """
+    target = Path(out)
+    check_target(target)
     if settings.format == "onnx":
         need_onnx()
     bundle.check_head()
     if calibrate and settings.precision != "int8":
-        raise VitrailError(f"Images to calibrate with have no effect on {settings.precision}; they are for int8.")
+        raise VitrailError(f"Images to calibrate with have no effect on {settings.precision}. Leave them out, or choose int8.")
     preprocess = bundle.stored_preprocess()
     if settings.image_size is not None:
         preprocess = preprocess.with_size(settings.image_size)
@@ -56,9 +58,6 @@ def export_model(
         bundle = dataclasses.replace(bundle, model=resized, preprocess=preprocess)  # type: ignore[arg-type]
     module = exported_module(bundle.model, _TYPES[settings.precision], preprocess=preprocess if settings.pixels else None)
     metadata = _metadata(bundle, module, settings)
-    target = Path(out)
-    if target.exists() and not (target.is_dir() and all(path.name in _FILES for path in target.iterdir())):
-        raise VitrailError(f"{target} exists and is not an exported model; give a new folder.")
     with atomic_folder(target) as new, utf8_path(new) as name:
         folder = Path(name)
         file = folder / FILES[settings.format]
@@ -70,7 +69,7 @@ def export_model(
         if problems and not force:
             raise VitrailError(
                 f"The exported model does not compute what the PyTorch model does, so it was not written: {'; '.join(problems)} "
-                f"({comparison.images} images of {named}). --force writes it all the same."
+                f"({counted(comparison.images, 'image')} of {named}). --force writes it all the same."
             )
         limits = {**dataclasses.asdict(THRESHOLDS[settings.precision]), "max_drop": max_drop}
         outcome = {"limits": limits, "problems": problems, "forced": bool(problems)}
@@ -80,6 +79,12 @@ def export_model(
 
 
 _FILES = {*FILES.values(), REPORT, "model.onnx.data"}
+
+
+def check_target(target: Path) -> None:
+    """Raise an error if the target exists and is anything but an exported model."""
+    if target.exists() and not (target.is_dir() and all(path.name in _FILES for path in target.iterdir())):
+        raise VitrailError(f"{target} exists and is not an exported model; give a new folder.")
 
 
 def _write(

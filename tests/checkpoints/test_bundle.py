@@ -249,4 +249,6 @@ def test_a_clear_error_for_what_is_not_in_the_cache(tmp_path: Path) -> None:
     )
     done = offline(tmp_path, code)
     assert done.returncode == 0, done.stderr
-    assert "hf:someone/absent is not in the local cache" in done.stdout and "Cannot download hf:not a name!" in done.stdout
+    assert (
+        "hf:someone/absent is not in the local cache" in done.stdout and "'not a name!' is not a repository's name" in done.stdout
+    )

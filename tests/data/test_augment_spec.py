@@ -23,6 +23,7 @@ def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        *(("crop_area", 0.5), ("crop_aspect", "wide"), ("erase_area", ())),
         *(("crop", "center"), ("crop_area", (0.0, 1.0)), ("crop_area", (0.5, 0.2)), ("crop_area", (0.5, 1.2))),
         *(("flip", 1.5), ("mixup", -1.0), ("repeats", 0), ("randaugment", "timmm"), ("smoothing", -0.1)),
         *(("hue", 0.6), ("brightness", -0.1), ("contrast", float("nan")), ("mix_until", 1.1)),
@@ -42,7 +43,7 @@ def test_torchvision_magnitudes_are_integers_up_to_30() -> None:
 
 @pytest.mark.parametrize("two", [{"randaugment": "timm", "three_augment": True}, {"trivialaugment": True, "three_augment": True}])
 def test_only_one_policy_can_be_on(two: dict[str, object]) -> None:
-    with pytest.raises(VitrailError, match="both on"):
+    with pytest.raises(VitrailError, match="on together"):
         Augment(**two)  # type: ignore[arg-type]
 
 

@@ -217,14 +217,18 @@ def test_every_field_but_the_name_changes_the_fingerprint() -> None:
     ("changes", "words"),
     [
         ({"resize": "sqare"}, "it must be one of square, short-side, none"),
-        ({"resize": "short-side"}, "resize_to goes with"),
-        ({"resize": "none", "resize_to": 256}, "resize_to goes with"),
+        ({"resize": "short-side"}, "Give the length of the short side"),
+        ({"resize": "none", "resize_to": 256}, "Leave it out, or use resize='short-side'"),
         ({"resize": "short-side", "resize_to": 100}, "smaller than the 224×224"),
         ({"resize": "short-side", "resize_to": 256, "pad": True}, "has no effect"),
         ({"mean": (0.5,)}, "1 value for 3 channels"),
         ({"std": (0.5, 0.0, 0.5)}, "above 0"),
         ({"bits": 12}, "one of 8, 16"),
         ({"size": (0, 4)}, "at least 1"),
+        ({"size": 224}, r"size is 224; it must be \(height, width\)"),
+        ({"mean": 0.5}, "mean is 0.5; it must be one number per channel"),
+        ({"std": ("a", "b", "c")}, "it must be one number per channel"),
+        ({"multiple": 16}, r"multiple is 16; it must be \(height, width\)"),
     ],
 )
 def test_invalid_values_are_refused(changes: dict[str, Any], words: str) -> None:

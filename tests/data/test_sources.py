@@ -93,7 +93,7 @@ def test_a_split_file_of_an_older_version_is_used_for_its_runs(tmp_path: Path, c
     with pytest.raises(VitrailError, match=r"lists 1 image that cannot be found, for example dog/3.png"):
         open_source(f"folder:{tmp_path}?val=0.2", rule="seed-1")
     (tmp_path / "vitrail-split-seed1-val0.2.csv").write_text("file,part\ndog/3.png,val\n")
-    with pytest.raises(VitrailError, match=r"cannot be read as a table of path and split \('path'\)"):
+    with pytest.raises(VitrailError, match=r"cannot be read as a table of path and split \(it has no column 'path'\)"):
         open_source(f"folder:{tmp_path}?val=0.2", rule="seed-1")
 
 
@@ -192,6 +192,8 @@ def test_links_are_followed_and_broken_ones_named(tmp_path: Path) -> None:
         ("digits?seed=3", "digits: has no option 'seed'"),
         ("csv:nowhere.csv", "Cannot read the table nowhere.csv"),
         ("packed:nowhere", "is not a packed dataset: it has no packed.json"),
+        ("", "The data source '' has no path or name"),
+        ("folder:?val=0.1", r"The data source 'folder:\?val=0.1' has no path or name"),
     ],
 )
 def test_a_mistyped_source_gets_a_suggestion(reference: str, words: str) -> None:

@@ -24,7 +24,7 @@ CASES = (
     Case(
         'Commands and options', 'a number out of range', 'vitrail predict model cat.jpg --top 0',
         'top is 0;',
-        ('use 1 or more.',),
+        ('use 1 or more.',), at="evaluate/predictor.py:check_prediction",
     ),
     Case(
         'Commands and options', 'a port that does not exist', 'vitrail serve model --port 99999',
@@ -50,26 +50,31 @@ CASES = (
         'Paths and sources', 'data that is not there', 'vitrail probe model --data nowhere',
         "'nowhere' is neither an existing path nor a source.",
         ('A source is digits, folder:…, csv:…, packed:…, torchvision:…, hf:…, wds:… or a path.',),
+        at="data/sources/__init__.py:_infer_kind#2",
     ),
     Case(
         'Paths and sources', 'a mistyped kind of source', 'vitrail data check foldr:photos',
         "there is no source kind 'foldr'.",
         ('Did you mean folder?',), status=1,
+        at="data/sources/__init__.py:resolve#2",
     ),
     Case(
         'Paths and sources', 'a mistyped option of a source', 'vitrail data check photos?vall=0.1',
         "folder: has no option 'vall'.",
         ('Did you mean val? Its options are val, labels.',), status=1,
+        at="data/sources/reference.py:Request.allow_options",
     ),
     Case(
         'Paths and sources', 'a dataset that torchvision has under another name', 'vitrail data check torchvision:CIFAR',
         "the torchvision dataset 'CIFAR'.",
         ('Did you mean CIFAR10 or CIFAR100?',), status=1,
+        at="data/sources/torchvision.py:open_torchvision#1",
     ),
     Case(
         'Paths and sources', 'a split that is not there', 'vitrail eval model --data photos --split tset',
         "photos has no split 'tset';",
         ('it has train, val.',),
+        at="data/types.py:Source.split",
     ),
     Case(
         'Paths and sources', 'tasks that are not there', 'vitrail vtab model --root empty',
@@ -80,6 +85,7 @@ CASES = (
         'Images, labels and tables', 'images without class folders', 'vitrail data check flat',
         '3 images',
         ('a table, as csv:FILE', 'For images without labels (pre-training or prediction) use folder:flat?labels=none'), status=1,
+        at="data/sources/folder.py:_layout_error",
     ),
     Case(
         'Images, labels and tables', 'a text file named .jpg', 'vitrail predict text.jpg',
@@ -99,7 +105,7 @@ CASES = (
     Case(
         'Images, labels and tables', 'a bad image in training data', 'vitrail finetune --from model --data photos-bad --batch 2',
         '1 of 7 images cannot be read: cat/bad.jpg: truncated',
-        ('Repair or remove them, or skip them with --bad-images skip.',),
+        ('Repair or remove them, or skip them with --bad-images skip.',), at='api/image_check.py:ImageCheck.__call__',
     ),
     Case(
         'Images, labels and tables', 'a class that the model does not have', 'vitrail eval model --data other',
@@ -110,16 +116,19 @@ CASES = (
         'Images, labels and tables', 'a row with too few cells', 'vitrail data check csv:table.csv',
         'table.csv, line 3: 1 cell, but the first line has 2.',
         ('Quote names that contain a comma',), status=1,
+        at="data/sources/csv.py:_read#3",
     ),
     Case(
         'Images, labels and tables', 'a row whose file is missing', 'vitrail data check csv:missing.csv',
         '1 listed image not found.',
         ('nowhere.jpg: no such file (line 3 of missing.csv)',), status=1,
+        at="data/sources/csv.py:_missing_files#2",
     ),
     Case(
         'Images, labels and tables', 'more shots than images', 'vitrail fewshot model --data photos --shots 25',
         "Class 'cat' has 4 images, fewer than 25 shots.",
         ('Use fewer --shots, or pass --small-classes drop to leave such classes out.',),
+        at="evaluate/support_set.py:_refuse_small_classes",
     ),
     Case(
         'Images, labels and tables', 'impossible fractions', 'vitrail data split photos photos.csv --val 1.5',
@@ -130,6 +139,7 @@ CASES = (
         'Checkpoints and names', 'a checkpoint that is not there', 'vitrail info nowhere.npz',
         "There is no checkpoint 'nowhere.npz'.",
         ('Give a folder, an .npz, .pth or .safetensors file', '`vitrail models --pretrained` lists them'),
+        at='checkpoints/loading.py:locate#2',
     ),
     Case(
         'Checkpoints and names', 'a model that is not there', 'vitrail models ViT-B/17x',
@@ -141,46 +151,49 @@ CASES = (
         'There are no published weights of ViT-B/17.',
         ('There are weights of ViT-B/8, ViT-B/14, ViT-B/16 and ViT-B/32.',
          "`vitrail.create_model('ViT-B/17')` makes an untrained model."),
+        at='checkpoints/published.py:find#1',
     ),
     Case(
         'Checkpoints and names', 'a mistyped tag', 'vitrail info ViT-B/16@maee',
         "ViT-B/16 has no published weights tagged 'maee'.",
-        ('Did you mean mae?',),
+        ('Did you mean mae?',), at='checkpoints/published.py:find#2',
     ),
     Case(
         'Checkpoints and names', 'a corrupted archive', 'vitrail info broken.npz',
         'Cannot read broken.npz as a checkpoint',
-        ('The file is corrupted or incomplete: download or copy it again.',),
+        ('The file is corrupted or incomplete: download or copy it again.',), at='checkpoints/archive.py:wrap_errors#3',
     ),
     Case(
         'Checkpoints and names', 'a file that is no checkpoint', 'vitrail info notes.txt',
         'notes.txt is not a supported weight file (.npz, .safetensors or .pth).',
-        ('download or copy it again.',),
+        ('download or copy it again.',), at='checkpoints/archive.py:open_archive',
     ),
     Case(
         'Checkpoints and names', 'a pickle that would run code', 'vitrail info code.pth',
         'code.pth needs unsafe unpickling, which can run any code, so it is rejected.',
-        ('Open it in a sandbox', 'or use a .safetensors file.'),
+        ('Open it in a sandbox', 'or use a .safetensors file.'), at='checkpoints/archive.py:_open_pth',
     ),
     Case(
         'Checkpoints and names', 'tensors of no known format', 'vitrail info numbers.npz',
-        'numbers.npz contains 1 tensor (a …), whose names match no supported format',
-        ('its names may have an extra prefix.',),
+        'numbers.npz contains 1 tensor (a), whose names match no supported format',
+        ('its names may have an extra prefix.',), at='checkpoints/formats.py:detect_format#3',
     ),
     Case(
         'Checkpoints and names', 'a folder with another config.json', 'vitrail info config-only',
         'config-only/config.json is not the config of a Vitrail checkpoint.',
         ('Give a folder that `vitrail.save` or a run has written, or the weight file itself.',),
+        at='checkpoints/native.py:_check_version#1',
     ),
     Case(
         'Checkpoints and names', 'a flipped bit in the weights', 'vitrail info flipped',
         'flipped: the weights are not those that were saved: their checksum differs from config.json.',
-        ('download or copy it again.', "Load it with verify='none' to skip this check."),
+        ('download or copy it again.', "Load it with verify='none' to skip this check."), at='checkpoints/native.py:read',
     ),
     Case(
         'Checkpoints and names', 'a backbone asked to classify', 'vitrail predict zero-head cat.jpg',
         'The head is all zeros: zero-head is only a backbone',
         ('Fine-tune it on your classes (`vitrail finetune`), or use its features (`vitrail fewshot`, `vitrail embed`).',),
+        at='checkpoints/bundle.py:Bundle.check_head',
     ),
     Case(
         'Checkpoints and names', 'a mistyped preset', 'vitrail predict model cat.jpg --preprocess imagnet',
@@ -190,17 +203,17 @@ CASES = (
     Case(
         'Checkpoints and names', 'an extension of another format', 'vitrail convert model out.pth --to google',
         'out.pth must end in .npz',
-        ("for the format of Google's vision_transformer.",),
+        ("for the format of Google's vision_transformer.",), at='checkpoints/conversion.py:_temporary#1',
     ),
     Case(
         'Checkpoints and names', 'other channels without a rule', 'vitrail.load("model", channels=1)',
         'The model has 3 input channels.',
-        ("For channels=1, choose the rule: stem='sum'",),
+        ("For channels=1, choose the rule: stem='sum'",), at='checkpoints/adapt.py:change_channels#1',
     ),
     Case(
         'Checkpoints and names', 'too few class names', 'vitrail.load("model", classes=["cat"])',
         'The model has 2 outputs, but the list of classes has 1 name.',
-        ('Give one name per output.',),
+        ('Give one name per output.',), at='checkpoints/native.py:check_task#2',
     ),
     Case(
         'Models and sizes', 'a size that is no multiple of the patch', 'vitrail.create_model("ViT-B/16", image_size=222)',
@@ -277,12 +290,12 @@ CASES = (
     Case(
         'Training and studies', 'ImageNet left out', 'vitrail reproduce ViT-B/16',
         'No images are given.',
-        ("Pass --imagenet DIR with ImageNet's validation images",),
+        ("Pass --imagenet DIR with ImageNet's validation images",), at="evaluate/reproduction.py:_check_folders#2",
     ),
     Case(
         'Files to write', 'a target that is something else', 'vitrail export model notes.txt',
         'notes.txt exists and is not an exported model;',
-        ('give a new folder.',),
+        ('give a new folder.',), at='export/write.py:check_target',
     ),
     Case(
         'Files to write', 'int8 without images', 'vitrail export model out --precision int8',
@@ -293,11 +306,12 @@ CASES = (
         'Files to write', 'a folder that is not a packed dataset', 'vitrail data pack photos model --image-size 32',
         'model is not a packed dataset: it has no packed.json.',
         ('Create one with `vitrail data pack SOURCE model`.',),
+        at="data/sources/packed_files.py:read_description#1",
     ),
     Case(
         'Files to write', 'embeddings of another kind of file', 'vitrail neighbours notes.txt cat.jpg',
         'An embeddings file must end in .npz or .parquet;',
-        ("'notes.txt' does not.",),
+        ("'notes.txt' does not.",), at="evaluate/embeddings.py:check_extension",
     ),
 )
 # fmt: on

@@ -69,7 +69,7 @@ def test_unknown_features_are_refused() -> None:
         FeatureSpec(layer=3)
     with pytest.raises(VitrailError, match="comes after the final norm"):
         FeatureSpec(feature="pooled", norm=False)
-    with pytest.raises(VitrailError, match="Unknown feature 'map'"):
+    with pytest.raises(VitrailError, match="feature is 'map'; it can be pre_logits"):
         FeatureSpec(feature="map")  # type: ignore[arg-type]
     with pytest.raises(VitrailError, match="no class token"):
         FeatureSpec(feature="class").check(small(pooling="mean"))

@@ -265,10 +265,10 @@ def test_the_official_lists_are_used_unchanged(tmp_path: Path) -> None:
     data = open_task(TASKS["svhn"], tmp_path)
     assert data.official and data.train.targets.tolist() == [k % 10 for k in range(12)] and len(data.test) == 8
     (folder / "test.txt").write_text("images/train/001.png 10\n")
-    with pytest.raises(VitrailError, match="labels outside 0 to 9"):
+    with pytest.raises(VitrailError, match="has the label 10; SVHN has 10 classes, 0 to 9"):
         open_task(TASKS["svhn"], tmp_path)
     (folder / "test.txt").write_text("images/train/001.png\n")
-    with pytest.raises(VitrailError, match="not a list of `path label` lines"):
+    with pytest.raises(VitrailError, match=r"line 1 is .images.train.001\.png.; expected a path and a label"):
         open_task(TASKS["svhn"], tmp_path)
 
 

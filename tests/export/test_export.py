@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -177,12 +178,14 @@ def test_limits_of_each_precision() -> None:
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, bundle: Bundle) -> None:
-    with pytest.raises(VitrailError, match="onnx files cannot have precision bf16; possible are fp32, fp16, int8"):
+    with pytest.raises(VitrailError, match="onnx files cannot have precision bf16; use one of fp32, fp16, int8"):
         ExportSettings(precision="bf16")
     with pytest.raises(VitrailError, match="pt2 files cannot have precision int8"):
         ExportSettings(format="pt2", precision="int8")
-    with pytest.raises(VitrailError, match="between 18 and 23"):
+    with pytest.raises(VitrailError, match="from 18 to 23"):
         ExportSettings(opset=12)
+    with pytest.raises(VitrailError, match="format is 'tflite'; it must be onnx or pt2"):
+        ExportSettings(format="tflite")  # type: ignore[arg-type]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(VitrailError, match="exists and is not an exported model"):
@@ -192,6 +195,20 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, bundle: Bundle) -> 
     (tmp_path / "model.onnx").write_bytes(b"\x08\x07garbage")
     with pytest.raises(VitrailError, match="cannot be read as an ONNX model"):
         Artefact.open(tmp_path / "model.onnx")
+
+
+def test_a_corrupted_program_is_one_message_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_bytes(b"\x08\x07garbage")
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logging.getLogger("torch.export").addHandler(handler)
+    try:
+        with pytest.raises(VitrailError, match=r"model\.pt2 cannot be read as a torch\.export program \(.+\)\. Export or copy it"):
+            Artefact.open(tmp_path / "model.pt2")
+    finally:
+        logging.getLogger("torch.export").removeHandler(handler)
+    assert not logged
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_the_block_that_differs_is_named(differing: tuple[Path, Bundle], capsys:
 
 
 def test_where_models_differ_in_a_sentence() -> None:
-    assert "does not name the outputs" in describe({}, "fp32")
+    assert "cannot be read from the file" in describe({}, "fp32")
     found = {"patches": 0.0, "blocks.0": 2e-4, "blocks.1": 0.5}
     assert describe(found, "fp32") == (
         "The first block whose output differs by more than 0.0001, relative to its norm, is blocks.0 (0.0002); "

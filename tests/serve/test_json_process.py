@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +18,7 @@ import pytest
 from tests.serve.conftest import running, until
 from vitrail.checkpoints import Bundle
 from vitrail.serve.errors import ServiceError
-from vitrail.serve.json_process import MANY_VALUES, JsonProcess
+from vitrail.serve.json_process import MANY_BYTES, MANY_VALUES, JsonProcess
 from vitrail.serve.protocol import GuardedProtocol
 from vitrail.serve.tensors import read_images
 
@@ -25,6 +28,11 @@ SHAPE = [3, 32, 32]
 def body(data: Any, shape: tuple[int, ...] = (16, 3, 32, 32), **changes: Any) -> bytes:
     given = {"name": "images", "shape": list(shape), "datatype": "FP32", "data": data, **changes}
     return json.dumps({"id": "7", "inputs": [given], "parameters": {"binary_data_output": True}}).encode()
+
+
+def parsed(process: JsonProcess, given: bytes) -> Any:
+    """Parse in the other process, however small the JSON is."""
+    return asyncio.run(process.run(read_images, given, len(given), SHAPE, 64, length=len(given), values=MANY_VALUES))
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +65,16 @@ def test_the_other_process_reads_what_this_one_does(process: JsonProcess, given:
             return error.status, error.message
         return request, images if isinstance(images, list) else (images.shape, images.dtype, images.tolist())
 
-    arguments = (given, len(given), SHAPE, 64)
-    assert result(lambda: asyncio.run(process.read_images(*arguments))) == result(lambda: read_images(*arguments))
+    assert result(lambda: parsed(process, given)) == result(lambda: read_images(given, len(given), SHAPE, 64))
 
 
 def test_a_process_that_was_ended_is_started_again(process: JsonProcess) -> None:
     given = body([0.25] * (16 * 3072))
-    asyncio.run(process.read_images(given, len(given), SHAPE, 64))
+    parsed(process, given)
     assert process._process is not None
     process._process.kill()
     process._process.wait()
-    request, images = asyncio.run(process.read_images(given, len(given), SHAPE, 64))
+    request, images = parsed(process, given)
     assert request.id == "7" and len(images) == 16
 
 
@@ -77,24 +84,21 @@ def test_a_process_that_ends_while_it_reads_is_an_answer(process: JsonProcess, m
     monkeypatch.setattr(
         "vitrail.serve.json_process._start", lambda: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     )
-    with pytest.raises(ServiceError, match="has ended; try again") as caught:
-        asyncio.run(process.read_images(b"{}", 2, SHAPE, 64))
+    with pytest.raises(ServiceError, match="has ended. Try again") as caught:
+        parsed(process, b"{}")
     assert caught.value.status == 503 and caught.value.headers["Retry-After"]
 
 
-def test_more_than_two_full_requests_do_not_wait(process: JsonProcess) -> None:
-    process._waiting.take(2 << 20)
+def test_more_than_four_full_requests_do_not_wait(process: JsonProcess) -> None:
+    process._waiting.take(4 << 20)
     with pytest.raises(ServiceError) as caught:
-        asyncio.run(process.read_images(b"{}", 2, SHAPE, 64))
-    process._waiting.release(2 << 20)
+        parsed(process, b"{}")
+    process._waiting.release(4 << 20)
     assert caught.value.status == 429
 
 
-def test_others_are_answered_while_numbers_are_read(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_answered_while_numbers_are_read(bundle: Bundle) -> None:
     """The process that reads is held by a signal; meanwhile a second client is answered."""
-    import os
-    import signal
-
     given = body([0.25] * (16 * 3072))
     assert given.count(b",") >= MANY_VALUES
     with running(lambda: bundle) as client, ThreadPoolExecutor(1) as thread:
@@ -126,3 +130,23 @@ def test_a_body_does_not_wait_for_the_acknowledgement_of_its_headers(bundle: Bun
     with running(lambda: bundle) as client:
         client.call("GET", "/v2/health/live")
     assert found and all(found)
+
+
+def test_large_images_in_base64_are_read_in_the_other_process(bundle: Bundle, jpegs: list[bytes]) -> None:
+    padded = jpegs[0] + bytes(MANY_BYTES)  # decoders ignore what follows the image
+    text = base64.b64encode(padded).decode()
+    with running(lambda: bundle) as client:
+        expected = client.call("POST", "/v1/embeddings", {"input": base64.b64encode(jpegs[0]).decode()})[1]
+        assert client.service.json._process is None
+        status, found, _ = client.call("POST", "/v1/embeddings", {"input": [text, "data:image/jpeg;base64," + text]})
+        assert status == 200 and client.service.json._process is not None
+        assert [one["embedding"] for one in found["data"]] == [expected["data"][0]["embedding"]] * 2
+        status, found, _ = client.call("POST", "/v1/embeddings", {"input": text[:-4] + "%%%%"})
+        assert status == 400 and "not valid base64" in found["error"]
+        given = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": [text]}
+        assert client.call("POST", "/v2/models/tiny/infer", {"inputs": [given]})[0] == 200
+
+
+def test_the_other_process_does_not_import_torch() -> None:
+    code = "import sys; from vitrail.serve import embeddings_body, json_process, tensors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -118,7 +118,9 @@ def starting_recipe(start: str | None, data: str | None, recipe: Recipe | None) 
         source = recipe.data.source if data is None else data
         return recipe.replace(model=model, data=dataclasses.replace(recipe.data, source=source))
     if data is None:
-        raise VitrailError("The images to train on are missing: add --data, such as --data FOLDER with a folder for each class.")
+        raise VitrailError(
+            "The images to train on are missing: add --data FOLDER (data= in Python), a folder with a folder for each class."
+        )
     with _without_warnings():
         images = len(open_source(data, bad_images="skip", ignore_unknown=True).split("train"))
     return any_folder(start, data, images=images, name=f"{short_name(start)}-on-{Path(data.split(':')[-1]).name}")

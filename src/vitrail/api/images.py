@@ -54,9 +54,9 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
     items = [images] if _is_single(images) else list(images)
     tensors = [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
     if tensors and len(tensors) < len(items):
-        raise VitrailError("Preprocessed tensors and other images were given together. Predict them one after the other.")
+        raise VitrailError("Preprocessed tensors and other images were given together. Give them in two calls.")
     if tensors and split is not None:
-        raise VitrailError(f"split={split!r} selects a split of a data source, but tensors were given.")
+        raise VitrailError(f"split={split!r} selects a split of a data source, but tensors were given. Leave it out.")
     if tensors:
         return Images(None, _stacked(tensors), len(items))
     parts: list[Split] = []
@@ -112,7 +112,7 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
         raise VitrailError(f"A float tensor of shape {shape} was given; [images, channels, height, width] is expected.")
     if len({one.shape[1:] for one in batches}) > 1:
         shapes = sorted({tuple(one.shape[1:]) for one in batches})
-        raise VitrailError(f"The tensors have several shapes, such as {shapes[0]} and {shapes[1]}. Predict each shape by itself.")
+        raise VitrailError(f"The tensors have several shapes, such as {shapes[0]} and {shapes[1]}. Use one call for each shape.")
     return batches[0] if len(batches) == 1 else torch.cat(batches)
 
 

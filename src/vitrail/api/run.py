@@ -86,7 +86,7 @@ class Run:
         """Draw loss, validation and learning rate against the step."""
         records = self.metrics
         if not records.of("train"):
-            raise VitrailError(f"The run in {self.out} has no metrics yet, so there are no curves to draw.")
+            raise VitrailError(f"The run in {self.out} has no metrics yet, so there are no curves to draw. Run it again to resume.")
         return curves(records.of("train"), records.of("val"), self._headline())
 
     def summary(self) -> dict[str, Any]:

@@ -111,12 +111,13 @@ def _open_npz(path: Path) -> Archive:
         total, packed = sum(info.file_size for info in members), max(path.stat().st_size, 1)
         if total > _BOMB_SIZE and total > _BOMB_RATIO * packed:
             raise VitrailError(
-                f"{path} has {packed:,} bytes and claims to unpack to {total:,}. It is rejected: weights do not compress so far."
+                f"{path} has {packed:,} bytes and claims to unpack to {total:,}. It is rejected: weights do not compress so far. "
+                "Get them from another source."
             )
         for info in members:
             name = info.filename.removesuffix(".npy")
             if name in tensors:
-                raise VitrailError(f"{path} contains {name!r} twice. It is corrupted or malicious, so it is rejected.")
+                raise VitrailError(f"{path} contains {name!r} twice, so it is rejected. Download or copy it again.")
             with archive.open(info) as stream:
                 shape, fortran, dtype, start = _array_header(path, name, stream)
             if math.prod(shape) * dtype.itemsize + start != info.file_size:
@@ -138,7 +139,7 @@ def _array_header(path: Path, name: str, stream: Any) -> tuple[tuple[int, ...], 
             f"Open it in a sandbox and save only its arrays with numpy.savez."
         )
     if any(not isinstance(side, int) or side < 0 for side in shape):
-        raise VitrailError(f"{path}: {name!r} has the invalid shape {shape}. The file is corrupted.")
+        raise VitrailError(f"{path}: {name!r} has the invalid shape {shape}. The file is corrupted: download or copy it again.")
     return shape, bool(fortran), dtype, stream.tell()
 
 
@@ -167,8 +168,6 @@ def _fill(path: Path, info: zipfile.ZipInfo, array: np.ndarray[Any, Any], start:
         with zipfile.ZipFile(path) as archive, archive.open(info) as stream:
             stream.read(start)
             _read_all(stream, target, path)
-            if stream.read(1):
-                raise VitrailError(f"{path}: {info.filename!r} is longer than its stored size. The file is corrupted.")
         return
     with path.open("rb") as file:
         file.seek(info.header_offset + 26)
@@ -267,12 +266,12 @@ def _pickle_message(path: Path, reason: str) -> str:
 def _state_dict(path: Path, content: Any, part: str | None) -> tuple[tuple[str, dict[Any, Any]], list[str]]:
     """Find the state dict in a .pth, which may also contain an optimizer state, an epoch, averaged weights."""
     if not isinstance(content, dict):
-        raise VitrailError(f"{path} contains a {type(content).__name__}, not a state dict. Save model.state_dict().")
+        raise VitrailError(f"{path} contains a value of type {type(content).__name__}, not a state dict. Save model.state_dict().")
     nested = {str(key): value for key, value in content.items() if _holds_tensors(value)}
     if part is not None and part in nested:
         return (part, nested[part]), [str(key) for key in content if str(key) != part]
     if part is not None and not any(_has_prefix(inner, part) for inner in (content, *nested.values())):
-        raise VitrailError(f"{path} has no part {part!r}; parts with tensors: {', '.join(nested) or 'none'}.")
+        raise VitrailError(f"{path} has no part {part!r}; its parts with tensors: {', '.join(nested) or 'none'}.")
     if any(isinstance(value, Tensor) for value in content.values()):
         return ("", content), []
     for key in ("model", "state_dict", "teacher", "net", "params", *(nested if len(nested) == 1 else ())):

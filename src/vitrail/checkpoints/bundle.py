@@ -50,7 +50,7 @@ class Bundle:
         outputs = counted(config.outputs, "class", "classes") if config.outputs else "no head"
         if config.outputs and self.task != "classify":
             outputs = counted(config.outputs, "label" if self.task == "multilabel" else "output")
-        return [config.name, _shape(config.image_size, config.channels), outputs, f"from {self.report.source}"]
+        return [config.name, image_shape(config.image_size, config.channels), outputs, f"from {self.report.source}"]
 
     @property
     def head(self) -> Literal["set", "zero", "none"]:
@@ -111,8 +111,8 @@ class Bundle:
         any_size = not isinstance(config, ViTConfig)  # a ResNet
         if given.channels != config.channels or (given.size != config.image_size and not any_size):
             raise VitrailError(
-                f"The preprocessing stored in {self.report.source} makes images of {_shape(given.size, given.channels)}, but "
-                f"the model takes {_shape(config.image_size, config.channels)}. Correct `preprocess` in its config.json, or "
+                f"The preprocessing stored in {self.report.source} makes images of {image_shape(given.size, given.channels)}, but "
+                f"the model takes {image_shape(config.image_size, config.channels)}. Correct `preprocess` in its config.json, or "
                 f"replace it: {option} with a preset such as google-vit."
             )
         return given
@@ -142,5 +142,6 @@ class Bundle:
         return [[Prediction(self.label(i), i, score, yes) for i, score, yes in zip(*row, strict=True)] for row in picked]
 
 
-def _shape(size: tuple[int, int], channels: int) -> str:
+def image_shape(size: tuple[int, int], channels: int) -> str:
+    """Return `224×224 pixels with 3 channels`."""
     return f"{size[0]}×{size[1]} pixels with {counted(channels, 'channel')}"

@@ -152,7 +152,8 @@ def _read_back(path: Path, bundle: Bundle, target: Path) -> None:
     reloaded = read_foreign(Found(str(target), path, "folder" if path.is_dir() else "file", values), fields, ())
     ours, theirs = bundle.model.state_dict(), reloaded.model.state_dict()
     different = [name for name in ours if name not in theirs or not _same_bits(ours[name], theirs[name])]
-    if different or len(ours) != len(theirs):
+    different += [name for name in theirs if name not in ours]
+    if different:
         raise VitrailError(
             f"{target} did not read back as written ({', '.join(different[:4])}), so it was deleted. Check the disk."
         )

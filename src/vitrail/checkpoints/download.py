@@ -27,6 +27,7 @@ from vitrail.files import disk_errors
 TIMEOUT = 30.0  # seconds without a byte
 ATTEMPTS = 5  # in a row without a byte
 PAUSE = 1.0
+NOT_FOUND = (404, 410)  # answers that another machine would get, too
 _CHUNK = 1 << 20
 _PRIVATE = ("authorization", "cookie")
 _URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")  # s3:// and ssh:// have logins, too
@@ -154,7 +155,8 @@ def _receive(url: str, part: Path, headers: dict[str, str], size: int | None, sh
                 reason = {401: "it needs a login", 403: "access is denied", 404: "there is no such file"}.get(
                     error.code, error.reason
                 )
-                raise VitrailError(f"Cannot download {shown_url(url)}: {reason} (HTTP {error.code}).") from error
+                advice = " Check the URL." if error.code in NOT_FOUND else ""
+                raise VitrailError(f"Cannot download {shown_url(url)}: {reason} (HTTP {error.code}).{advice}") from error
             last = f"HTTP {error.code}"
         except _Interrupted as error:
             last = str(error)

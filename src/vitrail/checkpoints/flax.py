@@ -59,11 +59,15 @@ def unstack(archive: Archive) -> None:
     depths = {tensor.shape[0] if tensor.shape else 0 for tensor in stacked.values()}
     if len(depths) != 1 or 0 in depths:
         raise VitrailError(
-            f"{archive.path}: the stacked blocks have different numbers of layers, {sorted(depths)}. The file is corrupted."
+            f"{archive.path}: the stacked blocks have different numbers of layers, {sorted(depths)}. The file is corrupted: "
+            "download or copy it again."
         )
     depth = depths.pop()
     if depth > 10_000:
-        raise VitrailError(f"{archive.path}: {depth:,} stacked layers cannot be a Vision Transformer. The file is corrupted.")
+        raise VitrailError(
+            f"{archive.path}: {depth:,} stacked layers cannot be a Vision Transformer. The file is corrupted: download or copy it "
+            "again."
+        )
     archive.notes.append(f"{depth} blocks stacked by scan were split")
     for name, tensor in stacked.items():
         del archive.tensors[name]

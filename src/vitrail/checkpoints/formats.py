@@ -27,9 +27,9 @@ def detect_format(archive: Archive) -> Format:
         )
     if "img/embedding/kernel" in names:
         raise VitrailError(f"{archive.path} contains several models. Load the image tower with {archive.path}:img.")
-    shown = ", ".join(sorted(names)[:6])
+    shown = ", ".join(sorted(names)[:6]) + (" …" if len(names) > 6 else "")
     titles = ", ".join(fmt.title for fmt in FORMATS.values())
     raise VitrailError(
-        f"{archive.path} contains {counted(len(names), 'tensor')} ({shown} …), whose names match no supported format: "
+        f"{archive.path} contains {counted(len(names), 'tensor')} ({shown}), whose names match no supported format: "
         f"{titles}. If it is one of these, its names may have an extra prefix."
     )

@@ -25,6 +25,8 @@ MAX_VALUES = 32  # stored per output
 _TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _ROUNDING = 8.0  # how many rounding errors of the model itself are allowed,
 _MOST = 2e-2  # and at most which part of the largest value
+_SKIP = "Load it with verify='none' to skip this check."
+_ADVICE = f"The folder is corrupted: download or copy it again. {_SKIP}"
 _Values = dict[str, list[float]]
 _Compute = Callable[[Model], tuple[Tensor, Tensor]]
 
@@ -49,7 +51,7 @@ def check(model: Model, golden: Any, source: str, *, full: bool) -> None:
             continue
         expected = golden.get(name) if isinstance(golden, Mapping) else None
         if not isinstance(expected, Mapping):
-            raise VitrailError(f"{source}: config.json has no golden output to check the model with. It is corrupted.")
+            raise VitrailError(f"{source}: config.json has no golden output to check the model with. {_ADVICE}")
         _compare(_sampled(compute(model)), expected, model, source, compute)
 
 
@@ -58,7 +60,7 @@ def _compare(got: _Values, expected: Mapping[str, Any], model: Model, source: st
     for name, values in got.items():
         stored = expected.get(name)
         if not isinstance(stored, list) or len(stored) != len(values) or not all(isinstance(v, (int, float)) for v in stored):
-            raise VitrailError(f"{source}: the golden {name} in config.json do not fit this model. One of them is corrupted.")
+            raise VitrailError(f"{source}: the golden {name} in config.json do not fit this model. {_ADVICE}")
         largest = max((abs(v) for v in stored), default=0.0)
         worst, allowed = _distance(values, stored), relative * max(largest, 1e-6)
         if not worst <= allowed and model.norm.weight.dtype is torch.float32:
@@ -69,7 +71,7 @@ def _compare(got: _Values, expected: Mapping[str, Any], model: Model, source: st
             raise VitrailError(
                 f"{source} does not compute the same outputs as when it was saved: its {name} differ by {worst:.2g}, "
                 f"more than {allowed:.2g}. The weights or the model in config.json were changed, or "
-                f"this machine computes wrong results. Load it with verify='none' to skip this check."
+                f"this machine computes wrong results. {_SKIP}"
             )
 
 

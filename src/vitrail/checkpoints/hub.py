@@ -191,12 +191,13 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    others: tuple[type[Exception], ...] = (HfHubHTTPError, OSError, ValueError, *network_errors())
+    network: tuple[type[Exception], ...] = (HfHubHTTPError, *network_errors())
     try:
         yield
     except VitrailError:
@@ -209,12 +210,23 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
     except GatedRepoError as error:
         raise VitrailError(f"hf:{repository} is gated: accept its terms on the Hub and log in with `hf auth login`.") from error
     except RevisionNotFoundError as error:
-        raise VitrailError(f"hf:{repository} has no revision {revision!r}.") from error
+        raise VitrailError(f"hf:{repository} has no revision {revision!r}. Give a branch, tag or commit of it, or none.") from error
     except RepositoryNotFoundError as error:
         raise VitrailError(f"There is no repository {repository!r} on the Hub, or it is private. Check its name.") from error
-    except others as error:
-        reason = hide_secrets(str(error).splitlines()[0]) if str(error) else type(error).__name__
-        raise VitrailError(f"Cannot download {label}: {reason}. {how_to_get(repository, revision)}") from error
+    except HFValidationError as error:
+        raise VitrailError(
+            f"{repository!r} is not a repository's name. Write it as hf:owner/name, such as hf:google/vit-base-patch16-224."
+        ) from error
+    except network as error:
+        raise VitrailError(f"Cannot download {label}: {_reason(error)}. {how_to_get(repository, revision)}") from error
+    except (OSError, ValueError) as error:
+        raise VitrailError(
+            f"Cannot download {label}: {_reason(error)}. Check the cache folder {cache_root()}, or set HF_HOME to another folder."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return hide_secrets(str(error).splitlines()[0]).rstrip(".") if str(error) else type(error).__name__
 
 
 def network_errors() -> tuple[type[Exception], ...]:

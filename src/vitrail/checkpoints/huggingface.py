@@ -10,7 +10,7 @@ from vitrail.checkpoints.format import PLAIN, Format
 from vitrail.checkpoints.huggingface_variants import DEFAULTS, matches, normalise_variant
 from vitrail.checkpoints.infer_config import Hints, Shapes, hint_grid, vit_config
 from vitrail.checkpoints.mapping import Row, numbered, rename, row, weight_and_bias
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.models import ModelConfig, ViTConfig
 
 _LAYER = "encoder.layer.{i}"
@@ -145,11 +145,15 @@ def _check_against(config: ViTConfig, hf_config: Mapping[str, Any], shapes: Shap
         pair = tuple(pair) if isinstance(pair, list) else pair
         if pair != value:
             raise VitrailError(
-                f"{shapes.path}: config.json has {key}={claimed!r}, but the weights have {value!r}. One of them is wrong."
+                f"{shapes.path}: config.json has {key}={claimed!r}, but the weights have {value!r}. Get both files of the same "
+                "model."
             )
     labels = hf_config.get("id2label")
     if config.outputs and isinstance(labels, Mapping) and len(labels) != config.outputs:
-        raise VitrailError(f"{shapes.path}: config.json has labels for {len(labels)} of {config.outputs} outputs.")
+        raise VitrailError(
+            f"{shapes.path}: id2label in config.json has {counted(len(labels), 'label')}, but the model has "
+            f"{counted(config.outputs, 'output')}. Give one label per output, or remove id2label."
+        )
 
 
 def label_names(hf_config: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -159,7 +163,10 @@ def label_names(hf_config: Mapping[str, Any]) -> tuple[str, ...] | None:
         return None
     numbered = {str(key): str(value) for key, value in labels.items()}
     if any(str(i) not in numbered for i in range(len(numbered))):
-        raise VitrailError("config.json: id2label does not number its labels from 0 without gaps.")
+        raise VitrailError(
+            f"id2label in config.json has the numbers {', '.join(list(numbered)[:8])}; they must run from 0 to "
+            f"{len(numbered) - 1}. Number the labels so, or remove id2label."
+        )
     names = tuple(numbered[str(i)] for i in range(len(numbered)))
     return None if all(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 

@@ -45,11 +45,15 @@ class Shapes:
     def __call__(self, name: str, ndim: int) -> tuple[int, ...]:
         if name not in self._shapes:
             raise VitrailError(
-                f"{self.path} has no tensor {name!r}, which is needed to infer the model. The file may be incomplete."
+                f"{self.path} has no tensor {name!r}, which is needed to infer the model. The file may be incomplete: download "
+                "or copy it again."
             )
         shape = self._shapes[name]
         if len(shape) != ndim or 0 in shape:
-            raise VitrailError(f"{self.path}: {name!r} has shape {shape}; expected {counted(ndim, 'non-empty dimension')}.")
+            raise VitrailError(
+                f"{self.path}: {name!r} has shape {shape}; expected {counted(ndim, 'non-empty dimension')}. The file is corrupted, "
+                "or of another kind of model."
+            )
         return shape
 
     def count(self, template: str, start: int = 0) -> int:
@@ -80,7 +84,7 @@ def vit_config(
     given = dict(hints.fields)
     given_heads = given.pop("heads", None)
     if heads is not None and given_heads is not None and given_heads != heads:
-        raise VitrailError(f"heads={given_heads} was given, but the shapes in {shapes.path} mean {heads} heads.")
+        raise VitrailError(f"heads={given_heads} was given, but {shapes.path} has {counted(heads, 'head')}. Leave heads out.")
     heads = given_heads or heads or _published_heads(shapes.path, width, mlp, depth)
     patch = (kernel[1], kernel[2])
     prefix = int(fields["class_token"]) + int(fields.get("distill_token", False)) + fields.get("registers", 0)
@@ -106,7 +110,8 @@ def vit_config(
     )
     if resnet and kernel[0] != resnet.out_channels:
         raise VitrailError(
-            f"{shapes.path}: the patch embedding takes {kernel[0]} channels, but the ResNet returns {resnet.out_channels}."
+            f"{shapes.path}: the patch embedding takes {kernel[0]} channels, but the ResNet returns "
+            f"{resnet.out_channels}. The tensors belong to different models, or the file is corrupted."
         )
     return config.replace(**given)
 
@@ -120,7 +125,7 @@ def hint_grid(hints: Hints, size: Any, patch: Pair) -> None:
 
 def resnet_config(layers: tuple[int, ...], root: int, numerics: Mapping[str, Any], path: Path) -> ResNetConfig:
     if root % 32:
-        raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; expected a multiple of 32.")
+        raise VitrailError(f"{path}: the ResNet's first convolution has {root} filters; expected a multiple of 32, as BiT has.")
     settings = {key: value for key, value in numerics.items() if key in ResNetConfig.__dataclass_fields__}
     return ResNetConfig(layers=layers, multiplier=root / 64 if root % 64 else root // 64, **settings)
 
@@ -176,7 +181,8 @@ def _grid(
         if fitting:
             return (int(given_grid[0]), int(given_grid[1])), fitting[0]
         raise VitrailError(
-            f"{path}: grid={tuple(given_grid)} does not match {num_positions} positions and {counted(prefix, 'prefix token')}."
+            f"{path}: grid={tuple(given_grid)} does not match {counted(num_positions, 'position')} and "
+            f"{counted(prefix, 'prefix token')}: rows × columns must be {' or '.join(map(str, options.values()))}."
         )
     squares = {value: math.isqrt(n) for value, n in options.items() if n > 0 and math.isqrt(n) ** 2 == n}
     if len(squares) == 1:

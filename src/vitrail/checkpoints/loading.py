@@ -13,7 +13,7 @@ import torch
 
 from vitrail.checkpoints import adapt, hub, native, published, url
 from vitrail.checkpoints.archive import Archive, open_archive, wrap_errors
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.bundle import Bundle, image_shape
 from vitrail.checkpoints.class_names import known_classes, set_classes
 from vitrail.checkpoints.download import shown_url
 from vitrail.checkpoints.flax import strip_prefix
@@ -28,7 +28,7 @@ from vitrail.checkpoints.pretrained import pretrained_models
 from vitrail.checkpoints.published import PublishedWeights
 from vitrail.checkpoints.report import Report
 from vitrail.data.preprocess import APPLY_EXIF, Preprocess, preset
-from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import restore_folder
 from vitrail.models import ModelConfig
 from vitrail.regular_files import special_kind
@@ -256,7 +256,7 @@ def _checked(preprocess: Preprocess | str, config: ModelConfig) -> Preprocess:
         return preset(preprocess, size=config.image_size, channels=config.channels)
     if preprocess.size != config.image_size or preprocess.channels != config.channels:
         raise VitrailError(
-            f"The preprocessing gives images of {preprocess.size} with {counted(preprocess.channels, 'channel')}, "
-            f"but the model takes {config.image_size} with {counted(config.channels, 'channel')}."
+            f"The preprocessing makes images of {image_shape(preprocess.size, preprocess.channels)}, but the model takes "
+            f"{image_shape(config.image_size, config.channels)}. Pass one that fits, or the name of a preset, such as 'imagenet'."
         )
     return preprocess

@@ -113,7 +113,7 @@ def rename(archive: Archive, changes: Sequence[tuple[str, str]], note: str = "")
         changed |= new != name
         if new in tensors:
             raise VitrailError(
-                f"{archive.path} contains {new!r} under two names. It is unclear which one to use, so the file is rejected."
+                f"{archive.path} contains {new!r} under two names, so it is unclear which one to use. Save only one of them."
             )
         tensors[new] = tensor
     archive.tensors = tensors
@@ -200,13 +200,13 @@ def _mismatch(archive: Archive, unknown: list[str], missing: list[str]) -> str:
 
 
 def _check(archive: Archive, r: Row, ours: Tensor) -> None:
-    if ours.shape[0] % len(r.theirs):
-        raise VitrailError(f"{archive.path}: {r.ours} with {ours.shape[0]} rows cannot be split into {len(r.theirs)} equal parts.")
     expected = tuple(r.rule.write(ours.chunk(len(r.theirs))[0]).shape)
     for name in r.theirs:
         tensor = archive.tensors[name]
         if tensor.dtype is None:
-            raise VitrailError(f"{archive.path}: {name!r} is not a floating-point tensor. The file is corrupted.")
+            raise VitrailError(
+                f"{archive.path}: {name!r} is not a floating-point tensor. The file is corrupted or quantised: give float weights."
+            )
         if tensor.shape != expected:
             raise VitrailError(
                 f"{archive.path}: {name!r} is {shape_text(tensor.shape)}, but the other tensors need {shape_text(expected)}. "
@@ -219,8 +219,8 @@ def _read(archive: Archive, r: Row, dtype: torch.dtype, finite: bool) -> Tensor:
     tensor = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype).contiguous()
     if finite and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
         raise VitrailError(
-            f"{archive.path}: {', '.join(r.theirs)} contains values that are not finite (NaN or infinite). "
-            f"The training diverged, or the file is corrupted."
+            f"{archive.path}: {', '.join(r.theirs)} {'contains' if len(r.theirs) == 1 else 'contain'} values that are not finite "
+            "(NaN or infinite). The training diverged, or the file is corrupted."
         )
     return tensor
 

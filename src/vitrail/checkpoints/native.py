@@ -188,12 +188,12 @@ def weight_files(folder: Path) -> list[str]:
         weight_map = read_json(folder / _INDEX).get("weight_map")
         names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
         if not names or any(Path(name).name != name or not name.endswith(".safetensors") for name in names):
-            raise VitrailError(f"{folder / _INDEX} does not list safetensors files of this folder. It is corrupted.")
+            raise VitrailError(f"{folder / _INDEX} does not list safetensors files of this folder. Download or copy it again.")
         return names
     for name in (_MODEL, "pytorch_model.bin"):
         if (folder / name).is_file():
             return [name]
-    raise VitrailError(f"{folder} has a config.json but no weights: {_MODEL} or pytorch_model.bin is missing.")
+    raise VitrailError(f"{folder} has a config.json but no weights: copy {_MODEL} or pytorch_model.bin there.")
 
 
 def merge(archives: Sequence[Archive], folder: Path) -> Archive:
@@ -203,7 +203,7 @@ def merge(archives: Sequence[Archive], folder: Path) -> Archive:
         duplicates = whole.tensors.keys() & archive.tensors.keys()
         if duplicates:
             raise VitrailError(
-                f"{archive.path} contains {min(duplicates)!r}, and so does another file of {folder}. They do not belong together."
+                f"{archive.path} contains {min(duplicates)!r}, and so does another file of {folder}. Copy the folder again."
             )
         whole.tensors.update(archive.tensors)
         whole.notes += archive.notes
@@ -256,7 +256,10 @@ def _unwrapped_state(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     while not hasattr(model, "config"):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
-            raise VitrailError(f"Cannot save a {type(model).__name__}: only Vitrail's models, wrapped or not, have a config.")
+            raise VitrailError(
+                f"Cannot save a model of type {type(model).__name__}: only Vitrail's models, wrapped or not, have a config. Save "
+                "the state dict of others with torch.save."
+            )
         model = inner
     state = {}
     for name, tensor in merged_state(model, model.state_dict()).items():
@@ -276,7 +279,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _rounded(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Convert the weights to the dtype they are stored in; raise an error if one is too large for it."""
     if dtype not in FLOATS:
-        raise VitrailError(f"Weights cannot be stored as {dtype}. Use {', '.join(map(_dtype_name, FLOATS))}.")
+        raise VitrailError(f"Weights cannot be stored as {dtype}. Use one of {', '.join(map(_dtype_name, FLOATS))}.")
     rounded = {name: tensor.to(dtype) for name, tensor in state.items()}
     too_large = next((name for name, tensor in rounded.items() if not torch.isfinite(tensor).all()), None)
     if too_large is not None:
@@ -291,7 +294,7 @@ def _in_load_dtype(state: dict[str, Tensor], weights: Mapping[str, Any], folder:
     dtypes = {_dtype_name(dtype): dtype for dtype in FLOATS}
     name = weights["load_dtype"]
     if name not in dtypes:
-        raise VitrailError(f"{folder / _CONFIG}: load_dtype is {name!r}; it must be one of {', '.join(dtypes)}.")
+        raise VitrailError(f"{folder / _CONFIG}: load_dtype is {name!r}; it must be one of {', '.join(dtypes)}. Copy it again.")
     return {key: tensor.to(dtypes[name]) for key, tensor in state.items()}
 
 
@@ -321,7 +324,7 @@ def _check_version(values: Mapping[str, Any], folder: Path) -> None:
 
 def _field(values: Mapping[str, Any], name: str, kind: Any, folder: Path) -> Any:
     if name not in values or not isinstance(values[name], kind):
-        raise VitrailError(f"{folder / _CONFIG}: {name!r} is missing or has a wrong type. The file is corrupted.")
+        raise VitrailError(f"{folder / _CONFIG}: {name!r} is missing or has a wrong type. The file is corrupted: copy it again.")
     return values[name]
 
 
@@ -331,7 +334,9 @@ def _check_sha256(folder: Path, files: Sequence[str], weights: Mapping[str, Any]
         expected = stored.get(name) if isinstance(stored, dict) else None
         found = sha256(folder / name)
         if found != expected:
-            raise VitrailError(f"{folder / name} has SHA-256 {found}, but {expected} when it was saved. Download or copy it again.")
+            raise VitrailError(
+                f"{folder / name} has SHA-256 {found}, but config.json says {expected or 'nothing'}. Download or copy it again."
+            )
 
 
 def _json(values: Mapping[str, Any], target: Path) -> str:

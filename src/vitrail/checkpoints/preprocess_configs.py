@@ -11,15 +11,19 @@ from vitrail.errors import VitrailError
 
 # Pillow's filter numbers, which preprocessor_config.json stores.
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+_ADVICE = "Replace it with preprocess= (--preprocess), such as 'imagenet'."
 
 
 def from_hugging_face(stored: Mapping[str, Any], size: tuple[int, int], channels: int) -> Preprocess:
     """Convert a preprocessor_config.json; missing values are ViTImageProcessor's defaults."""
     filter_number = stored.get("resample", 2)
     if filter_number not in _FILTERS:
-        raise VitrailError(f"preprocessor_config.json has resample={filter_number!r}; only {_FILTERS} are supported.")
-    if stored.get("do_rescale", True) is not True or not math.isclose(stored.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-6):
-        raise VitrailError("preprocessor_config.json does not rescale by 1/255, which is not supported. Pass preprocess=…")
+        known = ", ".join(f"{number} ({name})" for number, name in _FILTERS.items())
+        raise VitrailError(f"preprocessor_config.json has resample={filter_number!r}; supported are {known}. {_ADVICE}")
+    rescales, factor = stored.get("do_rescale", True), stored.get("rescale_factor", 1 / 255)
+    if rescales is not True or not math.isclose(factor, 1 / 255, rel_tol=1e-6):
+        found = f"rescale_factor={factor!r}" if rescales is True else f"do_rescale={rescales!r}"
+        raise VitrailError(f"preprocessor_config.json has {found}; only a rescaling by 1/255 is supported. {_ADVICE}")
     normalise = stored.get("do_normalize", True)
     mean = stored.get("image_mean", [0.5] * channels) if normalise else [0.0] * channels
     std = stored.get("image_std", [0.5] * channels) if normalise else [1.0] * channels
@@ -36,7 +40,7 @@ def from_hugging_face(stored: Mapping[str, Any], size: tuple[int, int], channels
 
 
 def _geometry(stored: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Any]:
-    resized, crop = _sides(stored.get("size", list(size))), _sides(stored.get("crop_size", list(size)))
+    resized, crop = _sides(stored, "size", size), _sides(stored, "crop_size", size)
     crop = (crop, crop) if isinstance(crop, int) else crop
     kind = str(stored.get("image_processor_type", stored.get("feature_extractor_type", "")))
     if not stored.get("do_resize", True):
@@ -51,7 +55,7 @@ def _geometry(stored: Mapping[str, Any], size: tuple[int, int]) -> dict[str, Any
     if resized[0] * crop[1] != resized[1] * crop[0] or resized[0] < crop[0]:
         raise VitrailError(
             f"preprocessor_config.json resizes to {resized} and crops {crop}, which is not supported: the crop must have the same "
-            "aspect ratio and not be larger. Pass preprocess=…"
+            f"aspect ratio and not be larger. {_ADVICE}"
         )
     return {"resize": "square", "resize_to": min(resized), "size": crop}
 
@@ -92,7 +96,7 @@ def from_timm(stored: Mapping[str, Any], size: tuple[int, int], channels: int) -
     crop = float(stored.get("crop_pct") or 0.875)
     mode = stored.get("crop_mode", "center")
     if mode not in ("center", "squash"):
-        raise VitrailError(f"config.json has crop_mode={mode!r}; only 'center' and 'squash' are supported. Pass preprocess=…")
+        raise VitrailError(f"config.json has crop_mode={mode!r}; only 'center' and 'squash' are supported. {_ADVICE}")
     side = math.floor(min(size) / crop)
     values: dict[str, Any] = {"resize": "short-side", "resize_to": side}
     if mode == "squash":  # the crop follows in this mode, too
@@ -121,8 +125,9 @@ def to_timm(preprocess: Preprocess) -> dict[str, Any]:
     }
 
 
-def _sides(stored: Any) -> Any:
+def _sides(values: Mapping[str, Any], name: str, default: tuple[int, int]) -> Any:
     """Parse a size in any form transformers has used: a number, a pair, {height, width} or {shortest_edge}."""
+    stored = values.get(name, default)
     if isinstance(stored, Mapping):
         if "shortest_edge" in stored:
             return int(stored["shortest_edge"])
@@ -132,4 +137,6 @@ def _sides(stored: Any) -> Any:
         return stored
     elif isinstance(stored, (list, tuple)) and len(stored) == 2:
         return int(stored[0]), int(stored[1])
-    raise VitrailError(f"preprocessor_config.json has size={stored!r}, which is not supported. Pass preprocess=…")
+    raise VitrailError(
+        f"preprocessor_config.json has {name}={stored!r}; expected a number, a pair, height and width, or shortest_edge. {_ADVICE}"
+    )

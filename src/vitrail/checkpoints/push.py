@@ -114,7 +114,7 @@ def _api(name: str, token: str | None) -> HfApi:
     from huggingface_hub import HfApi, get_token
 
     if hub.is_offline():
-        raise VitrailError(f"Cannot upload to {name}: the Hub is disabled (HF_HUB_OFFLINE). Unset it, or run this where it is not.")
+        raise VitrailError(f"Cannot upload to {name}: the Hub is disabled (HF_HUB_OFFLINE). Unset it and run again.")
     token = token or get_token()
     if not token:
         raise VitrailError(f"Cannot upload to {name}: there is no token of the Hub. {_LOGIN}")

@@ -43,5 +43,6 @@ def without_download(reference: str) -> str | Path:
         return reference
     shown = shown_url(reference) if is_url(reference) else reference
     raise VitrailError(
-        f"{shown} is not in the local cache, and is not downloaded because only a file names it. Load it once first."
+        f"{shown} is not in the local cache, and is not downloaded because only a file names it, not you. Load it once with "
+        "`vitrail info`, then run again."
     )

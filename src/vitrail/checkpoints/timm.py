@@ -79,6 +79,7 @@ def _rows(config: ModelConfig) -> list[Row]:
 
 
 _BACKBONE = "patch_embed.backbone."
+_POOLINGS = {"class": "class-token", "mean": "average", "map": "attention"}
 
 
 def _matches(names: Collection[str]) -> bool:
@@ -122,13 +123,15 @@ def _infer_config(shapes: Shapes, hints: Hints) -> ModelConfig:
     config = _infer_bit(shapes, hints) if "stem.conv.weight" in shapes else _infer_vit(shapes, hints)
     arguments = model_arguments(hints.config)
     claimed = {
-        "outputs": arguments.get("num_classes", (hints.config or {}).get("num_classes")),
-        "width": arguments.get("embed_dim"),
-        "depth": arguments.get("depth"),
+        "num_classes": (arguments.get("num_classes", (hints.config or {}).get("num_classes")), config.outputs),
+        "embed_dim": (arguments.get("embed_dim"), getattr(config, "width", None)),
+        "depth": (arguments.get("depth"), getattr(config, "depth", None)),
     }
-    for name, value in claimed.items():
-        if value is not None and value != getattr(config, name, value):
-            raise VitrailError(f"{shapes.path}: config.json has {name}={value!r}, but the weights have {getattr(config, name)}.")
+    for name, (value, found) in claimed.items():
+        if None not in (value, found) and value != found:
+            raise VitrailError(
+                f"{shapes.path}: config.json has {name}={value!r}, but the weights have {found}. Get both files of the same model."
+            )
     return config
 
 
@@ -147,8 +150,8 @@ def _infer_vit(shapes: Shapes, hints: Hints) -> ModelConfig:
     pooling = function.pooling if function else shown
     if (pooling == "map") != pooled:
         raise VitrailError(
-            f"{shapes.path}: config.json means {pooling} pooling, but the file has {'' if pooled else 'no '}tensors of attention "
-            f"pooling. One of them is wrong."
+            f"{shapes.path}: config.json means {_POOLINGS[pooling]} pooling, but the file has {'' if pooled else 'no '}tensors of "
+            "attention pooling. Get both files of the same model."
         )
     if function and after and pooling == "class" and not arguments.get("fc_norm"):
         raise VitrailError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from vitrail.checkpoints import hub
-from vitrail.checkpoints.download import cached_url, fetch, is_url, shown_url
+from vitrail.checkpoints.download import NOT_FOUND, cached_url, fetch, is_url, shown_url
 from vitrail.checkpoints.download_progress import download_bar
 from vitrail.errors import VitrailError
 
@@ -29,6 +30,8 @@ def download(address: str, *, label: str | None = None) -> Path:
         with download_bar(f"{label} from {parts.netloc.rpartition('@')[2]}") as show:
             return fetch(address, target, progress=show)
     except VitrailError as error:
+        if isinstance(error.__cause__, HTTPError) and error.__cause__.code in NOT_FOUND:
+            raise
         raise VitrailError(f"{error} {_how_to_get(address, target)}") from error
 
 

@@ -68,9 +68,10 @@ def export(
         json_: Print the report as JSON.
     """
     from vitrail.checkpoints import load
-    from vitrail.export.write import export_model
+    from vitrail.export.write import check_target, export_model
 
     check_place(out)
+    check_target(out)
     if settings.precision == "int8" and calibrate is None:
         raise VitrailError("int8 needs images to measure the ranges of activations with: give a data source with --calibrate.")
     _check_drop(max_drop)

@@ -52,7 +52,9 @@ def align(splits: dict[str, Split], classes: tuple[str, ...] | None, *, ignore_u
         classes = splits["train" if "train" in splits else next(iter(splits))].classes
     if len(set(classes)) != len(classes):
         duplicate = next(name for name in classes if classes.count(name) > 1)
-        raise VitrailError(f"The class {duplicate!r} is listed twice. Class names must be unique.")
+        count = classes.count(duplicate)
+        times = "twice" if count == 2 else f"{count} times"
+        raise VitrailError(f"The class {duplicate!r} is listed {times}. Class names must be unique: rename or remove one.")
     owner = "the model" if given else "the training split"
     return {name: _remap(split, classes, owner, ignore_unknown) for name, split in splits.items()}
 
@@ -63,7 +65,7 @@ def _remap(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: b
     if split.task == "regress":
         if split.classes != classes:
             raise VitrailError(
-                f"{split.name} has the numeric targets {_abbreviate(split.classes)}, but {owner} has {_abbreviate(classes)}. "
+                f"{split.name} has the numeric targets {abbreviate(split.classes)}, but {owner} has {abbreviate(classes)}. "
                 "They must be the same, in the same order."
             )
         return split
@@ -73,13 +75,14 @@ def _remap(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: b
     if unknown and not ignore_unknown:
         others = len(unknown) - 1
         more = f" {counted(others, 'more class is', 'more classes are')} unknown." if others else ""
-        advice = "Remove it, or pass --ignore-unknown-classes to skip its images."
+        it, its = ("them", "their") if others else ("it", "its")
+        advice = f"Remove {it}, or pass --ignore-unknown-classes to skip {its} images."
         if len(split.classes) == len(classes) and not any(name in index for name in split.classes):
             advice = (
                 f"No name is known, but both have {len(classes)} classes: if their order is the same, evaluate with --match order."
             )
         raise VitrailError(
-            f"{split.name} has class {unknown[0]!r}, which {owner} does not have ({_abbreviate(classes)}).{more} {advice}"
+            f"{split.name} has class {unknown[0]!r}, which {owner} does not have ({abbreviate(classes)}).{more} {advice}"
         )
     new = np.array([index.get(name, -1) for name in split.classes], dtype=np.int64)
     mapped = copy.copy(split)
@@ -88,13 +91,13 @@ def _remap(split: Split, classes: tuple[str, ...], owner: str, ignore_unknown: b
         mapped.targets = np.zeros((len(split), len(classes)), np.float32)
         mapped.targets[:, new[new >= 0]] = split.targets[:, new >= 0]
         if unknown:
-            log.warning("%s: unknown labels ignored: %s.", split.name, _abbreviate(unknown))
+            log.warning("%s: unknown labels ignored: %s.", split.name, abbreviate(unknown))
     else:
         mapped.targets = new[split.targets] if len(split) else split.targets
         if unknown:
             known = np.flatnonzero(mapped.targets >= 0)
             dropped = counted(len(split) - len(known), "image")
-            log.warning("%s: skipped %s of unknown classes (%s).", split.name, dropped, _abbreviate(unknown))
+            log.warning("%s: skipped %s of unknown classes (%s).", split.name, dropped, abbreviate(unknown))
             mapped = _select(mapped, known)
     _warn_about_missing(mapped)
     return mapped
@@ -122,7 +125,7 @@ def _warn_about_missing(split: Split) -> None:
     used = _used(split)
     missing = [name for name, present in zip(split.classes, used, strict=True) if not present]
     if missing and len(split):
-        text = f"{split.name} has no image of {len(missing)} of {counted(len(used), 'class', 'classes')}: {_abbreviate(missing)}."
+        text = f"{split.name} has no image of {len(missing)} of {counted(len(used), 'class', 'classes')}: {abbreviate(missing)}."
         log.warning("%s", text, extra={"kind": "missing-class"})
 
 
@@ -136,10 +139,11 @@ def check_range(split: Split, outputs: int) -> None:
         raise VitrailError(
             f"{split.image_name(first)} has label {int(split.targets[first])}, but there are {counted(outputs, 'output')} "
             f"(0–{outputs - 1}). {counted(len(wrong), 'label is', 'labels are')} outside. "
-            "Correct them, or create a model with more outputs."
+            "Correct the labels, or create a model with more outputs."
         )
 
 
-def _abbreviate(names: Iterable[str], limit: int = 8) -> str:
+def abbreviate(names: Iterable[str], limit: int = 8) -> str:
+    """Return the first names of a list, separated by commas, and how many there are."""
     names = list(names)
     return ", ".join(names[:limit]) + (f", … ({len(names)} in total)" if len(names) > limit else "")

@@ -202,7 +202,7 @@ def _pillow_pixels(image: Image.Image, channels: int, bits: int, name: str) -> A
     if image.mode == "F":
         raise BadImage(name, "floating-point pixels, whose range is unknown; save it with 8 or 16 bits")
     if image.mode not in _16_BIT_MODES and channels not in (1, 3, 4):
-        raise BadImage(name, f"a {image.mode} image, but {channels} channels are expected; use .npy files for more than 4 channels")
+        raise BadImage(name, f"its mode is {image.mode}, but {channels} channels are expected; use .npy files for more than 4")
     image.load()  # a TIFF's size may change here, by its orientation
     width, height = image.size
 

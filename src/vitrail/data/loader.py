@@ -50,7 +50,7 @@ class _Loader:
         start_method: str | None,
     ) -> None:
         if not 0 <= rank < ranks:
-            raise VitrailError(f"There is no rank {rank} of {ranks}: ranks are numbered from 0.")
+            raise VitrailError(f"There is no rank {rank} of {counted(ranks, 'rank')}: they are numbered from 0 to {ranks - 1}.")
         self.split, self._reader, self.rank, self.ranks = split, reader, rank, ranks
         self.workers, self.note = worker_count(workers, ranks if local_ranks is None else local_ranks)
         self.device = torch.device(device)

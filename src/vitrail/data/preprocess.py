@@ -64,8 +64,10 @@ class Preprocess:
     """The preset it came from."""
 
     def __post_init__(self) -> None:
-        for field, kind in (("size", int), ("mean", float), ("std", float)):
-            object.__setattr__(self, field, tuple(kind(value) for value in getattr(self, field)))  # JSON gives lists
+        object.__setattr__(self, "size", _numbers_of(self.size, int, "Preprocess.size", "(height, width)"))  # JSON gives lists
+        for field in ("mean", "std"):
+            value = _numbers_of(getattr(self, field), float, f"Preprocess.{field}", "one number per channel")
+            object.__setattr__(self, field, value)
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 allowed = ", ".join(map(str, choices))
@@ -74,11 +76,11 @@ class Preprocess:
             raise VitrailError(f"Preprocess.size is {self.size}; it must be (height, width), both at least 1.")
         needs = self.resize in ("short-side", "keep-aspect")
         if (self.resize_to is None and needs) or (self.resize_to is not None and not needs and self.resize != "square"):
-            raise VitrailError(
-                f"resize_to goes with resize='short-side', but resize is {self.resize!r} and resize_to is {self.resize_to}."
-            )
+            advice = "Give the length of the short side" if needs else "Leave it out, or use resize='short-side'"
+            raise VitrailError(f"resize is {self.resize!r} and resize_to is {self.resize_to}. {advice}.")
         if self.resize != "keep-aspect" and self.resize_to is not None and self.resize_to < min(self.size):
-            raise VitrailError(f"resize_to={self.resize_to} is smaller than the {_times(self.size)} crop.")
+            least = min(self.size)
+            raise VitrailError(f"resize_to={self.resize_to} is smaller than the {_times(self.size)} crop. Use {least} or more.")
         if self.pad and self.resize_to is not None:
             raise VitrailError(
                 f"pad has no effect with resize={self.resize!r} and resize_to. Use resize='square' without resize_to, or 'none'."
@@ -86,15 +88,16 @@ class Preprocess:
         self._check_keep_aspect()
         for field in ("mean", "std"):
             if len(getattr(self, field)) != self.channels:
+                values = counted(len(getattr(self, field)), "value")
                 raise VitrailError(
-                    f"Preprocess.{field} has {counted(len(getattr(self, field)), 'value')} for {counted(self.channels, 'channel')}."
+                    f"Preprocess.{field} has {values} for {counted(self.channels, 'channel')}. Give one value per channel."
                 )
         if min(self.std) <= 0:
             raise VitrailError(f"Preprocess.std is {self.std}; every value must be above 0.")
 
     def _check_keep_aspect(self) -> None:
         if self.multiple is not None:
-            object.__setattr__(self, "multiple", tuple(int(value) for value in self.multiple))
+            object.__setattr__(self, "multiple", _numbers_of(self.multiple, int, "multiple", "(height, width)"))
         keeps = self.resize == "keep-aspect"
         if keeps != (self.max_size is not None) or keeps != (self.multiple is not None):
             raise VitrailError(
@@ -104,7 +107,10 @@ class Preprocess:
         if self.max_size is None or self.multiple is None or self.resize_to is None:
             return
         if len(self.multiple) != 2 or min(self.multiple) < 1 or self.resize_to < 1:
-            raise VitrailError(f"multiple is {self.multiple} and resize_to {self.resize_to}; all of them must be at least 1.")
+            raise VitrailError(
+                f"multiple is {self.multiple} and resize_to is {self.resize_to}; "
+                "expected (height, width) and a length, all at least 1."
+            )
         if self.max_size < max(self.multiple):
             raise VitrailError(
                 f"The longest side is limited to {self.max_size} pixels, but the model's patches have {max(self.multiple)}: "
@@ -133,8 +139,8 @@ class Preprocess:
         if max(height, full.shape[0]) * width > MAX_PIXELS:  # Pillow resizes the rows first
             raise BadImage(
                 name,
-                f"{_times(full.shape)} pixels, of which resizing to {_times((height, width))} would make more than the limit of "
-                f"{MAX_PIXELS:,}: crop or resize it first",
+                f"{_times(full.shape)} pixels: resizing to {_times((height, width))} would exceed the limit of "
+                f"{MAX_PIXELS:,} pixels; crop or resize it first",
             )
         if self.resize == "none":  # before a float copy is made of pixels that are cropped away
             full = self._crop(full)
@@ -225,7 +231,8 @@ class Preprocess:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise VitrailError(f"Unknown preprocessing key {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+            expected = did_you_mean(unknown[0], known) or f" The keys are {', '.join(sorted(known))}."
+            raise VitrailError(f"Unknown preprocessing key {unknown[0]!r}.{expected}")
         return cls(**values)
 
     def fingerprint(self) -> str:
@@ -376,6 +383,13 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
         return read_bytes(path)
     except OSError as error:
         raise VitrailError(f"Cannot read the image {path}: {error.strerror}. Check the path and its permissions.") from error
+
+
+def _numbers_of(values: Any, kind: type[int] | type[float], name: str, expected: str) -> tuple[float, ...]:
+    try:
+        return tuple(kind(value) for value in values)
+    except (TypeError, ValueError):
+        raise VitrailError(f"{name} is {values!r}; it must be {expected}.") from None
 
 
 def _times(size: tuple[int, ...]) -> str:

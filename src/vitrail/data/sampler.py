@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from vitrail.data.augment.rng import Purpose, generator
+from vitrail.data.classes import abbreviate
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.regular_files import read_json_object
@@ -164,7 +165,10 @@ def class_weights(split: Split, weights: str | Path | dict[str, float] | None, *
     by_name = weights if isinstance(weights, dict) else _weights_file(Path(weights))
     unknown = sorted(set(by_name) - set(split.classes))
     if unknown:
-        raise VitrailError(f"Weight for unknown class {unknown[0]!r}.{did_you_mean(unknown[0], split.classes)}")
+        raise VitrailError(
+            f"There is a weight for the class {unknown[0]!r}, which {split.name} does not have ({abbreviate(split.classes)})."
+            f"{did_you_mean(unknown[0], split.classes)} Correct or remove it."
+        )
     return np.array([by_name.get(name, 1.0) for name in split.classes], dtype=np.float32)
 
 
@@ -173,15 +177,17 @@ def _weights_file(path: Path) -> dict[str, float]:
         values = read_json_object(path)
         return {str(name): float(value) for name, value in values.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise VitrailError(
-            f'Cannot read class weights from {path} ({error}). Pass `auto`, or a JSON file such as {{"cat": 1.0, "lynx": 8.5}}.'
+            f'Cannot read class weights from {path} ({reason}). Pass `auto`, or a JSON file such as {{"cat": 1.0, "lynx": 8.5}}.'
         ) from error
 
 
 def _class_targets(split: Split) -> Array:
     if split.task != "classify":
         raise VitrailError(
-            f"Balancing needs one class per image, but this dataset has the task {split.task!r}. Use the shuffle sampler."
+            f"Balancing needs one class per image, but this dataset has the task {split.task!r}. "
+            "Use the shuffle sampler, without class weights."
         )
     return split.targets
 

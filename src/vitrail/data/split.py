@@ -189,8 +189,9 @@ def _read_older_file(split: Split, split_file: Path) -> tuple[Array, Array]:
         text = read_bytes(split_file).decode("utf-8", "surrogateescape")
         rows = {row["path"]: row["split"] for row in csv.DictReader(io.StringIO(text, newline=""))}
     except (OSError, KeyError, csv.Error) as error:
+        reason = f"it has no column {error}" if isinstance(error, KeyError) else error
         raise VitrailError(
-            f"{split_file} cannot be read as a table of path and split ({error}). An older version divided the images by this "
+            f"{split_file} cannot be read as a table of path and split ({reason}). An older version divided the images by this "
             "file. Restore it, or delete it."
         ) from error
     position = {split.image_name(k): k for k in range(len(split))}
@@ -198,7 +199,7 @@ def _read_older_file(split: Split, split_file: Path) -> tuple[Array, Array]:
     if missing:
         raise VitrailError(
             f"{split_file} lists {counted(len(missing), 'image')} that cannot be found, for example {missing[0]}. "
-            "An older version divided the images by this file. Restore them, or delete this file."
+            "An older version divided the images by this file. Restore the missing images, or delete this file."
         )
     new = len(position) - len(rows)
     if new:

@@ -319,4 +319,4 @@ def _epoch_position(batch_slice: BatchSlice, row: int) -> int:
         if row < count:
             return first + row
         row -= count
-    raise VitrailError("An image outside its slice was requested.")
+    raise AssertionError

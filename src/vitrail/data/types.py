@@ -40,7 +40,8 @@ class BadImage(VitrailError):
 
     def skippable(self) -> BadImage:
         """Return the error with the advice of a loader, which can skip the image."""
-        return BadImage(self.name, self.reason, "Replace or remove it, or pass --bad-images skip.", self.kind, self.index)
+        advice = f"{self.advice.removesuffix('.')}, or pass --bad-images skip."
+        return BadImage(self.name, self.reason, advice, self.kind, self.index)
 
     def __reduce__(self) -> tuple[type[BadImage], tuple[str | int | None, ...]]:
         return type(self), (self.name, self.reason, self.advice, self.kind, self.index)  # pickled when a worker returns it

@@ -22,7 +22,7 @@ from vitrail.data.sampler import BatchSlice
 from vitrail.data.settings import BadImages
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
-from vitrail.evaluate.settings import Precision, no_progress
+from vitrail.evaluate.settings import Precision, check_choice, no_progress
 from vitrail.models import Model
 from vitrail.models.features import evaluating, stride_of
 from vitrail.models.inference import InferenceModel, choose, for_inference
@@ -52,6 +52,8 @@ class EvalContext:
     """Called with the number of images finished since the last call."""
 
     def __post_init__(self) -> None:
+        check_choice("precision", self.precision, Precision)
+        check_choice("bad_images", self.bad_images, BadImages)
         if self.batch is not None and self.batch < 1:
             raise VitrailError(f"The batch size is {self.batch}; it must be at least 1.")
         if self.workers is not None and self.workers < 0:
@@ -268,6 +270,12 @@ def gather_bad_images(context: EvalContext, bad: dict[str, BadImage]) -> list[Ba
     """Collect the bad images of all ranks, sorted by name."""
     by_name = {one.name: one for part in context.world.gather(list(bad.values())) for one in part}
     return [by_name[name] for name in sorted(by_name)]
+
+
+def none_read(what: str, bad: Sequence[BadImage]) -> str:
+    """Say that all images were bad, with the reason of one."""
+    first = f" The first: {bad[0].name}: {bad[0].reason}." if bad else ""
+    return f"No image of {what} could be read.{first} Repair or replace the images."
 
 
 def check_finite(outputs: Tensor, batch: Batch, split: Split) -> None:

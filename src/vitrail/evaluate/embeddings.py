@@ -27,6 +27,7 @@ from vitrail.evaluate.nearest import check_vectors, nearest_rows
 from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column, opened_table, write_table
 from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.settings import FeatureSpec, Metric
+from vitrail.evaluate.shard_folder import reason
 from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
@@ -69,8 +70,9 @@ class NamedRows:
                 "Give more of the path."
             )
         raise VitrailError(
-            f"There is no image {name!r} in this file ({counted(len(self.names), 'image')}), and no file of this name."
-            f"{did_you_mean(name, self.names) if len(self.names) <= _MAX_SUGGESTED else ''}"
+            f"There is no image {name!r} among the {counted(len(self.names), 'embedding')}, and no file of this name."
+            f"{did_you_mean(name, self.names) if len(self.names) <= _MAX_SUGGESTED else ''} "
+            "Give an image that was embedded, or the path of a file."
         )
 
     def row_of_file(self, file: str) -> int | None:
@@ -95,9 +97,10 @@ class NamedRows:
             preprocess = Preprocess.from_dict(self.about["preprocess"])
             bundle = load(checkpoint, preprocess=preprocess, image_size=preprocess.size)
         except (KeyError, TypeError, VitrailError) as error:
+            why = error if isinstance(error, VitrailError) else "the checkpoint and settings of the others are not stored."
             raise VitrailError(
-                f"{files[0]} is not in this file, and cannot be embedded now: {error} "
-                "Embed it together with the others, or give a name that is in the file."
+                f"{files[0]} was not embedded, and cannot be now: {why} "
+                "Embed it together with the others, or give an image that was embedded."
             ) from error
         context = replace(default_context(bundle.model, bad_images="error"), any_size=preprocess.resize == "keep-aspect")
         more = embed(bundle, file_split(files), spec, context)
@@ -105,7 +108,7 @@ class NamedRows:
             was, now = ("×".join(map(str, one)) for one in (shape, more.features.shape[1:]))
             raise VitrailError(
                 f"{files[0]} cannot be compared: {self.about['checkpoint']} now has features of size {now}, those of this file are "
-                f"of size {was}. Is it another checkpoint than at that time? Embed all images again."
+                f"of size {was}. The checkpoint has changed since: embed all images again."
             )
         return more
 
@@ -245,7 +248,7 @@ def embed_tensor(bundle: Bundle, images: Tensor, spec: FeatureSpec | None = None
     spec, context = spec or FeatureSpec(), context or default_context(bundle.model)
     spec.check(bundle.model)
     if len(images) == 0:
-        raise VitrailError("The tensor has no images.")
+        raise VitrailError("The tensor has no images; give at least one.")
     model = context.prepare(bundle.model)
     parts = context.run_tensor(images, model, lambda batch: spec.compute(model, batch).float().cpu())
     names = tuple(f"image {number}" for number in range(len(images)))
@@ -295,7 +298,7 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
     except OSError as error:
         raise VitrailError(f"Cannot read the embeddings {file}: {error.strerror or error}. Check the path.") from error
     except (ValueError, KeyError) as error:
-        raise VitrailError(f"{file} is not an embeddings file of `vitrail embed` ({error}).") from error
+        raise VitrailError(f"{file} is not an embeddings file ({reason(error)}). Make one with `vitrail embed`.") from error
 
 
 def check_extension(file: Path) -> None:

@@ -19,11 +19,11 @@ from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate import classification, multilabel, regression
 from vitrail.evaluate.classification import Predictions
-from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images
+from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images, none_read
 from vitrail.evaluate.flip_average import flip_average
 from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import real_hits
-from vitrail.evaluate.settings import Match
+from vitrail.evaluate.settings import TARGETS, Match, check_choice
 from vitrail.notebook import data_frame, html_image, html_lines, html_table
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ class EvalResult:
 
         if what == "images":
             if self.predictions is None or self.split is None:
-                raise VitrailError("A table of images needs one class per image. Use to_pandas('classes').")
+                raise VitrailError(
+                    f"A table of images needs one class per image; this is {_MODELS[self.task]}. Use to_pandas('classes')."
+                )
             headings, rows = result_tables.IMAGE_HEADINGS, [list(row) for row in result_tables.image_rows(self, self.split)]
         elif what == "classes":
             headings, rows = result_tables.class_table(self)
@@ -200,6 +202,7 @@ def open_data(
     ignore_unknown: bool = False,
 ) -> tuple[Split, Overlap | None]:
     """Open the split to evaluate on, with its classes in the order of the outputs, and find which images were trained on."""
+    check_choice("match", match, Match)
     classes = bundle.classes if match == "name" and bundle.classes is not None else None
     records = bundle.trained_on
     try:
@@ -216,18 +219,19 @@ def check_fits(bundle: Bundle, split: Split) -> list[str]:
     """Refuse targets that do not match the checkpoint's outputs. Returns notes on what was assumed."""
     outputs = bundle.model.config.outputs
     if len(split) == 0:
-        raise VitrailError(f"The split {split.name!r} has no images, so there is nothing to evaluate.")
+        raise VitrailError(f"The split {split.name!r} has no images to evaluate. Choose another one.")
     if split.task == "unlabelled":
         raise VitrailError(f"The split {split.name!r} has no labels to compare with. `vitrail predict` needs no labels.")
     if split.task != bundle.task:
         raise VitrailError(
-            f"{bundle.report.source} is {_MODELS[bundle.task]}, but this dataset has {_TARGETS[split.task]}. "
+            f"{bundle.report.source} is {_MODELS[bundle.task]}, but this dataset has {TARGETS[split.task]}. "
             "Evaluate it on a dataset for the same task."
         )
     if len(split.classes) != outputs:
         raise VitrailError(
-            f"{bundle.report.source} has {outputs} outputs{'' if bundle.classes else ' without names'}, the dataset has "
-            f"{len(split.classes)} classes. The numbers must be equal; `vitrail fewshot` and `vitrail probe` work with any classes."
+            f"{bundle.report.source} has {counted(outputs, 'output')}{'' if bundle.classes else ' without names'}, the dataset has "
+            f"{counted(len(split.classes), 'class', 'classes')}. The numbers must be equal; "
+            "`vitrail fewshot` and `vitrail probe` work with any classes."
         )
     if bundle.classes is None:
         return ["the checkpoint has no class names: the dataset's classes were matched by order"]
@@ -237,7 +241,6 @@ def check_fits(bundle: Bundle, split: Split) -> list[str]:
 
 
 _MODELS = {"classify": "a classifier", "multilabel": "a multi-label classifier", "regress": "a regression model"}
-_TARGETS = {"classify": "one class per image", "multilabel": "multi-label targets", "regress": "regression targets"}
 
 
 def _collect_predictions(bundle: Bundle, split: Split, results: Any, context: EvalContext) -> Predictions:
@@ -246,7 +249,7 @@ def _collect_predictions(bundle: Bundle, split: Split, results: Any, context: Ev
         check_finite(outputs, batch, split)
         parts.append(Predictions.from_logits(outputs, batch.targets, batch.indices, sigmoid=bundle.sigmoid))
     all_ranks = [part for rank in context.world.gather(parts) for part in rank]
-    return Predictions.concat(_not_empty(all_ranks))
+    return Predictions.concat(_not_empty(all_ranks, split, results, context))
 
 
 def _collect_outputs(bundle: Bundle, split: Split, results: Any, context: EvalContext) -> tuple[Array, Array, Array]:
@@ -256,15 +259,15 @@ def _collect_outputs(bundle: Bundle, split: Split, results: Any, context: EvalCo
         outputs = outputs.float()
         values = outputs.sigmoid() if bundle.task == "multilabel" else outputs
         parts.append((batch.indices.numpy(), values.cpu().numpy(), batch.targets.cpu().numpy()))
-    all_ranks = _not_empty([part for rank in context.world.gather(parts) for part in rank])
+    all_ranks = _not_empty([part for rank in context.world.gather(parts) for part in rank], split, results, context)
     indices, values, truth = (np.concatenate([part[k] for part in all_ranks]) for k in range(3))
     order = np.argsort(indices, kind="stable")
     return indices[order], values[order], truth[order]
 
 
-def _not_empty(parts: list[Any]) -> list[Any]:
+def _not_empty(parts: list[Any], split: Split, results: Any, context: EvalContext) -> list[Any]:
     if not parts:
-        raise VitrailError("No image of the split could be read. Run `vitrail data check` to see why.")
+        raise VitrailError(none_read(repr(split.name), gather_bad_images(context, results.bad)))
     return parts
 
 

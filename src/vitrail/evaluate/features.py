@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
-from vitrail.evaluate.context import EvalContext, gather_bad_images
+from vitrail.evaluate.context import EvalContext, gather_bad_images, none_read
 from vitrail.evaluate.settings import FeatureSpec
 from vitrail.models import Model
 
@@ -33,7 +33,7 @@ def extract_features(
     """Compute the features of every image of a split, gathered from all ranks."""
     spec.check(model, any_size=context.any_size)
     if len(split) == 0:
-        raise VitrailError(f"The split {split.name!r} has no images.")
+        raise VitrailError(f"The split {split.name!r} has no images. Choose another one.")
     prepared = context.prepare(model)
     results = context.run(split, preprocess, prepared, lambda images: spec.compute(prepared, images))
     features, indices, row = np.empty(0, np.float32), np.empty(len(split), np.int64), 0
@@ -45,9 +45,9 @@ def extract_features(
         row += len(values)
     parts = context.world.gather((features[:row], indices[:row]))
     parts = [part for part in parts if len(part[1])]
-    if not parts:
-        raise VitrailError(f"No image of {split.name!r} could be read. Run `vitrail data check` to see why.")
     bad = gather_bad_images(context, results.bad)
+    if not parts:
+        raise VitrailError(none_read(repr(split.name), bad))
     if len(parts) == 1:  # the usual case, without copying what may fill half of the memory
         return ExtractedFeatures(parts[0][0], parts[0][1], bad)
     indices = np.concatenate([part[1] for part in parts])

@@ -16,11 +16,11 @@ from vitrail.checkpoints import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.trained_on import Overlap, open_for, overlap
 from vitrail.data.types import BadImage, Split
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.ridge import fit_ridge
-from vitrail.evaluate.settings import FeatureSpec, FewShotSpec
+from vitrail.evaluate.settings import TARGETS, FeatureSpec, FewShotSpec
 from vitrail.evaluate.support_set import SupportSet, draw_support_sets
 from vitrail.models import Model
 
@@ -112,15 +112,20 @@ def open_train_and_test(
     if test is None:
         test = next((name for name in ("val", "test") if name in source.splits), None)
     if test is None:
-        raise VitrailError(f"{data} has only the split {', '.join(source.splits)}; a test split is needed too.")
+        raise VitrailError(
+            f"{data} has only the split {', '.join(source.splits)}; a test split is needed too. "
+            "Add one, or make one with `vitrail data split`."
+        )
     if test == train:
-        raise VitrailError(f"Both splits are {test!r}; test on images that were not used for training.")
+        raise VitrailError(
+            f"Both splits are {test!r}; test on images that were not used for training. Change --split or --train-split."
+        )
     train_split, test_split = source.split(train), source.split(test)
     for split in (train_split, test_split):
         if split.task != "classify":
-            raise VitrailError(f"{data} has {split.task} targets; few-shot and probes need one class per image.")
+            raise VitrailError(f"{data} has {TARGETS[split.task]}; few-shot and probes need one class per image.")
         if len(split) == 0:
-            raise VitrailError(f"The split {split.name!r} of {data} has no images.")
+            raise VitrailError(f"The split {split.name!r} of {data} has no images. Choose another one.")
     return train_split, test_split, overlap(records, source, test_split)
 
 
@@ -173,7 +178,10 @@ class FewShotEvaluator:
         new_label[support.classes] = np.arange(len(support.classes))
         tested = np.flatnonzero(new_label[targets] >= 0)
         if not len(tested):
-            raise VitrailError("No test image belongs to a class of the support set.")
+            raise VitrailError(
+                f"None of the {counted(len(targets), 'test image')} belongs to one of the {len(support.classes)} classes of the "
+                "support set. Test on images of the same classes."
+            )
         labels = new_label[self.train.targets[support.indices]]
         classifier = fit_ridge(train_features[rows], labels, len(support.classes), l2=self.protocol.l2, bias=self.protocol.bias)
         return Trial(

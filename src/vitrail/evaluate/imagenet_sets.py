@@ -64,17 +64,13 @@ SETS = {
 
 def open_set(key: str, folder: str | Path) -> FileSplit:
     """Open a set; targets are the outputs of an ImageNet-1k model."""
-    which, root = SETS[key], Path(folder).expanduser()
-    if not root.is_dir():
-        raise VitrailError(f"--{key}: {root} {'is a file' if root.exists() else 'does not exist'}; a folder is expected.")
-    return _class_folders(_top(root, which), which)
+    which = SETS[key]
+    return _class_folders(_top(_checked(key, folder), which), which)
 
 
 def corruption_folders(folder: str | Path) -> dict[str, Path]:
     """Return the folder of each corruption of ImageNet-C. They may be in a folder per group: noise/gaussian_noise."""
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        raise VitrailError(f"--c: {root} does not exist; a folder is expected.")
+    root = _checked("c", folder)
     found = {path.name: path for path in (*_folders(root), *(one for group in _folders(root) for one in _folders(group)))}
     known = [name for name in ALEXNET_ERROR if name in found]
     if not known:
@@ -82,6 +78,13 @@ def corruption_folders(folder: str | Path) -> dict[str, Path]:
             f"{root} has no corruption of ImageNet-C, such as gaussian_noise/1/n01440764; it has {_some(subfolders(root))}."
         )
     return {name: found[name] for name in known}
+
+
+def _checked(key: str, folder: str | Path) -> Path:
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise VitrailError(f"--{key}: {root} {'is a file' if root.exists() else 'does not exist'}; a folder is expected.")
+    return root
 
 
 def open_corruptions(folders: dict[str, Path]) -> Iterator[tuple[str, int, FileSplit]]:
@@ -126,12 +129,12 @@ def _class_folders(top: Path, which: ImageNetSet) -> FileSplit:
     if allowed is not None and (extra := [name for name in names if outputs[name] not in allowed]):
         raise VitrailError(
             f"{top} has {counted(len(extra), 'class', 'classes')} that {which.title} does not have ({_some(extra)}). "
-            "Is it another set?"
+            f"Give the folder of {which.title}."
         )
     files = {name: list(images_under(top / name)) for name in names}
     targets = np.repeat([outputs[name] for name in names], [len(files[name]) for name in names]).astype(np.int64)
     if not len(targets):
-        raise VitrailError(f"{top} has class folders, but no images in them.")
+        raise VitrailError(f"{top} has class folders, but no images in them. Copy or unpack the images.")
     if len(targets) > which.images:
         raise VitrailError(
             f"{top} has {len(targets):,} images, but {which.title} has {which.images:,}. Does it have training images or copies?"

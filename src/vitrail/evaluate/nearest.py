@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.errors import VitrailError
-from vitrail.evaluate.settings import Metric
+from vitrail.evaluate.settings import Metric, check_choice
 
 Array = npt.NDArray[Any]
 _MORE = 64  # candidates beyond the count
@@ -36,6 +36,7 @@ def nearest_rows(
     `own` is the row of each query, which is not its own neighbour. Returns rows and their similarity or distance per query, fewer
     than `count` if there are not as many. Rows with NaN or infinity are near to nothing; as a query they are an error.
     """
+    check_choice("metric", metric, Metric)
     search = _search()
     if (unusable := np.flatnonzero(~_finite(queries))).size:
         raise VitrailError(f"The features of row {own[unusable[0]]} contain NaN or infinity; they have no neighbours. Embed again.")

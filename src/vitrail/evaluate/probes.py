@@ -180,6 +180,7 @@ def _finite(features: Array) -> Array:
     bad = np.flatnonzero(~np.isfinite(features).all(1))
     if len(bad):
         raise VitrailError(
-            f"The features of {len(bad)} of {len(features)} images contain NaN or infinity (the first is image {bad[0]})."
+            f"The features of {len(bad)} of {len(features)} images contain NaN or infinity (the first is image {bad[0]}). "
+            "Check these images and the weights (`vitrail info`). If they are finite, use --precision bf16 or fp32."
         )
     return features

@@ -37,7 +37,9 @@ def read_real(path: str | Path, split: Split, classes: Sequence[str]) -> list[fr
         return _published(file, content, split, classes)
     if isinstance(content, dict):
         return _by_name(file, content, split, classes)
-    raise VitrailError(f"{file} contains a {type(content).__name__}; expected a list as in real.json, or an object of image names.")
+    raise VitrailError(
+        f"{file} contains only {repr(content)[:40]}; expected a list as in real.json, or an object that maps image names to labels."
+    )
 
 
 def real_hits(predicted: npt.NDArray[Any], labels: Sequence[frozenset[int]]) -> tuple[int, int, int]:

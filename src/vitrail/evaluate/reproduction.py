@@ -17,7 +17,7 @@ from vitrail.data import imagenet
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.classification import Predictions, top_k_accuracy
-from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images
+from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images, none_read
 from vitrail.evaluate.imagenet_sets import (
     ALEXNET_ERROR,
     SETS,
@@ -167,9 +167,9 @@ class _Run:
                 logits, targets = logits[:, outputs.to(logits.device)], position.to(logits.device)[targets]
             parts.append(Predictions.from_logits(logits, targets, batch.indices, sigmoid=self.bundle.sigmoid))
         gathered = [part for rank in self.context.world.gather(parts) for part in rank]
-        if not gathered:
-            raise VitrailError(f"No image of {which.title} could be read. Run `vitrail data check` to see why.")
         bad = gather_bad_images(self.context, results.bad)
+        if not gathered:
+            raise VitrailError(none_read(which.title, bad))
         self.notes += [f"{which.title}: skipped {counted(len(bad), 'image')} that cannot be read"] if bad else []
         return Predictions.concat(gathered)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import BIAS, L2
 from vitrail.tasks.ranking import ranked
 
@@ -136,7 +136,7 @@ def _features(x: Rows, which: str) -> Tensor:
     bad = [start + int(row) for start, part in _chunks(x) for row in torch.nonzero(~part.isfinite().all(1))[:, 0]]
     if bad:
         raise VitrailError(
-            f"{len(bad)} of {len(x)} rows of the {which} features contain NaN or infinity (the first is row {bad[0]}). "
+            f"NaN or infinity in {len(bad)} of {counted(len(x), 'row')} of the {which} features (the first is row {bad[0]}). "
             "Check these images and the model's weights. If the model runs in float16, use bfloat16 or float32."
         )
     return x
@@ -153,5 +153,5 @@ def _labels(y: Labels, images: int, classes: int) -> Tensor:
     outside = torch.nonzero((y < 0) | (y >= classes))[:, 0]
     if len(outside):
         row = int(outside[0])
-        raise VitrailError(f"Label {int(y[row])} in row {row} is out of range; there are {classes} classes (0 to {classes - 1}).")
+        raise VitrailError(f"Label {int(y[row])} in row {row} is out of range; the classes are 0 to {classes - 1}.")
     return y.long()

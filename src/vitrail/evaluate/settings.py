@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, did_you_mean
 from vitrail.models.config import BiTConfig, ViTConfig
 from vitrail.train.lengths import Length
 
@@ -26,10 +26,24 @@ TableFormat = Literal["csv", "parquet"]
 SHOTS, SEEDS = (1, 5, 10, 25), 3
 L2 = 2.0**10
 BIAS = 100.0
+TARGETS = {
+    "classify": "one class per image",
+    "multilabel": "multi-label targets",
+    "regress": "regression targets",
+    "unlabelled": "no labels",
+}
+"""What a dataset has for its images, by task."""
 
 
 def no_progress(images: int) -> None:
     """Report nothing."""
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Refuse a value that is not one of a Literal: it would silently mean another one."""
+    known = get_args(choices)
+    if value not in known:
+        raise VitrailError(f"{name} is {value!r}; it can be {', '.join(known)}.{did_you_mean(str(value), known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +64,7 @@ class FeatureSpec:
     --no-norm: Take class, mean and patches without the final norm."""
 
     def __post_init__(self) -> None:
-        if self.feature not in get_args(Feature):
-            raise VitrailError(f"Unknown feature {self.feature!r}. Use one of {', '.join(get_args(Feature))}.")
+        check_choice("feature", self.feature, Feature)
         if self.layer is not None and self.feature in ("pre_logits", "pooled"):
             raise VitrailError(f"{self.feature} exists only for the last layer; for layer {self.layer} use class, mean or patches.")
         if not self.norm and self.feature in ("pre_logits", "pooled"):
@@ -126,6 +139,7 @@ class FewShotSpec:
     """What to do with a class that has fewer images than shots: stop with an error, or drop it for that number of shots."""
 
     def __post_init__(self) -> None:
+        check_choice("small_classes", self.small_classes, SmallClasses)
         if self.seeds < 1:
             raise VitrailError(f"seeds is {self.seeds}; use 1 or more.")
 
@@ -153,9 +167,10 @@ class ProbeSpec:
     """Seed of the held-out split."""
 
     def __post_init__(self) -> None:
-        candidates = self.l2 if self.method == "logistic" else self.neighbours
+        check_choice("method", self.method, Literal["logistic", "knn"])
+        name, candidates = ("l2", self.l2) if self.method == "logistic" else ("neighbours", self.neighbours)
         if not candidates or min(candidates) <= 0:
-            raise VitrailError(f"A {self.method} probe needs candidate values above 0; it has {list(candidates)}.")
+            raise VitrailError(f"{name} is {list(candidates)}; a {self.method} probe needs one or more values above 0.")
         if not 0 < self.holdout < 1 and len(candidates) > 1:
             raise VitrailError(
                 f"holdout is {self.holdout:g}; to choose among {len(candidates)} values it must be a fraction between 0 and 1."

@@ -179,7 +179,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise VitrailError(f"{folder / SETTINGS} cannot be read ({error}). Choose a new folder for --out.") from error
     if stored.get("format") != FORMAT:
-        raise VitrailError(f"{folder} has the format {stored.get('format')!r}; this version of Vitrail reads {FORMAT}.")
+        raise VitrailError(
+            f"{folder} has shards of format {stored.get('format')!r}; this version of Vitrail needs {FORMAT}. "
+            "Choose a new folder for --out."
+        )
     return stored
 
 
@@ -187,8 +190,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a finished job."""
     try:
         manifest = read_json_object(folder / MANIFEST)
-        if manifest["format"] != FORMAT or not isinstance(manifest["shards"], list):
-            raise ValueError(f"its format is not {FORMAT}")
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT}")
+        if not isinstance(manifest["shards"], list):
+            raise ValueError("its shards are not a list")
         return manifest
     except FileNotFoundError:
         unfinished = (folder / SETTINGS).is_file()
@@ -196,8 +201,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise VitrailError(f"{folder} has no {MANIFEST}; {why}.") from None
     except (OSError, ValueError, KeyError) as error:
         raise VitrailError(
-            f"{folder / MANIFEST} cannot be read ({error}). Run the same command again; it is written anew, without computing."
+            f"{folder / MANIFEST} cannot be read ({reason(error)}). "
+            "Run the same command again; it is written anew, without computing."
         ) from error
+
+
+def reason(error: Exception) -> str:
+    """Return what an error says; a KeyError says only the key."""
+    key = error.args[0] if isinstance(error, KeyError) else ""
+    return f"it has no {key.decode() if isinstance(key, bytes) else key!r}" if key else str(error)
 
 
 def hash_names(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vitrail.data.types import PackedStrings
 from vitrail.errors import VitrailError
 from vitrail.evaluate.parquet import as_text, opened_table
-from vitrail.evaluate.shard_folder import read_manifest
+from vitrail.evaluate.shard_folder import read_manifest, reason
 from vitrail.regular_files import parse_json
 from vitrail.text import to_bytes
 
@@ -80,7 +80,7 @@ class Shard:
             if row < first + len(block):
                 return np.asarray(block[row - first])
             first += len(block)
-        raise VitrailError(f"{self.file} has less than {row + 1} rows. Run `vitrail embed` again.")
+        raise IndexError(row)
 
     def _parquet_blocks(self, rows: int) -> Iterator[Array]:
         with opened_table(self.file) as table:
@@ -178,11 +178,15 @@ def open_shards(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
     """Return what a folder of `vitrail embed` says about its features, and its shards."""
     manifest = read_manifest(folder)
     if manifest.get("command") != "embed":
-        raise VitrailError(f"{folder} holds the shards of `vitrail {manifest.get('command')}`, not of `vitrail embed`.")
+        raise VitrailError(
+            f"{folder} holds the shards of `vitrail {manifest.get('command')}`; a folder of `vitrail embed` is needed."
+        )
     try:
         return {key: manifest[key] for key in ABOUT}, [_shard(folder, entry) for entry in manifest["shards"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise VitrailError(f"{folder}/manifest.json is corrupted ({error}). Run the command that wrote it again.") from error
+        raise VitrailError(
+            f"{folder}/manifest.json is corrupted ({reason(error)}). Run the command that wrote it again."
+        ) from error
 
 
 def _shard(folder: Path, entry: dict[str, Any]) -> Shard:

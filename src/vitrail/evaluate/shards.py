@@ -31,7 +31,7 @@ from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, Pass, default_context
 from vitrail.evaluate.predictor import find_images
-from vitrail.evaluate.settings import FeatureFormat, FeatureSpec, TableFormat
+from vitrail.evaluate.settings import FeatureFormat, FeatureSpec, TableFormat, check_choice
 from vitrail.evaluate.shard_folder import BadRow, ShardFolder, hash_names
 from vitrail.evaluate.shard_output import FeatureOutput, OpenShard, PredictionOutput, ShardOutput
 from vitrail.evaluate.shard_queue import ShardQueue, default_store
@@ -107,6 +107,7 @@ def embed_shards(
 
     Under torchrun all ranks call it; ranks other than 0 return None. `progress` gets (images done, images to do) of all ranks.
     """
+    check_choice("format", format, FeatureFormat)
     spec, context = spec or FeatureSpec(), context or default_context(bundle.model, bad_images="skip")
     spec.check(bundle.model, any_size=context.any_size)
     preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
@@ -133,6 +134,7 @@ def predict_shards(
     store: Store | None = None,
 ) -> ShardResult | None:
     """Write the `top` predictions of images to a folder of shards, as `embed_shards` does features."""
+    check_choice("format", format, TableFormat)
     bundle.check_head()
     if top < 1:
         raise VitrailError(f"top is {top}; use 1 or more.")
@@ -186,7 +188,7 @@ class _Job:
         began, world = time.monotonic(), self.context.world
         split = self.images if isinstance(self.images, Split) else open_images(world, self.images)
         if len(split) == 0:
-            raise VitrailError("No image found: the split is empty.")
+            raise VitrailError(f"The split {split.name!r} has no images. Choose another one.")
         with _one_thread(world.device):
             names_hash, name_bytes = _hash_names(split)
             folder = self._open_folder(split, names_hash, suffix)
@@ -310,8 +312,8 @@ class _Worker(Generic[T]):
         results.bad.clear()
         if taken.images + len(found) != len(rows):
             raise VitrailError(
-                f"Shard {shard} has {taken.images} images and {len(found)} bad ones of {len(rows)}. This is a bug in Vitrail; "
-                "please report it."
+                f"Shard {shard} has {counted(taken.images, 'image')} and {len(found)} bad ones, {len(rows)} are expected. "
+                "This is a bug in Vitrail; please report it."
             )
         bad = [BadRow(index, self.split.image_name(index), reason) for index, reason in reasons.items()]
         try:

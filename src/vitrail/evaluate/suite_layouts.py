@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,16 @@ def open_layout(task: SuiteTask, folder: Path) -> dict[str, Split] | None:
         "dsprites": _dsprites,
         "smallnorb": _smallnorb,
     }
-    return readers[task.layout](task, folder) if task.layout else None
+    if task.layout is None:
+        return None
+    try:
+        return readers[task.layout](task, folder)
+    except VitrailError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, BadZipFile) as error:
+        raise VitrailError(
+            f"{folder} is not {task.title} as it is distributed ({type(error).__name__}: {error}). Download the dataset again."
+        ) from error
 
 
 def bin_of(value: float, lower_bounds: tuple[float, ...]) -> int:
@@ -89,7 +99,9 @@ def _kitti_drives(folder: Path, root: Path, annotations: list[Path]) -> list[str
         lines = (mapping / "train_mapping.txt").read_text(encoding="utf-8").split("\n")
         numbers = [int(word) for word in (mapping / "train_rand.txt").read_text(encoding="utf-8").replace(",", " ").split()]
     except (OSError, ValueError) as error:
-        raise VitrailError(f"{mapping} is not the mapping of KITTI's object development kit ({error}).") from error
+        raise VitrailError(
+            f"{mapping} is not the mapping of KITTI's object development kit ({error}). Unpack devkit_object.zip again."
+        ) from error
     drives = []
     for file in annotations:
         image = int(file.stem) if file.stem.isdecimal() else len(numbers)
@@ -144,7 +156,7 @@ _TYPES = {0x1E3D4C55: np.uint8, 0x1E3D4C54: np.int32, 0x1E3D4C51: np.float32}
 def _read_matrix(file: Path) -> Array:
     """Read smallNORB's binary format: dtype, number of dimensions, sizes (at least three), values."""
     content = file.read_bytes()
-    magic, dimensions = np.frombuffer(content, "<i4", 2)
+    magic, dimensions = np.frombuffer(content.ljust(8, b"\0"), "<i4", 2)
     if int(magic) not in _TYPES or not 1 <= dimensions <= 4:
         raise VitrailError(f"{file} is not a smallNORB matrix. Unpack the downloaded .gz files first.")
     stored = max(int(dimensions), 3)
@@ -165,4 +177,5 @@ def _json(file: Path) -> Any:
     try:
         return parse_json(read_bytes(file))
     except (OSError, ValueError) as error:
-        raise VitrailError(f"Cannot read the annotations {file} ({error}). Download the dataset again.") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise VitrailError(f"Cannot read the annotations {file} ({why}). Download the dataset again.") from error

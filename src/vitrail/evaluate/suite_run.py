@@ -166,7 +166,8 @@ def _run_once(
     hits = round(result.metrics["accuracy"] * images)
     if images != len(data.test):
         raise VitrailError(
-            f"{task.title}: only {images} of {len(data.test)} test images were evaluated, so the score is not valid."
+            f"{task.title}: only {images:,} of {len(data.test):,} test images were evaluated, so the score is not valid. "
+            "`vitrail data check` lists images that cannot be read."
         )
     return hits
 

@@ -16,6 +16,7 @@ from vitrail.data import open_source
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
+from vitrail.evaluate.settings import TARGETS
 from vitrail.evaluate.suite_layouts import MissingData, open_layout
 from vitrail.evaluate.suites import SuiteTask
 
@@ -93,17 +94,32 @@ def _read_lists(task: SuiteTask, folder: Path) -> dict[str, Split]:
     classes = tuple(map(str, range(task.classes)))
     splits: dict[str, Split] = {}
     for name, file in (("train", "train800val200.txt"), ("test", "test.txt")):
-        try:
-            rows = [line.rsplit(maxsplit=1) for line in (folder / file).read_text(encoding="utf-8").splitlines() if line.strip()]
-            targets = np.array([int(row[1]) for row in rows], np.int64)
-        except (OSError, ValueError, IndexError) as error:
-            raise VitrailError(f"{folder / file} is not a list of `path label` lines ({error}).") from error
-        if len(targets) == 0 or targets.min() < 0 or targets.max() >= task.classes:
+        rows = _read_list(folder / file)
+        outside = [label for _, label in rows if not 0 <= label < task.classes]
+        if outside:
             raise VitrailError(
-                f"{folder / file} has labels outside 0 to {task.classes - 1}; {task.title} has {task.classes} classes."
+                f"{folder / file} has the label {outside[0]}; {task.title} has {task.classes} classes, 0 to {task.classes - 1}."
             )
-        splits[name] = FileSplit(name, "classify", folder, [row[0] for row in rows], targets, classes)
+        targets = np.array([label for _, label in rows], np.int64)
+        splits[name] = FileSplit(name, "classify", folder, [path for path, _ in rows], targets, classes)
     return splits
+
+
+def _read_list(file: Path) -> list[tuple[str, int]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise VitrailError(f"Cannot read {file} ({why}). VTAB's lists are train800val200.txt and test.txt; copy both.") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        words = line.rsplit(maxsplit=1)
+        if words and not (len(words) == 2 and words[1].isdecimal()):
+            raise VitrailError(f"{file}, line {number} is {line[:60]!r}; expected a path and a label, such as images/0001.jpg 3.")
+        rows += [(words[0], int(words[1]))] if words else []
+    if not rows:
+        raise VitrailError(f"{file} is empty; expected lines with a path and a label, such as images/0001.jpg 3.")
+    return rows
 
 
 def split_task(task: SuiteTask, splits: dict[str, Split], origin: str) -> tuple[Split, Split, Split]:
@@ -149,13 +165,14 @@ def _require(splits: dict[str, Split], name: str, origin: str) -> Split:
 def _check_classes(task: SuiteTask, splits: dict[str, Split], origin: str) -> None:
     split = next(iter(splits.values()))
     if split.task != "classify" or len(split.classes) != task.classes:
-        found = f"{len(split.classes)} classes" if split.task == "classify" else f"{split.task} targets"
+        found = counted(len(split.classes), "class", "classes") if split.task == "classify" else TARGETS[split.task]
         raise VitrailError(f"{origin} has {found}; {task.title} has {task.classes} classes ({task.labels}).")
 
 
 def _first(split: Split, count: int, task: SuiteTask, what: str) -> Split:
     if len(split) < count:
-        raise VitrailError(f"{task.title} has {counted(len(split), f'{what} image')}; {count} are needed. The copy is incomplete.")
+        found = counted(len(split), f"{what} image")
+        raise VitrailError(f"{task.title} has {found}; {count} are needed. The copy is incomplete: download it again.")
     return split.subset(np.arange(count))
 
 

@@ -41,7 +41,9 @@ class Artefact:
             metadata, run = (_open_onnx if format == "onnx" else _open_pt2)(Path(folder) / file.name)
         missing = [key for key in ("model", "preprocess", "classes", "input", "input_type", "precision") if key not in metadata]
         if missing:
-            raise VitrailError(f"{file} was not written by `vitrail export`: its metadata has no {', '.join(missing)}.")
+            raise VitrailError(
+                f"{file} was not written by `vitrail export`: its metadata has no {', '.join(missing)}. Give one that was."
+            )
         return cls(file, format, metadata, run)
 
     @property
@@ -93,6 +95,11 @@ class Artefact:
         return self.preprocess
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _open_onnx(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
     from vitrail.export.onnx_file import INPUT, need_onnx, read_metadata
 
@@ -105,17 +112,22 @@ def _open_onnx(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         metadata = read_metadata(file)
     except Exception as error:  # onnxruntime and protobuf have many kinds of their own
-        raise VitrailError(f"{file} cannot be read as an ONNX model: {str(error).splitlines()[0]}") from error
+        raise VitrailError(f"{file} cannot be read as an ONNX model ({first_line(error)}). Export or copy it again.") from error
     return metadata, lambda batch: np.asarray(session.run(None, {INPUT: batch})[0])
 
 
 def _open_pt2(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
+    from vitrail.export.onnx_file import quiet
+
     extra = {"vitrail.json": ""}
     try:
-        program = torch.export.load(str(file), extra_files=extra)
+        with quiet():
+            program = torch.export.load(str(file), extra_files=extra)
         metadata = json.loads(extra["vitrail.json"] or "{}")
     except Exception as error:
-        raise VitrailError(f"{file} cannot be read as a torch.export program: {str(error).splitlines()[0]}") from error
+        raise VitrailError(
+            f"{file} cannot be read as a torch.export program ({first_line(error)}). Export or copy it again."
+        ) from error
     module = program.module()
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from vitrail.checkpoints import Bundle
 from vitrail.errors import counted
 from vitrail.export.artefact import Array, Artefact
 from vitrail.export.module import block_names, block_outputs
-from vitrail.export.onnx_file import INPUT
+from vitrail.export.onnx_file import INPUT, quiet
 from vitrail.export.verify import BATCH, THRESHOLDS
 from vitrail.models.features import evaluating
+from vitrail.regular_files import utf8_path
 
 Errors = dict[str, float]
 
@@ -23,12 +25,14 @@ Errors = dict[str, float]
 def block_errors(bundle: Bundle, artefact: Artefact, images: Sequence[Any]) -> Errors:
     """Return ‖found − expected‖ / ‖expected‖ of each block's output by the block's name, in the order of computation.
 
-    Some images are enough. A file that does not say which of its tensors are outputs of blocks has no entries.
+    Some images are enough. If the outputs of blocks cannot be read from the file, there are no entries.
     """
     numbers, batch = next(artefact.batches(images[:BATCH]))
-    found = (
-        _onnx_outputs(artefact, batch) if artefact.format == "onnx" else _pt2_outputs(artefact, batch, block_names(bundle.model))
-    )
+    try:
+        with utf8_path(artefact.path.parent) as folder:
+            found = _outputs_of_file(Path(folder) / artefact.path.name, artefact, batch, block_names(bundle.model))
+    except Exception:  # a runtime may not run the changed graph; then it is only known that the models differ
+        return {}
     expected = _outputs_of_model(bundle, [images[number] for number in numbers])
     return {name: _relative(found[name], expected[name]) for name in expected if name in found}
 
@@ -36,7 +40,7 @@ def block_errors(bundle: Bundle, artefact: Artefact, images: Sequence[Any]) -> E
 def describe(errors: Mapping[str, float], precision: str) -> str:
     """Say in a sentence where the difference begins and where it is largest."""
     if not errors:
-        return "Which block differs is not known: the file does not name the outputs of its blocks."
+        return "Which block differs is not known: the outputs of blocks cannot be read from the file."
     limit = THRESHOLDS[precision].error or THRESHOLDS[precision].regression
     worst = max(errors, key=lambda name: _rank(errors[name]))
     first = next((name for name, error in errors.items() if not error <= limit), None)
@@ -66,12 +70,16 @@ def _outputs_of_model(bundle: Bundle, images: Sequence[Any]) -> dict[str, Array]
     return found
 
 
-def _onnx_outputs(artefact: Artefact, batch: Array) -> dict[str, Array]:
+def _outputs_of_file(file: Path, artefact: Artefact, batch: Array, names: Sequence[str]) -> dict[str, Array]:
+    return _onnx_outputs(file, artefact, batch) if artefact.format == "onnx" else _pt2_outputs(file, batch, names)
+
+
+def _onnx_outputs(file: Path, artefact: Artefact, batch: Array) -> dict[str, Array]:
     """Run a copy of the graph in memory whose outputs are those of the blocks."""
     import onnx
     import onnxruntime
 
-    model = onnx.load(str(artefact.path), load_external_data=False)
+    model = onnx.load(str(file), load_external_data=False)
     there = {name for node in model.graph.node for name in node.output}
     blocks = {name: tensor for name, tensor in artefact.metadata.get("blocks", {}).items() if tensor in there}
     if not blocks:
@@ -80,15 +88,16 @@ def _onnx_outputs(artefact: Artefact, batch: Array) -> dict[str, Array]:
     model.graph.output.extend(onnx.ValueInfoProto(name=tensor) for tensor in dict.fromkeys(blocks.values()))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(artefact.path.parent))
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(file.parent))
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     outputs = session.run(list(blocks.values()), {INPUT: batch})
     return {name: np.asarray(output, np.float32) for name, output in zip(blocks, outputs, strict=True)}
 
 
-def _pt2_outputs(artefact: Artefact, batch: Array, names: Sequence[str]) -> dict[str, Array]:
+def _pt2_outputs(file: Path, batch: Array, names: Sequence[str]) -> dict[str, Array]:
     """Run the program node by node."""
-    graph = torch.export.load(str(artefact.path)).module()
+    with quiet():
+        graph = torch.export.load(str(file)).module()
     assert isinstance(graph, fx.GraphModule)
     nodes = ((node, [path for path, _ in node.meta.get("nn_module_stack", {}).values()]) for node in graph.graph.nodes)
     outputs = {node: name for name, node in block_outputs(names, nodes).items()}

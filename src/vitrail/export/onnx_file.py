@@ -45,7 +45,7 @@ def write_onnx(module: Exported, example: Tensor, path: Path, *, opset: int, met
     """Write the module with any batch size; from opset 23 on, attention is one operator."""
     import onnx
 
-    with _quiet():
+    with quiet():
         program = torch.onnx.export(
             module,
             (example,),
@@ -107,9 +107,9 @@ def _scopes(node: Any) -> list[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the exporter's notes on its own progress, which users cannot act on."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+def quiet() -> Iterator[None]:
+    """Hide what torch logs on its own progress, and the tracebacks of errors that we report, which users cannot act on."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

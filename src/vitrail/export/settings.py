@@ -39,8 +39,10 @@ class ExportSettings:
         return "images" if self.resize_in_graph else "pixels" if self.pixels else "normalised"
 
     def __post_init__(self) -> None:
+        if self.format not in PRECISIONS:
+            raise VitrailError(f"format is {self.format!r}; it must be {' or '.join(PRECISIONS)}.")
         if self.precision not in PRECISIONS[self.format]:
             possible = ", ".join(PRECISIONS[self.format])
-            raise VitrailError(f"{self.format} files cannot have precision {self.precision}; possible are {possible}.")
+            raise VitrailError(f"{self.format} files cannot have precision {self.precision}; use one of {possible}.")
         if self.format == "onnx" and self.opset not in OPSETS:
-            raise VitrailError(f"opset is {self.opset}; it must be between {OPSETS[0]} and {OPSETS[-1]}.")
+            raise VitrailError(f"opset is {self.opset}; it must be from {OPSETS[0]} to {OPSETS[-1]}.")

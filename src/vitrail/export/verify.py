@@ -13,7 +13,7 @@ from PIL import Image
 
 from vitrail.checkpoints import Bundle
 from vitrail.data.types import Split
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.export.artefact import Array, Artefact
 from vitrail.models.features import evaluating
 
@@ -84,7 +84,7 @@ class Comparison:
 
     def describe(self) -> str:
         text = (
-            f"{self.images} images of {self.data}: largest difference of {self._outputs} {self.max_difference:.2g} "
+            f"{counted(self.images, 'image')} of {self.data}: largest difference of {self._outputs} {self.max_difference:.2g} "
             f"(they spread over {self.spread:.3g})"
         )
         if self.cosine is not None:
@@ -101,7 +101,7 @@ def compare(
 ) -> Comparison:
     """Run both models on images, each with its own preprocessing, and compare."""
     if not images:
-        raise VitrailError("There is no image to compare on.")
+        raise VitrailError("There is no image to compare the two models on: give one or more.")
     expected: list[Array] = []
     found: list[Array] = []
     for batch in (images[:1], *batched(images[1:])):  # one image alone is what most requests are
@@ -111,7 +111,10 @@ def compare(
         found.append(np.asarray(artefact.logits(batch), dtype=np.float32))
     reference, logits = np.concatenate(expected), np.concatenate(found)
     if logits.shape != reference.shape:
-        raise VitrailError(f"{artefact.path} gives logits {logits.shape}, {bundle.report.source} {reference.shape}: another model.")
+        raise VitrailError(
+            f"{artefact.path} has {counted(logits.shape[1], 'output')}, but {bundle.report.source} has "
+            f"{counted(reference.shape[1], 'output')}: it was exported from another checkpoint. Give that one, or export it again."
+        )
     known = None if labels is None else np.asarray(labels)
     top, reference_top = logits.argmax(1), reference.argmax(1)
     difference, spread = _largest(logits, reference, bundle.task)

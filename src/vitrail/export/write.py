@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vitrail.checkpoints import Bundle
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.export.artefact import FILES, REPORT, Artefact
 from vitrail.export.blocks import block_errors, describe
 from vitrail.export.module import Exported, exported_module
@@ -45,11 +45,13 @@ def export_model(
     nothing is written and an error says so, unless `force` is given.
     `calibrate` are images to measure the ranges of activations with, for int8.
     """
+    target = Path(out)
+    check_target(target)
     if settings.format == "onnx":
         need_onnx()
     bundle.check_head()
     if calibrate and settings.precision != "int8":
-        raise VitrailError(f"Images to calibrate with have no effect on {settings.precision}; they are for int8.")
+        raise VitrailError(f"Images to calibrate with have no effect on {settings.precision}. Leave them out, or choose int8.")
     preprocess = bundle.stored_preprocess()
     if settings.image_size is not None:
         preprocess = preprocess.with_size(settings.image_size)
@@ -57,24 +59,21 @@ def export_model(
         bundle = dataclasses.replace(bundle, model=resized, preprocess=preprocess)  # type: ignore[arg-type]
     module = exported_module(bundle.model, _TYPES[settings.precision], input=settings.input, preprocess=preprocess)
     metadata = _metadata(bundle, module, settings)
-    target = Path(out)
-    if target.exists() and not (target.is_dir() and all(path.name in _FILES for path in target.iterdir())):
-        raise VitrailError(f"{target} exists and is not an exported model; give a new folder.")
     with atomic_folder(target) as new, utf8_path(new) as name:
         folder = Path(name)
         file = folder / FILES[settings.format]
         _write(module, file, bundle, settings, metadata, calibrate)
         artefact = Artefact.open(file)
-        given, named = (
-            (sample_photos(rectangles=settings.resize_in_graph), PHOTOS) if images is None else (images, data or "your data")
-        )
+        photos = sample_photos(rectangles=settings.resize_in_graph) if images is None else []
+        given, named = (photos, PHOTOS) if images is None else (images, data or "your data")
         comparison = compare(bundle, artefact, given, labels, data=named)
         problems = comparison.problems(settings.precision, max_drop)
         blocks = block_errors(bundle, artefact, given) if problems else None
         if blocks is not None and not force:
             raise VitrailError(
                 f"The exported model does not compute what the PyTorch model does, so it was not written: {'; '.join(problems)} "
-                f"({comparison.images} images of {named}). {describe(blocks, settings.precision)} --force writes it all the same."
+                f"({counted(comparison.images, 'image')} of {named}). {describe(blocks, settings.precision)} "
+                "--force writes it all the same."
             )
         limits = {**dataclasses.asdict(THRESHOLDS[settings.precision]), "max_drop": max_drop}
         outcome = {"limits": limits, "problems": problems, "forced": bool(problems), "blocks": blocks}
@@ -84,6 +83,12 @@ def export_model(
 
 
 _FILES = {*FILES.values(), REPORT, "model.onnx.data"}
+
+
+def check_target(target: Path) -> None:
+    """Raise an error if the target exists and is anything but an exported model."""
+    if target.exists() and not (target.is_dir() and all(path.name in _FILES for path in target.iterdir())):
+        raise VitrailError(f"{target} exists and is not an exported model; give a new folder.")
 
 
 def _write(

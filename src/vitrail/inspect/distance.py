@@ -52,7 +52,7 @@ def attention_distances(
         count += len(part)
         means = [_query_means(weights, factors, vit.config.prefix) for _, weights in vit.attention(part, chosen)]
         total += torch.stack(means, dim=1).cpu().double().sum(dim=2)  # one transfer per batch, because each synchronises
-    patches, all_keys = finite((total / count).numpy(), "The attention distance")
+    patches, all_keys = finite((total / count).numpy(), "the attention distance")
     return {"patches": patches, "all": all_keys}
 
 
@@ -106,7 +106,7 @@ def head_attention(
         token = check_patch(config, query) if isinstance(query, tuple) else _prefix_token(vit, query)
         maps = [weights[:, :, token, vit.config.prefix :].cpu() for _, weights in vit.attention(part, chosen)]
         parts.append(torch.stack(maps, dim=1).unflatten(-1, config.grid).numpy())
-    return finite(np.concatenate(parts), "The attention")
+    return finite(np.concatenate(parts), "the attention")
 
 
 def _prefix_token(model: ViT, index: int) -> int:

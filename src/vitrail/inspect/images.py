@@ -65,7 +65,7 @@ def from_source(bundle: Bundle, reference: str, split: str | None, count: int, s
     source = open_for(bundle.trained_on, reference)
     chosen = evaluation_split(bundle.trained_on, source, split)
     if not len(chosen):
-        raise VitrailError(f"The split {chosen.name!r} of {reference} has no images.")
+        raise VitrailError(f"The split {chosen.name!r} of {reference} has no images. Choose another one.")
     indices = np.random.default_rng(seed).permutation(len(chosen))[:count].tolist()
     drawn = chosen.subset(indices)
     names = [printable(drawn.image_name(k), one_line=True) for k in range(len(drawn))]  # for figures

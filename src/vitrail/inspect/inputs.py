@@ -126,7 +126,7 @@ def finite(values: Array, what: str) -> Array:
     """Return the values if all are finite."""
     if not np.isfinite(values).all():
         raise VitrailError(
-            f"{what} contains NaN or infinity. Either the images or the weights contain them, or the dtype overflowed: "
+            f"NaN or infinity in {what}. Either the images or the weights contain them, or the dtype overflowed: "
             "check the images and the weights, or use model.float()."
         )
     return values

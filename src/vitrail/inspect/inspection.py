@@ -141,7 +141,9 @@ def check_reconstruction(references: Sequence[str], *, has_images: bool, resized
     if not has_images:
         raise VitrailError("Reconstructions need images: pass image files, or --data such as folder:DIR.")
     if resized:
-        raise VitrailError("--image-size does not work with reconstructions: the prediction head has a fixed input size.")
+        raise VitrailError(
+            "--image-size does not work with reconstructions: the prediction head has a fixed input size. Leave it out."
+        )
 
 
 def check_amounts(*, count: int, show: int) -> None:

@@ -27,7 +27,7 @@ def layer_features(model: nn.Module, images: Images, *, batch: int | None = None
         with evaluating(vit):
             kept = vit.features(part, range(len(vit.blocks))).layers
             parts.append(torch.stack([normed_tokens(vit, kept[number]).float() for number in sorted(kept)], dim=1).cpu().numpy())
-    return finite(np.concatenate(parts), "The features")
+    return finite(np.concatenate(parts), "the features")
 
 
 @torch.no_grad()
@@ -39,12 +39,12 @@ def layer_outputs(model: nn.Module, features: Array) -> Array:
     """
     vit = checked_vit(model)
     if not vit.config.outputs:
-        raise VitrailError(f"{vit.config.name} has no head, so nothing can be read out.")
+        raise VitrailError(f"{vit.config.name} has no head, so no outputs can be read out. Load a checkpoint with a head.")
     weight = vit.norm.weight
     with evaluating(vit):
         tokens = torch.from_numpy(features).to(weight.device, weight.dtype)
         outputs = torch.stack([vit.logits(tokens[:, number]) for number in range(tokens.shape[1])], dim=1)
-    return finite(outputs.float().cpu().numpy(), "The outputs")
+    return finite(outputs.float().cpu().numpy(), "the outputs")
 
 
 def feature_similarity(features: Array) -> Array:

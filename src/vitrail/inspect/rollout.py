@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.inspect.inputs import Array, Images, check_patch, checked_vit, config_at, finite, in_batches
 from vitrail.models import ViT, ViTConfig
 from vitrail.models.features import evaluating
@@ -36,7 +36,7 @@ def rollout(model: nn.Module, images: Images, *, fusion: Fusion = "mean", residu
         while layers:
             weights = weights @ (_with_residual(layers.pop()) if residual else layers.pop())
         parts.append(_map(config_at(vit, part), weights[:, 0]))
-    return finite(np.concatenate(parts), "The rollout")
+    return finite(np.concatenate(parts), "the rollout")
 
 
 def _fused(attention: Tensor, fusion: Fusion) -> Tensor:
@@ -66,13 +66,15 @@ def gradient_rollout(
         raise VitrailError("`outputs` needs one output per image, so pass the images as one batch, not as an iterable of batches.")
     given = None if outputs is None else torch.as_tensor(outputs)
     if given is not None and len(given) != len(images):  # type: ignore[arg-type]
-        raise VitrailError(f"`outputs` has length {len(given)}, but there are {len(images)} images; pass one per image.")  # type: ignore[arg-type]
+        raise VitrailError(
+            f"`outputs` has length {len(given)} for {counted(len(images), 'image')}; pass one per image."  # type: ignore[arg-type]
+        )
     parts, start = [], 0
     for part in in_batches(vit, images, batch):
         chosen = highest_outputs(vit, part) if given is None else given[start : start + len(part)].to(part.device)
         parts.append(_map(config_at(vit, part), _gradient_relevance(vit, part, chosen)))
         start += len(part)
-    return finite(np.concatenate(parts), "The gradient-weighted rollout")
+    return finite(np.concatenate(parts), "the gradient-weighted rollout")
 
 
 def _gradient_relevance(vit: ViT, images: Tensor, outputs: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def _gradient_relevance(vit: ViT, images: Tensor, outputs: Tensor) -> Tensor:
 def highest_outputs(model: ViT, images: Tensor) -> Tensor:
     """Return the index of each image's highest output."""
     if not model.config.outputs:
-        raise VitrailError(f"{model.config.name} has no head, so there is no output to differentiate.")
+        raise VitrailError(f"{model.config.name} has no head, so there is no output to differentiate. Use rollout instead.")
     with evaluating(model):
         return model(images).argmax(dim=1)  # type: ignore[no-any-return]
 
@@ -114,7 +116,7 @@ def token_similarity(model: nn.Module, images: Images, patch: tuple[int, int] | 
         reference = patches.mean(dim=1) if token is None else tokens[:, token]
         similarity = torch.cosine_similarity(patches, reference[:, None], dim=-1)
         parts.append(similarity.unflatten(1, features.grid).cpu().numpy())
-    return finite(np.concatenate(parts), "The token similarity")
+    return finite(np.concatenate(parts), "the token similarity")
 
 
 def _map(config: ViTConfig, weights: Tensor) -> Array:

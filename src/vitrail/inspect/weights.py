@@ -33,6 +33,7 @@ def filters(model: nn.Module, components: int = 28) -> Filters:
     if components < 1:
         raise VitrailError(f"components is {components}; use 1 or more.")
     raw = first_filters(checked_model(model))
+    finite(raw.numpy(), "the filters")
     flat = raw.flatten(1)
     centred = flat - flat.mean(dim=0)
     _, singular_values, directions = torch.linalg.svd(centred, full_matrices=False)
@@ -41,7 +42,6 @@ def filters(model: nn.Module, components: int = 28) -> Filters:
     variance = singular_values**2
     ratio = variance / variance.sum().clamp(min=torch.finfo(variance.dtype).tiny)
     count = min(components, len(directions))
-    finite(raw.numpy(), "The filters")
     return Filters(
         directions[:count].unflatten(1, raw.shape[1:]).float().numpy(),
         ratio[:count].float().numpy(),
@@ -78,4 +78,4 @@ def position_similarity(model: nn.Module, layer: int = 0) -> Array:
     rows, columns = vit.config.grid
     unit = torch.nn.functional.normalize(vectors.detach().to("cpu", torch.float64).flatten(0, 1), dim=1)
     similarity = (unit @ unit.T).reshape(rows, columns, rows, columns).float().numpy()
-    return finite(similarity, "The position similarity")
+    return finite(similarity, "the position similarity")

@@ -90,8 +90,8 @@ class Augment:
 
     def __post_init__(self) -> None:
         for name in ("crop_area", "crop_aspect", "erase_area", "erase_aspect"):
-            low_high = tuple(float(value) for value in getattr(self, name))
-            object.__setattr__(self, name, low_high)  # JSON gives lists
+            low_high = _floats(getattr(self, name))
+            object.__setattr__(self, name, low_high or getattr(self, name))  # JSON gives lists
             top = 1.0 if name.endswith("area") else float("inf")
             if len(low_high) != 2 or not 0 < low_high[0] <= low_high[1] <= top:
                 raise VitrailError(
@@ -106,18 +106,18 @@ class Augment:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be between 0 and 1.")
         for name in ("mixup", "cutmix", "randaugment_magnitude", "randaugment_deviation", *_JITTER):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be 0 or more.")
+                raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be a finite number, 0 or more.")
         if self.hue > 0.5:
             raise VitrailError(f"Augment.hue is {self.hue}; it must be at most 0.5, half of the colour circle.")
         policies = [name for name in ("trivialaugment", "three_augment") if getattr(self, name)]
         policies += ["randaugment"] * (self.randaugment != "none")
         if len(policies) > 1:
-            raise VitrailError(f"{' and '.join(sorted(policies))} are both on. Choose one of them.")
+            raise VitrailError(f"{', '.join(sorted(policies))} are on together. Choose one of them.")
         for name, least in (("repeats", 1), ("randaugment_count", 0)):
             if getattr(self, name) < least:
                 raise VitrailError(f"Augment.{name} is {getattr(self, name)}; it must be at least {least}.")
         if self.interpolation == "bicubic" and not self.antialias:
-            raise VitrailError("Bicubic crops are always antialiased. Use interpolation='bilinear', or antialias=True.")
+            raise VitrailError("antialias is off; bicubic crops always have it. Use interpolation='bilinear', or antialias=True.")
         if self.randaugment == "torchvision" and self.randaugment_magnitude not in range(31):
             raise VitrailError(
                 f"torchvision's RandAugment has integer magnitudes from 0 to 30, not {self.randaugment_magnitude:g}. "
@@ -163,7 +163,8 @@ class Augment:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise VitrailError(f"Unknown augmentation key {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+            expected = did_you_mean(unknown[0], known) or f" The keys are {', '.join(sorted(known))}."
+            raise VitrailError(f"Unknown augmentation key {unknown[0]!r}.{expected}")
         return cls(**values)
 
 
@@ -188,6 +189,14 @@ def augment_level(name: str, **changes: Any) -> Augment:
     if level is not None:
         fields = {"randaugment": "big-vision", "randaugment_magnitude": level[0], "mixup": level[1]}
     return Augment(**{**fields, **changes})
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    """Return numbers as a tuple; an empty one if they are not a list of numbers."""
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        return ()
 
 
 _JITTER = ("brightness", "contrast", "saturation", "hue")

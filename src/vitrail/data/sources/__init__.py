@@ -63,6 +63,8 @@ def open_source(
 def resolve(reference: str) -> tuple[str, str, dict[str, str]]:
     """Return (kind, location, options) of a reference; the kind of a path is inferred."""
     kind, location, options = parse_reference(reference)
+    if not location and kind not in ("digits", "wds"):  # an unset variable of a script would mean the current folder
+        raise VitrailError(f"The data source {reference!r} has no path or name. Write . for the current folder.")
     if kind is None:
         kind = _infer_kind(location)
     elif kind not in KINDS:

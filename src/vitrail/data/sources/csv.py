@@ -64,7 +64,10 @@ def open_csv(request: Request) -> OpenResult:
     images = FileSplit("train", task, root, table.paths, targets, classes)
     if table.splits:
         if request.fraction("val", 0):
-            raise VitrailError(f"val={request.options['val']} in {request.reference}: the table already has a split column.")
+            raise VitrailError(
+                f"val={request.options['val']} in {request.reference}: the table already has a split column. "
+                "Remove the option, or the column."
+            )
         names = [name for name in ("train", "val", "test") if name in set(table.splits)]
         column = np.array(table.splits)
         splits: dict[str, Split] = {}

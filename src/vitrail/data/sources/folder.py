@@ -75,7 +75,8 @@ def _split_layout(root: Path, parts: dict[str, str], request: Request, special: 
     if request.fraction("val", 0) and list(splits) == ["train"]:
         return _with_hold_out(splits["train"], root, request, "training folder")
     if request.fraction("val", 0):
-        raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {', '.join(splits)}.")
+        already = ", ".join(splits)
+        raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {already}. Remove the option.")
     return OpenResult(splits=dict(splits), detail="split folders")
 
 

@@ -58,7 +58,8 @@ def open_hub(request: Request) -> OpenResult:
     rule = None
     if request.fraction("val", 0):
         if list(splits) != ["train"]:
-            raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {', '.join(splits)}.")
+            already = ", ".join(splits)
+            raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {already}. Remove the option.")
         splits, rule = hold_out(splits["train"], request.fraction("val", 0.1), rule=request.rule), request.rule
     return OpenResult(splits=splits, detail=f"{request.location}, columns {image} and {label or 'no label'}", rule=rule)
 
@@ -85,11 +86,13 @@ def _load(datasets: Any, request: Request) -> dict[str, Any]:
         raise
     except Exception as error:  # `datasets` raises its own, the hub's, Arrow's and Python's errors
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise VitrailError(
-            f"{request.reference} cannot be opened: {lines[0].rstrip('.')}. "
-            "Check the name and the connection. A dataset with several configs needs ?config=NAME. "
+        advice = (
+            "Its files may be incomplete: copy or download them again."
+            if path.exists()
+            else "Check the name and the connection. A dataset with several configs needs ?config=NAME. "
             "For a folder of parquet files, give its path."
-        ) from error
+        )
+        raise VitrailError(f"{request.reference} cannot be opened: {lines[0].rstrip('.')}. {advice}") from error
 
 
 def _parquet_files(path: Path) -> dict[str, list[str]]:

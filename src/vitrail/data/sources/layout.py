@@ -102,7 +102,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        raise VitrailError(f"Cannot list {folder}: {error.strerror}. Check its permissions.") from error
+        raise VitrailError(f"Cannot list {folder}: {error.strerror}. Check the path and its permissions.") from error
 
 
 def _leads_up(entry: os.DirEntry[str]) -> bool:

@@ -52,7 +52,7 @@ class PackedSplit(Split):
             file.seek(start)
             content: bytes = file.read(size)
         if len(content) != size:
-            raise BadImage(self.image_name(index), f"{self.file} ends before the image is complete")
+            raise BadImage(self.image_name(index), f"{self.file} ends before the image is complete", "Pack the dataset again.")
         return content
 
     @property

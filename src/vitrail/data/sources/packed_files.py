@@ -66,8 +66,8 @@ def check_size(file: Path, expected: int) -> None:
         os.close(handle)
         if found == expected:
             return
-        state = f"has {counted(found, 'byte')}"
-    raise VitrailError(f"{file} {state}, but {expected:,} are expected. Pack the dataset again.")
+        state = f"has {counted(found, 'byte')}, but {expected:,} are expected"
+    raise VitrailError(f"{file} {state}. Pack the dataset again.")
 
 
 def upgrade(description: Any) -> Any:

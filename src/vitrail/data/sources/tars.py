@@ -79,9 +79,9 @@ class TarSplit(Split):
             else:
                 content = _read(tar, offset, size)
         except OSError as error:
-            raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({error})") from error
+            raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({error.strerror or error})") from error
         if len(content) != size:
-            raise BadImage(f"{tar}: {self._keys[index]}", "the tar ends before the image is complete")
+            raise BadImage(f"{tar}: {self._keys[index]}", "the tar ends before the image is complete", "Copy the tar again.")
         return content
 
 
@@ -120,7 +120,10 @@ def _check_count(pattern: str) -> None:
     """Refuse a pattern of too many names before any is made."""
     count, groups = 1, re.findall(r"\{([^{}]*)\}", pattern)
     if len(groups) > _MAX_BRACES:
-        raise VitrailError(f"wds:{pattern[:80]}…: there are {len(groups):,} pairs of braces; at most {_MAX_BRACES} are accepted.")
+        raise VitrailError(
+            f"wds:{pattern[:80]}…: there are {len(groups):,} pairs of braces; at most {_MAX_BRACES} are accepted. "
+            "Use a range, such as {000..146}, or *."
+        )
     for inner in groups:
         span = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
         if span and max(len(span[1]), len(span[2])) > 18:
@@ -169,7 +172,8 @@ def _split(name: str, tars: list[str], request: Request) -> Split:
     keys, labels = ([text for index in indices for text in index[part]] for part in ("keys", "labels"))
     if not keys:
         raise VitrailError(
-            f"{request.reference}: no images in {tars[0]}{' and the others' * (len(tars) > 1)}. Check their content."
+            f"{request.reference}: no images in {tars[0]}{' and the others' * (len(tars) > 1)}. "
+            "Expected members such as 0001.jpg and 0001.cls; for another extension of images use ?image=EXTENSION."
         )
     if members[1] and not any(label is not None for label in labels):
         raise VitrailError(f"{request.reference}: no image has a label {members[1]!r}. Check ?label=, or remove it.")
@@ -194,11 +198,15 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
         text = read_bytes(file).decode("utf-8-sig")
         names = parse_json(text) if text.lstrip().startswith("[") else text.splitlines()
     except (OSError, ValueError) as error:
-        raise VitrailError(f"Cannot read the class names from {file}: {error}. Expected one name per line.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise VitrailError(
+            f"Cannot read the class names from {file}: {reason}. Expected one name per line, or a JSON list."
+        ) from error
     wrong = [number for number in numbers if not number.isdecimal() or len(number) > 18 or int(number) >= len(names)]
     if wrong:
         raise VitrailError(
-            f"{request.reference}: label {wrong[0][:40]!r}, but {file} has {counted(len(names), 'name')} (0–{len(names) - 1})."
+            f"{request.reference}: label {wrong[0][:40]!r}, but {file} has {counted(len(names), 'name')}, numbered from 0. "
+            "Correct the list of names, or remove ?classes=."
         )
     return tuple(map(str, names)), np.array([int(number) for number in numbers], np.int64)[targets]
 
@@ -313,11 +321,11 @@ def _file_system(tar: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ModuleNotFoundError as error:
-        raise VitrailError(f"{tar} is a URL. To read it: pip install 'vitrail[web]'.") from error
+        raise VitrailError(f"{tar} is a URL, and reading it needs the `fsspec` package: pip install 'vitrail[web]'.") from error
     try:
         system, path = fsspec.core.url_to_fs(tar)
     except (ValueError, ImportError) as error:
-        raise VitrailError(f"{tar} cannot be reached: {error}.") from error
+        raise VitrailError(f"{tar} cannot be reached: {str(error).rstrip('.')}. Check the URL.") from error
     return system, path
 
 
@@ -330,7 +338,8 @@ def _state(tar: str) -> tuple[Any, ...]:
     try:
         info = system.info(path)
     except (OSError, ValueError) as error:
-        raise VitrailError(f"{tar} cannot be reached: {error}. Check the URL and the connection.") from error
+        reason = "not found" if isinstance(error, FileNotFoundError) else error
+        raise VitrailError(f"{tar} cannot be reached: {reason}. Check the URL and the connection.") from error
     return info.get("size"), str(info.get("ETag") or info.get("LastModified") or info.get("mtime") or "")
 
 

@@ -53,6 +53,9 @@ def open_torchvision(request: Request) -> OpenResult:
             f"{request.reference}: Vitrail cannot read the torchvision dataset {request.location!r}."
             f"{did_you_mean(request.location, DATASETS)} Supported are {', '.join(DATASETS)}."
         )
+    if DATASETS[name] is not _NO_SPLITS and request.fraction("val", 0):
+        already = ", ".join(DATASETS[name])
+        raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {already}. Remove the option.")
     root = Path(request.options.get("root", CACHE / "torchvision")).expanduser()
     splits: dict[str, Split] = {
         split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in DATASETS[name].items()
@@ -61,8 +64,6 @@ def open_torchvision(request: Request) -> OpenResult:
     if DATASETS[name] is _NO_SPLITS:
         fraction = request.fraction("val", 0.1)
         splits, rule = hold_out(splits["train"], fraction, rule=request.rule), request.rule if fraction else None
-    elif request.fraction("val", 0):
-        raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has the splits {', '.join(splits)}.")
     return OpenResult(splits=splits, detail=f"{name} in {root}", rule=rule)
 
 
@@ -76,9 +77,11 @@ def _dataset(name: str, root: Path, arguments: dict[str, Any], request: Request)
             root.mkdir(parents=True, exist_ok=True)
         return kind(root=str(root), **arguments, **download)
     except ModuleNotFoundError as error:
-        raise VitrailError(f"{name} needs the package {error.name}: pip install {error.name}.") from error
+        package = (error.name or "").partition(".")[0]
+        raise VitrailError(f"{name} needs the package {package}: pip install {package}.") from error
     except (RuntimeError, OSError) as error:  # not found, corrupted, or no network
         first = str(error).partition("\n")[0]
+        first = first.partition(" You can use download=True")[0]  # not how it is written here
         advice = (
             "Check the connection, or copy the files there yourself."
             if download

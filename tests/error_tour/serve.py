@@ -183,6 +183,7 @@ TEXT = "eA=="  # base64 of a text, not of an image
 FORMATS = "known format (JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM)."
 CORS = {"origin": "https://example.com", "access_control_request_method": "POST"}
 
+
 # fmt: off
 def other_process() -> None:
     """Parse a body without inputs in the other process."""

@@ -1,4 +1,4 @@
-"""JSON of many numbers is parsed in a process of its own, with the same answers, and nobody else waits for it."""
+"""JSON of many numbers is parsed in a process of its own, with the same answers, and no other client waits for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Preprocessing inside the exported graph: images of any size in, pixels of the model's size out, as `Preprocess.pixels` has them.
 
 ONNX's own Resize differs from Pillow in the filter's width, its cubic coefficient and its rounding, and runtimes differ among
-themselves. So a resize is two matrix products here, whose weights are computed from the image's size with basic operators.
+themselves. So a resize is two matmuls here, whose weights are computed from the image's size with basic operators.
 Only pixels of the centre crop are computed: the output's size is fixed, and the crop is an offset in the weights.
 
 Weights are computed in float64, because Pillow's are: rounded to its 22 bits, they give its integers bit for bit.

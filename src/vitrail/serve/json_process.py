@@ -1,6 +1,6 @@
 """A second process that parses large JSON.
 
-To parse 32 MB of numbers takes two seconds in which no other thread of the process runs, so that nobody else would be answered.
+To parse 32 MB of numbers takes two seconds in which no other thread of the process runs, so that no other client would be answered.
 """
 
 from __future__ import annotations

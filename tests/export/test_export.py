@@ -18,6 +18,7 @@ from torch import nn
 import vitrail
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.native import save
+from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
 from vitrail.export import Artefact, ExportSettings, export_model
@@ -105,6 +106,9 @@ def test_positions_are_resized_before_export(tmp_path: Path, bundle: Bundle) -> 
     with torch.no_grad():
         expected = bundle.model.resize(48)(torch.from_numpy(batch)).numpy()
     assert np.abs(artefact.run(batch) - expected).max() < 2e-5 * np.ptp(expected)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "verify", str(tmp_path / "out"), str(tmp_path / "checkpoint")])
+    assert not ended.value.code  # the checkpoint is resized, too
 
 
 @pytest.mark.slow

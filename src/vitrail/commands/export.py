@@ -136,8 +136,9 @@ def verify(
     show_assumptions(bundle)
     own = opened.preprocess
     if own is not None and own.size != bundle.model.config.image_size:
+        resized = bundle.stored_preprocess().with_size(own.size)
         bundle.model.resize(own.size)
-        bundle = dataclasses.replace(bundle, preprocess=bundle.stored_preprocess().with_size(own.size))
+        bundle = dataclasses.replace(bundle, preprocess=resized)
     examples, labels, name = _images(bundle, data, split, images, rectangles=opened.metadata["input"] == "images")
     comparison = compare(bundle, opened, examples, labels, data=name)
     precision = str(opened.metadata["precision"])

@@ -72,6 +72,9 @@ def test_a_process_that_was_ended_is_started_again(process: JsonProcess) -> None
     given = body([0.25] * (16 * 3072))
     parsed(process, given)
     assert process._process is not None
+    process._process.terminate()  # as a service manager does with all processes; what was accepted is still read
+    parsed(process, given)
+    assert process._process.poll() is None
     process._process.kill()
     process._process.wait()
     request, images = parsed(process, given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,7 +86,11 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Answer requests of `JsonProcess` from standard input until it ends."""
+    """Answer requests of `JsonProcess` from standard input until it ends.
+
+    A service manager may send SIGTERM to every process of the service: what was accepted is still parsed.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         try:
             read, *arguments = pickle.load(sys.stdin.buffer)

@@ -149,7 +149,9 @@ def full_plan(study: Study, settings: StudySettings) -> Plan:
         if len(split) == 0:
             raise VitrailError(f"The training split of {source} has no images.")
     if target.task != "classify":
-        raise VitrailError(f"{settings.target} has {target.task} targets; studies transfer to one class per image.")
+        raise VitrailError(
+            f"{settings.target} has {target.task} targets; studies transfer to one class per image. Choose another --target."
+        )
     ladder = ladder_for(
         train,
         source=settings.data,

@@ -118,7 +118,10 @@ class Results:
 
 
 def read_rows(file: Path) -> list[Row]:
-    rows = read_csv(file, Row)
+    try:
+        rows = read_csv(file, Row)
+    except (ValueError, KeyError) as error:
+        raise VitrailError(f"{file} has a cell that no study writes ({error}). Correct it, or move the file away.") from error
     if rows is None:
         raise VitrailError(f"{file} does not have the columns of a study. Choose another --out, or move the file away.")
     return rows

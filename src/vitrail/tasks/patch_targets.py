@@ -108,7 +108,10 @@ class Colours(PatchTarget):
                 "Use --task.patch-target pixels."
             )
         if min(stride) < cells:
-            raise VitrailError(f"A patch of {stride[0]}×{stride[1]} pixels cannot be downsized to {cells}×{cells}.")
+            raise VitrailError(
+                f"A patch of {stride[0]}×{stride[1]} pixels cannot be downsized to {cells}×{cells}. "
+                "Use --task.patch-target mean-colour or pixels."
+            )
         self.cells = cells
         self.outputs = cells**2 * self.classes
 

@@ -155,6 +155,8 @@ class RunFolder:
             if not isinstance(config.get("resolved", {}), dict):
                 raise TypeError("'resolved' is not an object")
             return read(config)
+        except VitrailError as error:
+            raise VitrailError(f"{file}: {error} For a new run, choose another --out.") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise VitrailError(f"{file} is not a run's configuration ({error}). Choose another --out.") from error
 

@@ -81,8 +81,8 @@ CASES: tuple[Case, ...] = (
        "Relative positions act inside the layers:", "choose position_at='every-layer' or 'shared'."),
     at("models/config.py:ViTConfig._check_tokens#5", lambda: vit(position="sincos2d"), "'sincos2d' positions have none:",
        "position_prefix=True needs a learned table;", "set it to False."),
-    at("models/config.py:BiTConfig.__post_init__#1", lambda: model_config("BiT-R50x1", layers=()), "A BiT needs at least one stage:",
-       "layers=(3, 4, 6, 3) is the R50."),
+    at("models/config.py:BiTConfig.__post_init__#1", lambda: model_config("BiT-R50x1", layers=()),
+       "A BiT needs at least one stage:", "layers=(3, 4, 6, 3) is the R50."),
     at("models/config.py:BiTConfig.__post_init__#2", lambda: model_config("BiT-R50x1", image_size=16),
        "Image 16×16 is smaller than the network's stride of 32 pixels;", "use image_size=32 or more."),
     at("models/config.py:_pair", lambda: vit(image_size="big"), "image_size is 'big';",
@@ -130,8 +130,8 @@ CASES: tuple[Case, ...] = (
        "A mask rate of 1 leaves none of the 16 patches to see;", "lower it."),
     at("models/autoencoder.py:check_droppable", lambda: check_droppable(vit(attention="axial").config),
        "does not allow: axial attention needs whole rows and columns of patches.", "or the task masked-patch"),
-    at("models/autoencoder.py:decoder_config", lambda: decoder_config(vit().config, 100, 1), "The decoder has 1 block of width 100;",
-       "it needs at least 1 block, and a width that is a multiple of 32."),
+    at("models/autoencoder.py:decoder_config", lambda: decoder_config(vit().config, 100, 1),
+       "The decoder has 1 block of width 100;", "it needs at least 1 block, and a width that is a multiple of 32."),
     at("models/inference/__init__.py:for_inference", lambda: for_inference(fast()),  # type: ignore[arg-type]
        "This is a copy made for inference already.", "Call for_inference with the model it was made from."),
     at("models/inference/precision.py:choose", lambda: choose(vit().config, "fp8", CPU),  # type: ignore[arg-type]

@@ -158,8 +158,9 @@ def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretrai
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    spec = _read(run)
     assert isinstance(model, ViT)
-    wrapper, task = pretext(model, _read(run), preprocess)
+    wrapper, task = pretext(model, spec, preprocess)
     file = run / FOLDER / _WEIGHTS
     try:
         with utf8_path(file) as readable:
@@ -170,7 +171,7 @@ def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretrai
     lost = [name for name in missing if not name.startswith("encoder.")]
     if lost or unknown:
         raise VitrailError(
-            f"{file} does not match its config.json: {', '.join([*lost, *unknown][:3])}. It is corrupted: copy the run folder again."
+            f"{file} does not match its config.json: {', '.join([*lost, *unknown][:3])}. Copy the run folder again."
         )
     return wrapper.to(model.norm.weight.device).eval(), task
 
@@ -187,4 +188,4 @@ def _read(run: Path) -> TaskSpec:
         return from_plain(TaskSpec, {name: config[name] for name in ("kind", *_DEFAULTS[config["kind"]])})
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise VitrailError(f"{file} does not have the settings of masked pre-training. It is corrupted: copy the run folder again.")
+    raise VitrailError(f"{file} does not have the settings of masked pre-training. Copy the run folder again.")

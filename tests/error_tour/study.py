@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.error_tour.case import Case, at
 from tests.error_tour.files import scratch
+from vitrail.data import Source, open_source
 from vitrail.study.claims import write_results
 from vitrail.study.definition import changed
 from vitrail.study.definitions import STUDIES
@@ -46,13 +48,11 @@ def numbers() -> object:
     return full_plan(STUDIES["positions"], StudySettings(target=f"csv:{table}?targets=age", device="cpu"))
 
 
-def no_training_images() -> object:
-    folder = scratch()
-    for split, content in (("train", b""), ("val", Path("cat.jpg").read_bytes())):
-        (folder / split / "cat").mkdir(parents=True)
-        if content:
-            (folder / split / "cat" / "0.jpg").write_bytes(content)
-    return full_plan(STUDIES["positions"], StudySettings(data=f"folder:{folder}", device="cpu"))
+def without_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every source have an empty training split, as a dataset of the Hub can."""
+    train = open_source("digits").split("train")
+    empty = Source(reference="hf:empty", kind="hf", splits={"train": train.subset(np.arange(0))})
+    monkeypatch.setattr("vitrail.study.plan.open_source", lambda reference: empty)
 
 
 def other_budget() -> object:
@@ -76,9 +76,9 @@ def killed() -> object:
     return processes._answer(ours)
 
 
-def bad_cell() -> object:
+def bad_row(*cells: str) -> object:
     names = [field.name for field in dataclasses.fields(Row)]
-    return read_rows(written("compute.csv", f"{','.join(names)}\ncompute,first{',' * (len(names) - 2)}\n"))
+    return read_rows(written("compute.csv", f"{','.join(names)}\n{','.join(cells)}\n"))
 
 
 def stop_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,15 +97,18 @@ CASES: tuple[Case, ...] = (
        "Did you mean optim.lr?"),
     at("study/ladders.py:ladder_for", "vitrail study positions --image-size 30 --ladder paper",
        "--image-size 30 is not a multiple of 32, the largest patch of the paper models.", "Use 32."),
-    at("study/plan.py:full_plan#1", no_training_images, "has no images.", "The training split of folder:"),
+    at("study/plan.py:full_plan#1", lambda: full_plan(STUDIES["positions"], StudySettings(data="hf:empty", device="cpu")),
+       "The training split of hf:empty has no images.", "Choose another source.", patch=without_images),
     at("study/plan.py:full_plan#2", numbers, "has regress targets;", "studies transfer to one class per image.",
        "Choose another --target."),
     at("study/plan.py:stored_plan#1", lambda: stored_plan(written("plan.json", "{}"), plan().study, plan().settings),
-       "plan.json is not the plan of a study (KeyError('settings')).", "Choose another --out, or remove it."),
+       "plan.json is not the plan of a study (it has no 'settings').", "Choose another --out, or remove it."),
     at("study/plan.py:stored_plan#2", other_budget, "holds this study with other settings: budget 2.0 → 5.0.",
        "To resume it, use its settings; for a new one, choose another --out."),
     at("study/plan.py:_kept", too_slow, "takes about", "1.5 are left after 0.5 minutes of measuring the speed.", "Use --budget"),
-    at("study/rows.py:read_rows#1", bad_cell, "compute.csv has a cell that no study writes", "'first'",
+    at("study/rows.py:read_rows#1", lambda: bad_row("compute", "first"), "compute.csv has the cell 'first', which no study writes.",
+       "Correct it, or move the file away."),
+    at("study/rows.py:read_rows#1", lambda: bad_row(*["1"] * 99), "compute.csv has a row with too many cells",
        "Correct it, or move the file away."),
     at("study/rows.py:read_rows#2", lambda: read_rows(written("compute.csv", "a,b\n1,2\n")),
        "compute.csv does not have the columns of a study.", "Choose another --out, or move the file away."),

@@ -187,7 +187,7 @@ class ViTConfig(ModelConfig):
         if self.distill_token and self.pooling != "class":
             raise VitrailError("distill_token=True needs pooling='class': the two tokens have one head each.")
         if self.distill_token and self.pre_logits is not None:
-            raise VitrailError("distill_token=True cannot be combined with pre_logits: the published distilled models have none.")
+            raise VitrailError("distill_token=True and pre_logits cannot be combined (distilled models have none): leave one out.")
         if self.position == "relative" and self.position_at == "input":
             raise VitrailError("Relative positions act inside the layers: choose position_at='every-layer' or 'shared'.")
         if self.position_prefix and self.position not in ("learned", "learned-2d"):

@@ -121,7 +121,8 @@ def read_rows(file: Path) -> list[Row]:
     try:
         rows = read_csv(file, Row)
     except (ValueError, KeyError) as error:
-        raise VitrailError(f"{file} has a cell that no study writes ({error}). Correct it, or move the file away.") from error
+        found = "a row with too many cells" if isinstance(error, KeyError) else f"the cell {str(error).rpartition(': ')[2]}"
+        raise VitrailError(f"{file} has {found}, which no study writes. Correct it, or move the file away.") from error
     if rows is None:
         raise VitrailError(f"{file} does not have the columns of a study. Choose another --out, or move the file away.")
     return rows

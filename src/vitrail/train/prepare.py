@@ -148,7 +148,7 @@ def make_task(recipe: Recipe, split: Split) -> Task:
             "or train without labels: --task.kind masked-patch."
         )
     if spec.kind not in ("auto", split.task):
-        hint = " For a yes or no for each class, use --task.loss sigmoid." if split.task == "classify" else ""
+        hint = " For a binary loss per class, use --task.loss sigmoid." if split.task == "classify" else ""
         raise VitrailError(
             f"task.kind is {spec.kind}, but {recipe.data.source} has {split.task} targets. Leave out --task.kind.{hint}"
         )

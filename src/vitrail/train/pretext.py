@@ -170,9 +170,7 @@ def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretrai
         raise VitrailError(f"{file} cannot be loaded ({reason}). Copy the run folder again.") from error
     lost = [name for name in missing if not name.startswith("encoder.")]
     if lost or unknown:
-        raise VitrailError(
-            f"{file} does not match its config.json: {', '.join([*lost, *unknown][:3])}. Copy the run folder again."
-        )
+        raise VitrailError(f"{file} does not match its config.json: {', '.join([*lost, *unknown][:3])}. Copy the run folder again.")
     return wrapper.to(model.norm.weight.device).eval(), task
 
 

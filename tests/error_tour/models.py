@@ -58,6 +58,8 @@ def lora_twice() -> object:
 
 CASES: tuple[Case, ...] = (
     at("models/config.py:_Fields._whole", lambda: vit(depth=0), "depth is 0;", "it takes whole numbers of at least 1."),
+    at("models/config.py:_Fields._whole", lambda: model_config("BiT-R50x1", layers="3"), "layers is ('3',);",
+       "it takes whole numbers of at least 1."),
     at("models/config.py:_Fields._fractions", lambda: vit(dropout=1.0), "dropout is 1.0;",
        "choose a number from 0 up to, but not including, 1."),
     at("models/config.py:_Fields._fractions", lambda: vit(dropout="high"), "dropout is 'high';", "choose a number from 0"),

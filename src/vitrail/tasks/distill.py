@@ -101,9 +101,6 @@ class Distill(Task):
     def describe(self) -> dict[str, Any]:
         return self.labels.describe()
 
-    def helpers(self) -> list[nn.Module]:
-        return [self.teacher]
-
 
 def check_classes(classes: tuple[str, ...], teacher_classes: tuple[str, ...]) -> None:
     """Refuse a teacher whose outputs are not the same classes in the same order."""

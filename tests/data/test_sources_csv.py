@@ -37,6 +37,13 @@ def test_path_label_split(tmp_path: Path) -> None:
     assert labels(source, "test") == {"a/3.png": "10"}
 
 
+def test_a_table_and_its_images_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of(tmp_path, {".": 2})
+    (tmp_path / "labels.csv").write_text("path,label\n0.png,cat\n1.png,dog\n")
+    monkeypatch.chdir(tmp_path)
+    assert open_source("csv:labels.csv?val=0").classes == ("cat", "dog")
+
+
 @pytest.mark.parametrize(
     "text",
     [

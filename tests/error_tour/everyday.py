@@ -144,7 +144,7 @@ CASES = (
     Case(
         'Checkpoints and names', 'a model that is not there', 'vitrail models ViT-B/17x',
         "There is no model 'ViT-B/17x'.",
-        ('Did you mean ViT-B/16', '`vitrail models` lists them all.'),
+        ('Did you mean ViT-B/16', '`vitrail models` lists them all.'), at="models/variants.py:canonical_name#2",
     ),
     Case(
         'Checkpoints and names', 'a model without published weights', 'vitrail info ViT-B/17',
@@ -219,43 +219,45 @@ CASES = (
         'Models and sizes', 'a size that is no multiple of the patch', 'vitrail.create_model("ViT-B/16", image_size=222)',
         'Image 222×222 is not a multiple of patch 16.',
         ('Nearest: 208×208, 224×224.', 'Resize or pad the images to one of these, or change the patch.'),
+        at="models/config.py:check_image_size",
     ),
     Case(
         'Models and sizes', 'a choice that is not there', 'vitrail.create_model("ViT-B/16", pooling="max")',
         "pooling is 'max';",
-        ("it can be 'class', 'mean', 'map'.",),
+        ("it can be 'class', 'mean', 'map'.",), at="models/config.py:_Fields._check",
     ),
     Case(
         'Models and sizes', 'heads that do not divide the width', 'vitrail.create_model("ViT-B/16", heads=7)',
         'Width 768 is not a multiple of 7 heads.',
-        ('Change one of them.',),
+        ('Change one of them.',), at="models/config.py:ViTConfig._check_widths#1",
     ),
     Case(
         'Models and sizes', 'a mistyped field', 'vitrail.create_model("ViT-B/16", widht=100)',
         "ViTConfig has no field 'widht'.",
-        ('Did you mean width?',),
+        ('Did you mean width?',), at="models/config.py:_refuse_unknown",
     ),
     Case(
         'Models and sizes', "images of another size than the model's",
         'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 3, 240, 224, device="meta"))',
         'ViT-Ti/16 expects 224×224 images, these are 240×224.',
         ('Resize the images, or the model with model.resize((240, 224)), or load or create it with any_size=True.',),
+        at="models/features.py:_check_size",
     ),
     Case(
         'Models and sizes', 'channels last',
         'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 224, 224, 3, device="meta"))',
         'ViT-Ti/16 has 3 input channels, these images have 224.',
-        ('Convert the images, or build the model with channels=224.',),
+        ('Convert the images, or build the model with channels=224.',), at="models/features.py:check_images#3",
     ),
     Case(
         'Models and sizes', 'a layer that is not there', 'vitrail inspect model cat.jpg --layers 7 --out inside',
         'There is no layer 7:',
-        ('the model has 2, numbered 0 to 1.',),
+        ('the model has 2, numbered 0 to 1.',), at="models/features.py:chosen_layers#2",
     ),
     Case(
         'Training and studies', 'a mistyped recipe', 'vitrail train digit',
         "There is no recipe 'digit'.",
-        ('Did you mean digits?', '`vitrail train --recipes` lists them.'),
+        ('Did you mean digits?', '`vitrail train --recipes` lists them.'), at="recipes/__init__.py:recipe_named",
     ),
     Case(
         'Training and studies', 'more images per batch than there are', 'vitrail train digits --batch 5000',
@@ -265,27 +267,27 @@ CASES = (
     Case(
         'Training and studies', 'a warm-up longer than the run', 'vitrail train digits --steps 2',
         'The warm-up of 50 steps is longer than the whole run of 2 steps.',
-        ('Train longer, or set --schedule.warmup to 0 or 10%.',),
+        ('Train longer, or set --schedule.warmup to 0 or 10%.',), at="train/schedules.py:check_schedule",
     ),
     Case(
         'Training and studies', 'a learning rate below zero', 'vitrail train digits --optim.lr -1',
         'optim.lr is -1;',
-        ('a learning rate is above 0.',),
+        ('a learning rate is above 0.',), at="train/config.py:_check_optimiser#1",
     ),
     Case(
         'Training and studies', 'a run of no length', 'vitrail train digits --epochs 0',
         'epochs is 0;',
-        ('there would be nothing to train.',),
+        ('there would be nothing to train.',), at="train/config.py:check#6",
     ),
     Case(
         'Training and studies', 'a mistyped study', 'vitrail study data-sizes',
         "There is no study 'data-sizes'.",
-        ('Did you mean data-size?',),
+        ('Did you mean data-size?',), at="study/definitions/__init__.py:study_named",
     ),
     Case(
         'Training and studies', 'studies that were not run', 'vitrail study plot all --out empty',
         'empty has no results of a study.',
-        ('Run `vitrail study NAME --out empty` first.',),
+        ('Run `vitrail study NAME --out empty` first.',), at="study/report.py:write_outputs",
     ),
     Case(
         'Training and studies', 'ImageNet left out', 'vitrail reproduce ViT-B/16',

@@ -138,7 +138,7 @@ def test_regression_is_standardised_and_given_back():
 def test_regression_refuses_targets_that_cannot_be_learned():
     with pytest.raises(VitrailError, match="'b' is the same for every"):
         Regress(np.array([[1.0, 2.0], [3.0, 2.0]]), ("a", "b"))
-    with pytest.raises(VitrailError, match="row 1"):
+    with pytest.raises(VitrailError, match="training image 1 are"):
         Regress(np.array([[1.0], [np.nan]]), ("a",))
 
 

@@ -211,7 +211,7 @@ def test_what_does_not_go_together_is_refused_with_a_reason(tmp_path: Path) -> N
     masked = TASKS["mean-colour"]
     with pytest.raises(VitrailError, match=r"augment.mixup, augment.smoothing cannot.*--augment.mixup 0 --augment.smoothing 0"):
         recipe_of(masked, augment__mixup=0.2, augment__smoothing=0.1)
-    with pytest.raises(VitrailError, match=r"optim\.layer_decay are for learning with them"):
+    with pytest.raises(VitrailError, match=r"without labels, so optim\.layer_decay cannot be used with it"):
         recipe_of(masked, optim__layer_decay=0.5)
     with pytest.raises(VitrailError, match=r"task.patch_target goes with --task.kind masked-patch, not with classify"):
         TaskSpec(kind="classify", patch_target="pixels") and recipe_of(TaskSpec(kind="classify", patch_target="pixels"))

@@ -41,7 +41,13 @@ def golden_image(channels: int, size: tuple[int, int]) -> Tensor:
 
 def record(model: Model) -> dict[str, Any]:
     """Compute both golden outputs on the CPU, as plain numbers for JSON."""
-    return {"quick": _sampled(_quick(model)), "full": _sampled(_full(model))}
+    outputs = {"quick": _sampled(_quick(model)), "full": _sampled(_full(model))}
+    if not all(math.isfinite(value) for values in outputs.values() for some in values.values() for value in some):
+        raise VitrailError(
+            "The outputs of the model are not finite (NaN or infinite), though its weights are: the training diverged. Nothing was "
+            "saved. Start again with a lower learning rate, or from an earlier checkpoint."
+        )
+    return outputs
 
 
 def check(model: Model, golden: Any, source: str, *, full: bool) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.models.attention import grid_for
 from vitrail.models.config import Pair
 from vitrail.models.features import check_images, chosen_layers, evaluating, other_grid
@@ -65,9 +65,12 @@ def attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWith
     config = model.config
     check_images(images, config)
     if not config.outputs:
-        raise VitrailError(f"{config.name} has no head, so it has no output to take gradients of.")
+        raise VitrailError(f"{config.name} has no head, so it has no output to take gradients of. Use attention, which needs none.")
     if outputs.shape != images.shape[:1] or not 0 <= int(outputs.min()) <= int(outputs.max()) < config.outputs:
-        raise VitrailError(f"`outputs` takes one number from 0 to {config.outputs - 1} for each of {len(images)} images.")
+        raise VitrailError(
+            f"`outputs` is {str(outputs.tolist())[:60]}; it takes one number from 0 to {config.outputs - 1} for each of "
+            f"{counted(len(images), 'image')}."
+        )
     return _attention_gradients(model, images, outputs)
 
 

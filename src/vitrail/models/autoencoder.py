@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.models.config import ViTConfig
 from vitrail.models.fused.dispatch import ResidualStream
 from vitrail.models.initialisation import initialise_parts, small_normal_
@@ -107,7 +107,7 @@ def check_droppable(config: ViTConfig) -> None:
         reason = f"its {config.position} positions act inside the layers, which know only the whole grid"
     if reason is not None:
         raise VitrailError(
-            f"Masked autoencoding drops patches from the encoder, and that does not go with {config.name}: {reason}. Use a plain "
+            f"Masked autoencoding drops patches from the encoder, which {config.name} does not allow: {reason}. Use a plain "
             "ViT with positions added at the input, or the task masked-patch, which keeps all patches."
         )
 
@@ -116,7 +116,8 @@ def decoder_config(config: ViTConfig, width: int, depth: int) -> ViTConfig:
     """Return the configuration of the decoder: the encoder's numerics in another size, without its regularisation."""
     if width < _HEAD or width % _HEAD or depth < 1:
         raise VitrailError(
-            f"The decoder is {depth} blocks of width {width}; it has at least one, and its width is a multiple of {_HEAD}."
+            f"The decoder has {counted(depth, 'block')} of width {width}; it needs at least 1 block, and a width that is a "
+            f"multiple of {_HEAD}."
         )
     return config.replace(
         name="decoder", width=width, depth=depth, heads=width // _HEAD, mlp=4 * width, layer_scale=None,

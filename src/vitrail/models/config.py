@@ -37,7 +37,7 @@ class _Fields:
 
     def _fractions(self, *names: str) -> None:
         for name in names:
-            if not 0.0 <= getattr(self, name) < 1.0:
+            if not isinstance(getattr(self, name), int | float) or not 0.0 <= getattr(self, name) < 1.0:
                 raise VitrailError(f"{name} is {getattr(self, name)!r}; choose a number from 0 up to, but not including, 1.")
 
 
@@ -55,7 +55,7 @@ class ResNetConfig(_Fields):
     pool_fill: Literal["-inf", "zero"] = "-inf"  # what surrounds the map in the stem's max-pool
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", tuple(self.layers) if isinstance(self.layers, (tuple, list)) else (self.layers,))
         self._check()
         self._whole(1, "layers", "groups")
         number = isinstance(self.multiplier, (int, float)) and not isinstance(self.multiplier, bool)
@@ -187,7 +187,7 @@ class ViTConfig(ModelConfig):
         if self.distill_token and self.pooling != "class":
             raise VitrailError("distill_token=True needs pooling='class': the two tokens have one head each.")
         if self.distill_token and self.pre_logits is not None:
-            raise VitrailError("distill_token=True cannot be combined with pre_logits: the published distilled models have none.")
+            raise VitrailError("distill_token=True and pre_logits cannot be combined (distilled models have none): leave one out.")
         if self.position == "relative" and self.position_at == "input":
             raise VitrailError("Relative positions act inside the layers: choose position_at='every-layer' or 'shared'.")
         if self.position_prefix and self.position not in ("learned", "learned-2d"):
@@ -293,8 +293,8 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
     required = (f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING)  # type: ignore[arg-type]
     missing = [name for name in required if name not in values]
     if missing:
-        raise VitrailError(f"{kind.__name__} needs {', '.join(missing)}, which were not given.")
+        raise VitrailError(f"{kind.__name__} needs {', '.join(missing)}. Give a value for each.")
     try:
         return kind(**values)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise VitrailError(f"{kind.__name__} cannot be built from these values: {error}.") from error

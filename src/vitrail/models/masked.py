@@ -69,7 +69,9 @@ class Pretraining(nn.Module, ABC):
         patches = self.encoder.embed_patches(images)
         if other_grid(self.config, images):
             (height, width), given = self.config.image_size, images.shape[2:]
-            raise VitrailError(f"{self.config.name} is pre-trained on {height}×{width} images, these are {given[0]}×{given[1]}.")
+            raise VitrailError(
+                f"{self.config.name} is pre-trained on {height}×{width} images, these are {given[0]}×{given[1]}. Resize the images."
+            )
         return patches
 
     def _normed(self, tokens: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Recompute:
 
     def __post_init__(self) -> None:
         if self.keep not in ("nothing", "matmuls"):
-            raise VitrailError(f"Recomputed blocks keep {self.keep!r}; choose nothing or matmuls.")
+            raise VitrailError(f"keep is {self.keep!r}; recomputed blocks can keep nothing or matmuls.")
 
     def applies_to(self, number: int) -> bool:
         return number < self.blocks and torch.is_grad_enabled()

@@ -54,7 +54,7 @@ def model_config(name: str, *, outputs: int = 1000, image_size: int | Pair = 224
         sides = changes["patch"] if isinstance(changes["patch"], (tuple, list)) else (changes["patch"],)
         changes["name"] = f"{plain.name.split('/')[0]}/{'x'.join(str(side) for side in dict.fromkeys(sides))}"
     if changes.get("layers") is not None and "name" not in changes:
-        changes["name"] = _renamed(plain, tuple(changes["layers"]), changes.get("patch"))
+        changes["name"] = _renamed(plain, ResNetConfig(layers=changes["layers"]).layers, changes.get("patch"))
     return plain.replace(outputs=outputs, image_size=image_size, **changes)
 
 

@@ -125,7 +125,7 @@ def _serve(parent: Connection, device: str) -> None:
 def pool(count: int, device: str) -> Iterator[tuple[Pool, World]]:
     """Yield a pool of `count` processes, of which this is one."""
     if count > 1 and "RANK" in os.environ:
-        raise VitrailError("Under torchrun all devices train one row together; use --jobs 1.")
+        raise VitrailError(f"--jobs is {count}, but under torchrun all devices train one row together; use --jobs 1.")
     with joined(device) as world:
         if count == 1:
             yield InProcess(world), world

@@ -181,9 +181,10 @@ def ladder_for(
     )
     stride = max(ladder.patch, 32 if name == "paper" else 4)
     if image_size % stride:
+        nearest = dict.fromkeys((max(image_size // stride, 1) * stride, -(-image_size // stride) * stride))
         raise VitrailError(
             f"--image-size {image_size} is not a multiple of {stride}, the largest patch of the {name} models. "
-            f"Use {max(image_size // stride, 1) * stride} or {-(-image_size // stride) * stride}."
+            f"Use {' or '.join(map(str, nearest))}."
         )
     return ladder
 

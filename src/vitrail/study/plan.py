@@ -147,9 +147,11 @@ def full_plan(study: Study, settings: StudySettings) -> Plan:
     target = open_source(settings.target or settings.data).split("train")
     for split, source in ((train, settings.data), (target, settings.target)):
         if len(split) == 0:
-            raise VitrailError(f"The training split of {source} has no images.")
+            raise VitrailError(f"The training split of {source} has no images. Choose another source.")
     if target.task != "classify":
-        raise VitrailError(f"{settings.target} has {target.task} targets; studies transfer to one class per image.")
+        raise VitrailError(
+            f"{settings.target} has {target.task} targets; studies transfer to one class per image. Choose another --target."
+        )
     ladder = ladder_for(
         train,
         source=settings.data,
@@ -174,7 +176,8 @@ def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | Non
         fields = {name: content[name] for name in ("images", "target_images", "scale", "estimate")}
         plan = Plan(study=study, settings=settings, ladder=Ladder(**content["ladder"]), kept=tuple(content["kept"]), **fields)
     except (ValueError, KeyError, TypeError) as error:
-        raise VitrailError(f"{file} is not the plan of a study ({error!r}). Choose another --out, or remove it.") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise VitrailError(f"{file} is not the plan of a study ({reason}). Choose another --out, or remove it.") from error
     changes = [f"{name} {before.get(name)!r} → {now[name]!r}" for name in now if before.get(name) != now[name]]
     if changes:
         raise VitrailError(

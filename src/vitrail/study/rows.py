@@ -118,7 +118,11 @@ class Results:
 
 
 def read_rows(file: Path) -> list[Row]:
-    rows = read_csv(file, Row)
+    try:
+        rows = read_csv(file, Row)
+    except (ValueError, KeyError) as error:
+        found = "a row with too many cells" if isinstance(error, KeyError) else f"the cell {str(error).rpartition(': ')[2]}"
+        raise VitrailError(f"{file} has {found}, which no study writes. Correct it, or move the file away.") from error
     if rows is None:
         raise VitrailError(f"{file} does not have the columns of a study. Choose another --out, or move the file away.")
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, nn
+from torch import Tensor
 
 Array = npt.NDArray[Any]
 
@@ -108,7 +108,3 @@ class Task(ABC):
     def describe(self) -> dict[str, Any]:
         """Return what a checkpoint must know to read the outputs."""
         return {"kind": self.kind}
-
-    def helpers(self) -> list[nn.Module]:
-        """Networks besides the model, such as a teacher."""
-        return []

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.tasks.base import Meter, Task
 from vitrail.tasks.classify import Classify
 
@@ -45,7 +45,8 @@ class Distill(Task):
         check_classes(classes, teacher_classes)
         if preprocess.channels != teacher_preprocess.channels:
             raise VitrailError(
-                f"The teacher takes {teacher_preprocess.channels} channels, the student {preprocess.channels}; they must be equal."
+                f"The teacher has {counted(teacher_preprocess.channels, 'input channel')}, the student {preprocess.channels}. "
+                f"Use --model.channels {teacher_preprocess.channels}, or another teacher."
             )
         self.labels, self.outputs, self.two_heads = labels, labels.outputs, two_heads
         self.mode, self.weight, self.temperature = mode, weight, temperature
@@ -99,9 +100,6 @@ class Distill(Task):
 
     def describe(self) -> dict[str, Any]:
         return self.labels.describe()
-
-    def helpers(self) -> list[nn.Module]:
-        return [self.teacher]
 
 
 def check_classes(classes: tuple[str, ...], teacher_classes: tuple[str, ...]) -> None:

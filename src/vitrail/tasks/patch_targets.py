@@ -108,7 +108,10 @@ class Colours(PatchTarget):
                 "Use --task.patch-target pixels."
             )
         if min(stride) < cells:
-            raise VitrailError(f"A patch of {stride[0]}×{stride[1]} pixels cannot be downsized to {cells}×{cells}.")
+            raise VitrailError(
+                f"A patch of {stride[0]}×{stride[1]} pixels cannot be downsized to {cells}×{cells}. "
+                "Use --task.patch-target mean-colour or pixels."
+            )
         self.cells = cells
         self.outputs = cells**2 * self.classes
 
@@ -183,4 +186,4 @@ def _moments(patches: Tensor) -> tuple[Tensor, Tensor]:
 def entropy(histogram: Array) -> float:
     """Return the entropy of counts [cell, class] in nats, the mean over cells: also the loss of the best constant prediction."""
     rates = histogram / histogram.sum(axis=1, keepdims=True)
-    return float(-(rates * np.log(np.where(rates > 0, rates, 1))).sum(axis=1).mean())
+    return max(0.0, float(-(rates * np.log(np.where(rates > 0, rates, 1))).sum(axis=1).mean()))  # not −0.0, which is shown

@@ -23,11 +23,14 @@ class Regress(Task):
         targets = np.asarray(targets, np.float64)
         if not np.isfinite(targets).all():
             row = int(np.flatnonzero(~np.isfinite(targets).all(1))[0])
-            raise VitrailError(f"Target row {row} is {targets[row].tolist()}: a regression needs finite numbers everywhere.")
+            raise VitrailError(
+                f"The targets of training image {row} are {targets[row].tolist()}: a regression needs finite numbers. "
+                "Correct or remove that row."
+            )
         deviation = targets.std(0)
         if (deviation == 0).any():
             name = names[int(np.flatnonzero(deviation == 0)[0])]
-            raise VitrailError(f"The target {name!r} is the same for every training image: there is nothing to learn.")
+            raise VitrailError(f"The target {name!r} is the same for every training image: there is nothing to learn. Remove it.")
         self.outputs, self.names = targets.shape[1], names
         self.mean = torch.as_tensor(targets.mean(0), dtype=torch.float32)
         self.std = torch.as_tensor(deviation, dtype=torch.float32)

@@ -82,7 +82,9 @@ class WeightsAndBiases(Callback):
         try:
             import wandb
         except ImportError as error:
-            raise VitrailError("Logging to Weights & Biases needs `pip install vitrail[wandb]`.") from error
+            raise VitrailError(
+                "Logging to Weights & Biases needs wandb: install the extra with pip install 'vitrail[wandb]'."
+            ) from error
         self._wandb, self._project = wandb, project
 
     def started(self, info: RunInfo) -> None:

@@ -324,8 +324,8 @@ def check(recipe: Recipe) -> None:
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, float) and not math.isfinite(value):
                 raise VitrailError(f"{name} is {value:g}; it must be a finite number.")
-    for part in (recipe, recipe.model, recipe.data, recipe.task, recipe.optim, recipe.schedule):
-        _check_choices(part)
+    for path in ("", "model", "data", "task", "optim", "schedule"):
+        _check_choices(getattr(recipe, path) if path else recipe, f"{path}." if path else "")
     if recipe.epochs is not None and recipe.steps is not None:
         raise VitrailError(f"Both epochs={recipe.epochs:g} and steps={recipe.steps} are given; one of them decides. Leave one out.")
     for name in ("batch", "keep", "log_every"):
@@ -363,14 +363,14 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)  # resolving the names takes longer than all checks
 
 
-def _check_choices(part: Any) -> None:
+def _check_choices(part: Any, path: str) -> None:
     kind: Any = type(part)
     for name, hint in _hints(kind).items():
         choices = _literals(hint)
         value = getattr(part, name)
         if choices and isinstance(value, str) and value not in choices:
             allowed = [str(choice) for choice in choices]
-            raise VitrailError(f"{name} is {value!r}; it can be {', '.join(allowed)}.{did_you_mean(value, allowed)}")
+            raise VitrailError(f"{path}{name} is {value!r}; it can be {', '.join(allowed)}.{did_you_mean(value, allowed)}")
 
 
 def _literals(hint: Any) -> tuple[Any, ...]:
@@ -387,32 +387,42 @@ def _check_selection(recipe: Recipe) -> None:
         if getattr(recipe, name) < 0:
             raise VitrailError(f"{name} is {getattr(recipe, name):g}; it must be 0 or more.")
     if recipe.min_improvement and not recipe.patience:
-        raise VitrailError("min_improvement is for early stopping: add --patience, the number of validations to wait.")
+        raise VitrailError(
+            f"min_improvement is {recipe.min_improvement:g}, but it is for early stopping, which is off: add --patience, the "
+            "number of validations to wait."
+        )
     if recipe.final_model == "best" and recipe.keep_best is None:
         raise VitrailError("final_model is best, but no checkpoint is kept as the best: add --keep-best METRIC, such as accuracy.")
     if recipe.eval_every == 0 and (recipe.keep_best is not None or recipe.patience):
-        raise VitrailError("keep_best and patience compare validations, but eval_every is 0: there is only one, at the end.")
+        raise VitrailError(
+            "keep_best and patience compare validations, but eval_every is 0: there is only one, at the end. Set --eval-every to 1."
+        )
 
 
 def _check_optimiser(optim: OptimSpec) -> None:
     if optim.lr <= 0:
         raise VitrailError(f"optim.lr is {optim.lr:g}; a learning rate is above 0.")
     if optim.name == "adamw" and optim.decay == "coupled":
-        raise VitrailError("adamw decays weights apart from the gradient; for decay=coupled use optim.name=adam.")
+        raise VitrailError("optim.decay is coupled, but adamw decays weights apart from the gradient: use optim.name=adam.")
     if optim.clip is not None and optim.clip <= 0:
         raise VitrailError(f"optim.clip is {optim.clip:g}; it is a norm above 0, or None for no clipping.")
     if not 0 < optim.layer_decay <= 1:
         raise VitrailError(f"optim.layer_decay is {optim.layer_decay:g}; it is above 0 and at most 1, such as 0.75.")
     if optim.weight_decay < 0:
-        raise VitrailError(f"optim.weight_decay is {optim.weight_decay:g}; it is 0 or more.")
+        raise VitrailError(f"optim.weight_decay is {optim.weight_decay:g}; it must be 0 or more.")
     check_patterns(optim)
 
 
 def _check_distillation(task: TaskSpec) -> None:
     if (task.distill == "none") != (task.teacher is None):
-        raise VitrailError("Distillation needs both: task.teacher, a checkpoint, and task.distill, hard or soft.")
-    if not 0 <= task.distill_weight <= 1 or task.temperature <= 0:
-        raise VitrailError("task.distill_weight must be between 0 and 1, task.temperature above 0.")
+        raise VitrailError(
+            f"task.distill is {task.distill} and task.teacher is {task.teacher}; distillation needs both: a teacher, which is a "
+            "checkpoint, and hard or soft. Add the other, or leave both out."
+        )
+    if not 0 <= task.distill_weight <= 1:
+        raise VitrailError(f"task.distill_weight is {task.distill_weight:g}; it must be between 0 and 1.")
+    if task.temperature <= 0:
+        raise VitrailError(f"task.temperature is {task.temperature:g}; it must be above 0.")
 
 
 def _check_masked(recipe: Recipe) -> None:
@@ -440,8 +450,14 @@ def _check_masked(recipe: Recipe) -> None:
             f"{task.kind} predicts the patches of single, whole images and has no labels or head, so {', '.join(given)} cannot be "
             f"used with it. Switch off with {off}."
         )
-    if task.class_weights or task.distill != "none" or recipe.model.freeze or recipe.optim.layer_decay != 1:
+    supervised = {
+        "task.class_weights": task.class_weights,
+        "task.distill": task.distill != "none",
+        "model.freeze": recipe.model.freeze,
+        "optim.layer_decay": recipe.optim.layer_decay != 1,
+    }
+    given = [name for name, value in supervised.items() if value]
+    if given:
         raise VitrailError(
-            f"{task.kind} learns the whole model without labels: task.class_weights, task.distill, model.freeze and "
-            "optim.layer_decay are for learning with them. Leave them out."
+            f"{task.kind} trains the whole model without labels, so {', '.join(given)} cannot be used with it. Leave that out."
         )

@@ -29,7 +29,7 @@ def parsed_length(value: Length, name: str) -> Length:
             return int(number)
         if unit == "%" and number >= 100:
             raise VitrailError(f"{name} is {value}; a part of the run is less than 100%. It can be {_EXAMPLES}.")
-    raise VitrailError(f"{name} is {value!r}; it is {_EXAMPLES}.")
+    raise VitrailError(f"{name} is {value!r}; it must be {_EXAMPLES}.")
 
 
 def length_in_steps(length: Length, total: int, per_epoch: float) -> int:

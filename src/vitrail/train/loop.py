@@ -114,7 +114,7 @@ class Loop:
         self.draws_curves = True
         self.recipe, self.run, self.world, self.prepared = recipe, run, world, prepared
         if evaluators and world.sharded:
-            raise VitrailError("Evaluators need the whole model on each device: use --parallel ddp.")
+            raise VitrailError(f"Evaluators need the whole model on each device; --parallel is {world.mode}. Use --parallel ddp.")
         self.validator = Validator(self, [make(prepared, world) for make in evaluators])
         has_validation = prepared.validation is not None and len(prepared.validation) > 0
         check_metric(recipe, prepared.task, has_validation=has_validation, has_evaluators=bool(evaluators))

@@ -84,8 +84,9 @@ def nonfinite_weight(tensors: dict[str, Tensor]) -> str:
     return next(name for name in names if not _finite(tensors[name])).partition(".")[2]
 
 
-def advice(precision: str, lr: float) -> str:
-    """Return what to try, the most likely fix first."""
+def advice(precision: str, lr: float, policy: str) -> str:
+    """Return what to try, the most likely fix first. `policy` is the run's `on_nonfinite`."""
     cures = ["--precision bf16 (or fp32)"] if precision == "fp16" else []
     cures += [f"a lower --optim.lr than {lr:g}", "a longer --schedule.warmup"]
-    return f"Try {', '.join(cures)}, or skip such batches with --on-nonfinite skip or rollback."
+    others = " or ".join(one for one in ("skip", "rollback") if one != policy)
+    return f"Try {', '.join(cures)}, or skip such batches with --on-nonfinite {others}."

@@ -131,7 +131,7 @@ def _device_named(name: str) -> torch.device:
     if device.type == "cpu":
         return device
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise VitrailError("--device cuda: torch finds no GPU. `vitrail doctor` shows more; or use --device cpu.")
+        raise VitrailError(f"--device {name}: torch finds no GPU. `vitrail doctor` shows more; or use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= (gpus := torch.cuda.device_count()):
         raise VitrailError(f"--device {name}: the last GPU here is cuda:{gpus - 1}. `vitrail doctor` lists them.")
     here = torch.accelerator.current_accelerator()
@@ -232,7 +232,8 @@ def mesh_of(world: World) -> Any:
         return init_device_mesh(world.device.type, (world.ranks,), mesh_dim_names=("shards",))
     if world.ranks % world.local_ranks:
         raise VitrailError(
-            f"Hybrid sharding needs the same number of ranks on each machine; {world.ranks} do not divide by {world.local_ranks}."
+            f"Hybrid sharding needs the same number of ranks on each machine, but there are {world.ranks} ranks, "
+            f"{world.local_ranks} of them on this machine. Start as many on each, or use --parallel fsdp."
         )
     shape = (world.ranks // world.local_ranks, world.local_ranks)
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("copies", "shards"))

@@ -113,7 +113,7 @@ def parameter_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
             pattern, number = split_rule(rule, setting)
             matched = matching(pattern, every, setting) & trained.keys()
             if not matched:
-                raise VitrailError(f"{setting} has {rule!r}, but every parameter that it matches is frozen.")
+                raise VitrailError(f"{setting} has {rule!r}, but every parameter that it matches is frozen. Leave it out.")
             values.update(dict.fromkeys(matched, number))
     members: dict[tuple[float, float], list[str]] = {}
     for name in trained:

@@ -28,7 +28,7 @@ def split_rule(rule: str, setting: str) -> tuple[str, float]:
     try:
         return pattern, float(number if equals and pattern else "")
     except ValueError as error:
-        raise VitrailError(f"{setting} has {rule!r}; it takes PATTERN=NUMBER, such as 'head=10'.") from error
+        raise VitrailError(f"{setting} has {rule!r}; it must be PATTERN=NUMBER, such as 'head=10'.") from error
 
 
 def check_patterns(spec: OptimSpec) -> None:
@@ -39,9 +39,9 @@ def check_patterns(spec: OptimSpec) -> None:
         pattern, scale = split_rule(rule, "optim.lr_scale")
         compile_pattern(pattern)
         if not 0 < scale < float("inf"):
-            raise VitrailError(f"optim.lr_scale has {rule!r}; the factor is above 0. To keep parameters fixed, use optim.freeze.")
+            raise VitrailError(f"optim.lr_scale has {rule!r}; the factor must be above 0. To freeze parameters, use optim.freeze.")
     for rule in spec.weight_decay_for:
         pattern, decay = split_rule(rule, "optim.weight_decay_for")
         compile_pattern(pattern)
         if not 0 <= decay < float("inf"):
-            raise VitrailError(f"optim.weight_decay_for has {rule!r}; weight decay is 0 or more.")
+            raise VitrailError(f"optim.weight_decay_for has {rule!r}; weight decay must be 0 or more.")

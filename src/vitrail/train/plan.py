@@ -79,11 +79,17 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
     if not 1 <= gpus <= 4096:
         raise VitrailError(f"--gpus is {gpus}; plans are made for 1 to 4096.")
     if gpus > recipe.batch:
-        raise VitrailError(f"A batch of {recipe.batch} cannot be split over {gpus} GPUs; each needs at least one image.")
+        raise VitrailError(
+            f"A batch of {recipe.batch} cannot be split over {gpus} GPUs; each needs at least one image. Use fewer --gpus or a "
+            "larger --batch."
+        )
     alone = recipe.task.kind in SELF_SUPERVISED
     config = config_of(recipe.model, 0 if alone else outputs)
     if alone and not isinstance(config, ViTConfig):
-        raise VitrailError(f"{config.name} is a ResNet without patches; {recipe.task.kind} needs a Vision Transformer.")
+        raise VitrailError(
+            f"{config.name} is a ResNet without patches; {recipe.task.kind} needs a Vision Transformer, such as "
+            "--model.name ViT-B/16."
+        )
     simulated = SimulatedModel(config, recipe.task, recipe.optim, recipe.model)
     trained = simulated.without_memory()
     precision = "bf16" if recipe.precision == "auto" else recipe.precision

@@ -148,8 +148,10 @@ def make_task(recipe: Recipe, split: Split) -> Task:
             "or train without labels: --task.kind masked-patch."
         )
     if spec.kind not in ("auto", split.task):
-        hint = " To ask each class yes or no, use --task.loss sigmoid." if split.task == "classify" else ""
-        raise VitrailError(f"task.kind is {spec.kind}, but the targets of {recipe.data.source} are for {split.task}.{hint}")
+        hint = " For a binary loss per class, use --task.loss sigmoid." if split.task == "classify" else ""
+        raise VitrailError(
+            f"task.kind is {spec.kind}, but {recipe.data.source} has {split.task} targets. Leave out --task.kind.{hint}"
+        )
     if split.task == "regress":
         return Regress(split.targets, split.classes)
     if split.task == "multilabel":
@@ -256,7 +258,10 @@ def make_distillation(
 
     spec = recipe.task
     if not isinstance(labels, Classify):
-        raise VitrailError(f"Distillation needs one label per image; this task is {labels.kind}.")
+        raise VitrailError(
+            f"Distillation needs one label per image, but {recipe.data.source} has {labels.kind} targets. "
+            "Leave out --task.distill and --task.teacher."
+        )
     assert spec.teacher is not None
     bundle = load(spec.teacher)
     notes += [f"assumed about {spec.teacher}: {text}" for text in bundle.report.assumptions]

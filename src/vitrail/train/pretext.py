@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vitrail.regular_files import read_json_object, utf8_path
 from vitrail.tasks.masked import Masked, compute_baseline
 from vitrail.tasks.patch_targets import Colours, PatchTarget, PixelValues
 from vitrail.train.config import Recipe, TaskSpec
+from vitrail.train.plain import from_plain
 from vitrail.train.shards import whole
 
 FOLDER = "reconstruction"
@@ -41,7 +42,7 @@ def make_pretext(
     spec = with_defaults(recipe.task)
     if not isinstance(model, ViT):
         raise VitrailError(
-            f"{model.config.name} is a ResNet: it has no patch embeddings that could be hidden. {spec.kind} needs a Vision "
+            f"{model.config.name} is a ResNet: it has no patch embeddings that could be masked. {spec.kind} needs a Vision "
             "Transformer, such as --model.name ViT-B/16."
         )
     wrapper, task = pretext(model, spec, preprocess)
@@ -154,23 +155,26 @@ def save_parts(run: Path, wrapper: Pretraining, task: Masked, *, write: bool) ->
 
 def load_parts(run: Path, model: Model, preprocess: Preprocess) -> tuple[Pretraining, Masked]:
     """Return the parts of a finished run, around its model."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    described: Mapping[str, Any] = _read(run)
-    spec = TaskSpec(**{name: described[name] for name in ("kind", *_DEFAULTS[described["kind"]])})
+    spec = _read(run)
     assert isinstance(model, ViT)
     wrapper, task = pretext(model, spec, preprocess)
-    with utf8_path(run / FOLDER / _WEIGHTS) as readable:
-        missing, unknown = wrapper.load_state_dict(load_file(readable), strict=False)
+    file = run / FOLDER / _WEIGHTS
+    try:
+        with utf8_path(file) as readable:
+            missing, unknown = wrapper.load_state_dict(load_file(readable), strict=False)
+    except (OSError, RuntimeError, SafetensorError) as error:  # not there, other shapes, corrupted
+        reason = " ".join(str(error).split())[:200]
+        raise VitrailError(f"{file} cannot be loaded ({reason}). Copy the run folder again.") from error
     lost = [name for name in missing if not name.startswith("encoder.")]
     if lost or unknown:
-        raise VitrailError(
-            f"{run / FOLDER / _WEIGHTS} does not fit its config.json: {', '.join([*lost, *unknown][:3])}. It is corrupted."
-        )
+        raise VitrailError(f"{file} does not match its config.json: {', '.join([*lost, *unknown][:3])}. Copy the run folder again.")
     return wrapper.to(model.norm.weight.device).eval(), task
 
 
-def _read(run: Path) -> dict[str, Any]:
+def _read(run: Path) -> TaskSpec:
     file = run / FOLDER / _CONFIG
     if not file.is_file():
         raise VitrailError(
@@ -179,8 +183,7 @@ def _read(run: Path) -> dict[str, Any]:
         )
     try:
         config = read_json_object(file)
-        if config["kind"] in _DEFAULTS and all(name in config for name in _DEFAULTS[config["kind"]]):
-            return dict(config)
+        return from_plain(TaskSpec, {name: config[name] for name in ("kind", *_DEFAULTS[config["kind"]])})
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise VitrailError(f"{file} does not name a prediction target. It is corrupted.")
+    raise VitrailError(f"{file} does not have the settings of masked pre-training. Copy the run folder again.")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.text import to_bytes
 from vitrail.train.nonfinite import NOT_AGAIN, advice, earliest_fault, first_fault
 from vitrail.train.parallel import World, blocks_of
@@ -37,11 +37,13 @@ def handle_nonfinite(loop: Loop) -> bool:
         return False
     explained = _explain(loop, bad)
     if policy == "stop" or loop.rollbacks >= _ROLLBACKS:
-        raise VitrailError(f"{explained} {advice(loop.precision, loop.recipe.optim.lr)}")
+        raise VitrailError(f"{explained} {advice(loop.precision, loop.recipe.optim.lr, policy)}")
     loop.rollbacks += 1
     state = loop.snapshots.load(loop.step.tensors())
     if state is None:
-        raise VitrailError(f"{explained} There is no valid checkpoint to return to.")
+        raise VitrailError(
+            f"{explained} There is no valid checkpoint to return to. {advice(loop.precision, loop.recipe.optim.lr, policy)}"
+        )
     loop.return_to(state)
     loop.skipped_steps.add(bad)
     loop.say(f"warning: {explained} Back to step {loop.done}; step {bad} will be skipped.")
@@ -55,7 +57,7 @@ def refuse_to_save(loop: Loop, name: str) -> None:
     kept = f"the last good one is that of step {good[0]}" if good else "there is none before it"
     text = f"The weight {name} is not finite after step {loop.done}. This checkpoint was not saved; {kept}."
     if loop.recipe.on_nonfinite != "rollback" or loop.done == loop.total:
-        raise VitrailError(f"{text} {advice(loop.precision, loop.recipe.optim.lr)}")
+        raise VitrailError(f"{text} {advice(loop.precision, loop.recipe.optim.lr, loop.recipe.on_nonfinite)}")
     loop.say(f"warning: {text}")
 
 
@@ -84,7 +86,7 @@ def _explain(loop: Loop, number: int) -> str:
     kept = f"the last good checkpoint is that of step {good[0]}" if good else "there was no checkpoint yet"
     return (
         f"A loss or gradient was not finite in step {number} (epoch {number // loop.loader.steps}): {fault}. "
-        f"Its {len(names)} images, from {names[0]} on, are listed in {listed}; {kept}."
+        f"Its {counted(len(names), 'image')}, from {names[0]} on, {'is' if len(names) == 1 else 'are'} listed in {listed}; {kept}."
     )
 
 

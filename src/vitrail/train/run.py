@@ -155,8 +155,11 @@ class RunFolder:
             if not isinstance(config.get("resolved", {}), dict):
                 raise TypeError("'resolved' is not an object")
             return read(config)
+        except VitrailError as error:
+            raise VitrailError(f"{file}: {error} For a new run, choose another --out.") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise VitrailError(f"{file} is not a run's configuration ({error}). Choose another --out.") from error
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise VitrailError(f"{file} is not a run's configuration ({reason}). Choose another --out.") from error
 
     def check_unchanged(self, recipe: Recipe, allowed: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
         """Refuse to resume a run with other settings than it started with, unless these are named; return what changed."""

@@ -181,7 +181,8 @@ class Snapshots:
                 load_shards(dict(tensors), storage_reader=reader, no_dist=self._group is None, process_group=self._group)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            raise VitrailError(f"{path} cannot be read: {cause}. Remove it to resume from the one before it.") from error
+            reason = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+            raise VitrailError(f"{path} cannot be read ({reason}). Remove it to resume from the one before it.") from error
         return state
 
 

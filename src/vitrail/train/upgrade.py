@@ -68,6 +68,8 @@ def upgrade_state(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _format(values: Mapping[str, Any]) -> int:
     number = values.get("format", 1)
+    if not isinstance(number, int):
+        raise TypeError("'format' is not a whole number")
     if number not in range(1, FORMAT + 1):
         raise VitrailError(
             f"This run has format {number}, and this version of Vitrail reads formats 1 to {FORMAT}. Update Vitrail."

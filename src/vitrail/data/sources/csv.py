@@ -215,7 +215,7 @@ def _exists(path: str, listed: dict[str, set[str]]) -> bool:
     folder, name = os.path.split(os.path.normpath(path))
     if folder not in listed:
         try:
-            listed[folder] = set(os.listdir(folder))  # noqa: PTH208 - only names are needed
+            listed[folder] = set(os.listdir(folder or "."))  # noqa: PTH208 - only names are needed
         except OSError:
             listed[folder] = set()
     return name in listed[folder]

@@ -215,7 +215,7 @@ class ModelState:
         tensors = [tensor for module in modules for slots in (module._parameters, module._buffers) for tensor in slots.values()]
         self._tensors = [(tensor, tensor.data_ptr()) for tensor in tensors if tensor is not None]
         self._versions = [(tensor, tensor._version) for tensor, _ in self._tensors if not tensor.is_inference()]  # those have none
-        self._memory = [tensor.untyped_storage() for tensor, _ in self._tensors]
+        self._memory = [tensor.untyped_storage() for tensor, _ in self._tensors]  # held, so that no other tensor gets its address
         self._hooks_registered = RemovableHandle.next_id
 
     def is_current(self) -> bool:

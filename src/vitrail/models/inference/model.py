@@ -76,7 +76,7 @@ class InferenceModel(nn.Module):
 
     def distilled_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if not isinstance(self.model, ViT):
-            raise VitrailError(f"{self.config.name} is a ResNet: it has no distillation token.")
+            raise VitrailError(f"{self.config.name} is a ResNet: it has no distillation token. Distilled ViTs have one.")
         self._check(images)
         with self._computing():
             one, two = self.model.distilled_logits(self._moved(images))

@@ -109,7 +109,8 @@ def test_attention_of_transformers_needs_eager() -> None:
 @pytest.mark.parametrize("package", [timm, transformers], ids=lambda package: package.__name__)
 def test_what_was_not_found(package: Any) -> None:
     names = re.compile(
-        r"^\s*(?:def|class) \w*(?:attention_?rollout|rollout_?attention|attention_?distance|few_?shot|mean_?colou?r)\w*", re.I | re.M
+        r"^\s*(?:def|class) \w*(?:rollout_?attention|attention_?rollout|attention_?distance|few_?shot|mean_?color)\w*",
+        re.I | re.M,
     )
     found = [(file.name, one) for file in sources(package) for one in names.findall(file.read_text(encoding="utf-8"))]
     assert not found

@@ -11,8 +11,8 @@ def recipes() -> str:
     parts = [
         "# All recipes",
         "Generated from the code. *Expected* is what `vitrail train --recipes` shows, with its source in brackets; measured means "
-        "here, once unless seeds are given ([records](../evidence.md#accuracy)). A recipe without an expected value has none in its "
-        "source, and has not been run here.",
+        "here, once unless seeds are given ([records](../evidence.md#accuracy)). A recipe without an expected value has none in "
+        "its source, and has not been run here.",
     ]
     groups: dict[str, list[str]] = {}
     for name in RECIPES:

@@ -144,6 +144,18 @@ def test_speeds_are_those_of_the_csv_files() -> None:
     assert f"{timms:.2f}" in README and f"{theirs:.2f}" in README
 
 
+def test_speeds_on_a_cpu_are_those_of_the_csv_files() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    with (folder / "cpu-inference-x86_64-2cores-B-16-batch16.csv").open(encoding="utf-8") as stream:
+        times = {row["variant"]: row["times_timm_eager"] for row in csv.DictReader(stream)}
+    with (folder / "bench-cpu-amd-epyc-2-cores-torch2.15.0.csv").open(encoding="utf-8") as stream:
+        speeds = {(row["library"], row["mode"]): float(row["images_per_s"]) for row in csv.DictReader(stream)}
+    theirs = speeds["hf", "eager"] / speeds["timm", "eager"]
+    for page in (PAGE, README):
+        assert f"[{times['vitrail, for_inference int8']}, int8](" in page and f"{times['timm, dynamic int8']}, " in page
+        assert f"{theirs:.2f}" in page
+
+
 def test_the_versions_are_those_that_are_installed() -> None:
     """Within the bounds of pyproject.toml a newer one may be installed: the checks above hold for it, and the page names ours."""
     assert f"timm {timm.__version__}" in PAGE or timm.__version__ != "1.0.31"

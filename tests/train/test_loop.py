@@ -391,7 +391,7 @@ def test_an_extra_that_is_missing_is_named(monkeypatch):
     from vitrail.train.callbacks import WeightsAndBiases
 
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(VitrailError, match=r"pip install vitrail\[wandb\]"):
+    with pytest.raises(VitrailError, match=r"pip install 'vitrail\[wandb\]'"):
         WeightsAndBiases("project")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from vitrail.checkpoints import Bundle
+from vitrail.data import embedded
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError
 from vitrail.export.artefact import Array, Artefact
@@ -163,14 +165,12 @@ def batched(items: Sequence[Any], size: int = BATCH) -> Iterator[list[Any]]:
         yield batch
 
 
-PHOTOS = "two photos of scikit-learn"
+PHOTOS = "the two embedded photos"
 
 
 def sample_photos(count: int = 24) -> list[Image.Image]:
-    """Return crops of the two photos that scikit-learn contains, where no data is given."""
-    from sklearn.datasets import load_sample_images
-
-    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    """Return crops of the two embedded photos, where no data is given."""
+    photos = [Image.open(io.BytesIO(embedded.photo(name))).convert("RGB") for name in embedded.PHOTOS]
     generator = np.random.default_rng(0)
     crops = []
     for number in range(count):

@@ -10,10 +10,11 @@ import numpy as np
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.labels import drop_unused_classes
-from vitrail.data.sources.reference import CACHE, OpenResult, Request
+from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.split import hold_out
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError, did_you_mean
+from vitrail.files import cache_folder
 
 _TRAIN_FLAG = {"train": {"train": True}, "test": {"train": False}}
 _TWO = {"train": {"split": "train"}, "test": {"split": "test"}}
@@ -53,7 +54,7 @@ def open_torchvision(request: Request) -> OpenResult:
             f"{request.reference}: Vitrail cannot read the torchvision dataset {request.location!r}."
             f"{did_you_mean(request.location, DATASETS)} Supported are {', '.join(DATASETS)}."
         )
-    root = Path(request.options.get("root", CACHE / "torchvision")).expanduser()
+    root = Path(request.options["root"]).expanduser() if "root" in request.options else cache_folder() / "torchvision"
     splits: dict[str, Split] = {
         split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in DATASETS[name].items()
     }

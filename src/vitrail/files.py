@@ -199,11 +199,11 @@ def _is_full(folder: Path) -> bool:
 
 def cache_folder() -> Path:
     """Return where downloads and indices are kept: $VITRAIL_CACHE, else vitrail in the user's cache folder. The Hub has its own."""
-    given = os.environ.get("VITRAIL_CACHE")
+    parts = [given] if (given := os.environ.get("VITRAIL_CACHE")) else [os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vitrail"]
     try:
-        return Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitrail"
+        return Path(*parts).expanduser()
     except RuntimeError as error:  # a user that the system does not know, as in some containers
-        raise VitrailError("There is no home folder to keep files in. Set VITRAIL_CACHE to a folder that can be written.") from error
+        raise VitrailError("There is no home folder to keep files in. Set VITRAIL_CACHE to a writable folder.") from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

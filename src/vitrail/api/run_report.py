@@ -1,7 +1,7 @@
 """The page that a finished run ends with: an evaluation on its validation images, or what a masked run predicts.
 
-`vitrail train`, `vitrail finetune` and `vitrail.finetune` call it. It is written after training, by the first rank alone, and whatever
-goes wrong with it is a warning: the run is finished by then.
+`vitrail train`, `vitrail finetune` and `vitrail.finetune` write it after training, on the first rank alone. Whatever goes wrong with
+it is a warning: the run is finished by then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.api.bundle import load
+from vitrail.api.bundle import Bundle, load
 from vitrail.data.trained_on import overlap
 from vitrail.data.types import Split
 from vitrail.drawing.page import PageSection, Plot
@@ -37,6 +37,8 @@ log = logging.getLogger("vitrail.train")
 
 MAX_IMAGES = 10_000
 """Validation images that are evaluated for the page, at most: evenly spaced ones of a larger set."""
+FOLDER = "evaluation"
+"""Of the run folder: report.html, or index.html with reconstructions."""
 _RECONSTRUCTED = 8
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given a number of images, shows them as they are done."""
@@ -45,9 +47,9 @@ Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 def run_report(folder: str | os.PathLike[str]) -> Path | None:
     """Return the page of the run in this folder, if it has one that is not older than its end."""
     run = RunFolder(folder)
-    pages = (run.path / "evaluation" / "report.html", run.path / "reconstruction" / "index.html")
     try:
         end = (run.path / "metrics.jsonl").stat().st_mtime_ns
+        pages = (run.path / FOLDER / name for name in ("report.html", "index.html"))
         return next((page for page in pages if page.is_file() and page.stat().st_mtime_ns >= end), None)
     except OSError:
         return None
@@ -79,22 +81,20 @@ def _write(result: Result, progress: Progress) -> Path | None:
     recipe = RunFolder(result.out).saved_recipe()
     if recipe is None or not result.metrics:  # there were no validation images
         return None
+    folder, bundle = result.out / FOLDER, load(result.out, device=choose_device(recipe.device))
     if recipe.task.kind in SELF_SUPERVISED:
-        folder = result.out / "reconstruction"
-        device = choose_device(recipe.device)
-        load(result.out, device=device).inspect(what="reconstruction", out=folder, show=_RECONSTRUCTED, overwrite=True)
+        bundle.inspect(what="reconstruction", out=folder, show=_RECONSTRUCTED, overwrite=True)
         return folder / "index.html"
-    return _evaluate(result, recipe, progress)
+    return _evaluate(bundle, result, recipe, progress)
 
 
-def _evaluate(result: Result, recipe: Recipe, progress: Progress) -> Path | None:
-    folder = result.out / "evaluation"
+def _evaluate(bundle: Bundle, result: Result, recipe: Recipe, progress: Progress) -> Path | None:
+    folder = result.out / FOLDER
     check_output_folder(folder, overwrite=True)
     source = opened_source(recipe)
     validation = chosen_splits(recipe, source)[1]
     if validation is None:
         return None
-    bundle = load(result.out, device=choose_device(recipe.device))
     split = _evenly_spaced(validation)
     with progress(len(split)) as advance:
         context = EvalContext(

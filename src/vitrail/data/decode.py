@@ -24,8 +24,8 @@ SUFFIXES = (
 )
 """Files with these suffixes count as images when a folder is read."""
 
-# Pillow prints warnings of large images, corrupted EXIF and palettes. What matters is an error here, or found by `vitrail data check`.
-# Appended: filters that a user has set come first.
+# Pillow warns of large images, corrupted EXIF and palettes. What matters is an error here, or found by `vitrail data check`.
+# Appended, so that the filters of a user come first.
 warnings.filterwarnings("ignore", module=r"PIL\.", append=True)
 
 # Pixels of a band. Larger images are converted in several, so that no second copy of the whole is made.

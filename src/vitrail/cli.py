@@ -69,6 +69,7 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableLog())
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports a read-only home, and the fonts it looks for
 
 
 class _PrintableLog(logging.Formatter):

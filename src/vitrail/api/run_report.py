@@ -1,7 +1,7 @@
 """The page that a finished run ends with: an evaluation on its validation images, or what a masked run predicts.
 
-`vitrail train`, `vitrail finetune` and `vitrail.finetune` write it after training, on the first rank alone. Whatever goes wrong with
-it is a warning: the run is finished by then.
+`vitrail train`, `vitrail finetune` and `vitrail.finetune` write it after training, on the first rank alone. What goes wrong then is
+a warning: the run is finished.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import logging
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -126,7 +127,7 @@ def _with_note(result: EvalResult, split: Split, out: Path) -> EvalResult:
         return result
     note = (
         f"{result.total:,} evenly spaced images of the {len(split):,} in {split.name}, to save time. "
-        f"`vitrail eval {out} --out FOLDER` evaluates all of them."
+        f"`vitrail eval {shlex.quote(str(out))} --out FOLDER` evaluates all of them."
     )
     return dataclasses.replace(result, notes=[note, *result.notes])
 

@@ -35,6 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(128 + error.number if isinstance(error, StoppedBySignal) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of pathlib: ~ of a user that the system does not know
+            raise
+        text = "vitrail: There is no home folder, so ~ has no meaning. Write paths without ~, or set HOME."
+        print(text, file=sys.stderr)  # noqa: T201
+        sys.exit(2)
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         sys.stdout = None
         sys.exit(0)

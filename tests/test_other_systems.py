@@ -111,7 +111,7 @@ def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, capsys: p
         files.cache_folder()
     with pytest.raises(SystemExit) as end:
         main(["predict", "~/photo.png"])
-    assert end.value.code == 2 and "There is no home folder, so ~ has no meaning" in capsys.readouterr().err
+    assert end.value.code == 2 and "There is no home folder: ~ has no meaning" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_replaced_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         if "home directory" not in str(error):  # of pathlib: ~ of a user that the system does not know
             raise
-        text = "vitrail: There is no home folder: ~ has no meaning, and downloads have no place. Set HOME, or HF_HOME and paths without ~."
+        text = "vitrail: There is no home folder: ~ has no meaning, and downloads have no place. Set HOME, or avoid ~."
         print(text, file=sys.stderr)  # noqa: T201
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited

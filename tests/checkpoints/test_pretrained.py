@@ -55,6 +55,7 @@ def test_the_wheel_contains_all_files(tmp_path: Path) -> None:
     names = {file.name for file in files}
     assert {
         "published.csv",
+        "digits.gz",
         "imagenet_classes.tsv.gz",
         "model.safetensors",
         "index.html",

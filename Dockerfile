@@ -6,7 +6,7 @@
 FROM python:3.12-slim AS build
 ARG PIP_EXTRA_INDEX_URL=""
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src src
 RUN python -m venv /opt/vitrail && /opt/vitrail/bin/pip install --no-cache-dir ".[serve]"
 

@@ -5,7 +5,9 @@
     python benchmarks/make_pretrained.py WEIGHTS.pt RUN INDEX.json --out … --evaluation report/metrics.json
 
 WEIGHTS.pt is a state dict, RUN has config.json, metrics.jsonl and model/config.json, INDEX.json has "classes" with
-"wnid" and "name". The second call adds the accuracy on the validation images to the provenance. README.md, the model card, is kept.
+"wnid" and "name". The second call adds the accuracy on the validation images to the provenance. notes.md, the
+part of the model card that is written by hand, is kept. Afterwards `vitrail info vitrail-ti8-tiny-imagenet --card` prints the card
+for README.md.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ def provenance(run: Path, model: dict[str, Any], evaluation: Path | None) -> dic
         "recipe": "tiny-imagenet with other settings; the model card has the command",
         "data": "Tiny-ImageNet: 97,500 training images, 2,500 held out for choices, 10,000 validation images for the result only",
         "terms": "ImageNet's terms of access: non-commercial research and education",
+        "licence": "other",
+        "licence_name": "imagenet-research-only",
+        "licence_link": "https://www.image-net.org/download.php",
         "teacher": "our ViT-S/8 (recipe tiny-imagenet, 55.6 %), soft distillation",
         "epochs": settings["epochs"],
         "steps": stored["steps"],
@@ -55,9 +60,11 @@ def provenance(run: Path, model: dict[str, Any], evaluation: Path | None) -> dic
         "result": "not evaluated",
     }
     if evaluation is not None:
-        metrics = json.loads(evaluation.read_text())["results"][0]["metrics"]
+        result = json.loads(evaluation.read_text())["results"][0]
+        metrics = {**result["metrics"], "images": result["images"]}
         facts["result"] = f"{metrics['accuracy']:.1%} top-1 on Tiny-ImageNet's validation images".replace("%", " %")
-        facts["validation"] = {name: metrics[name] for name in ("accuracy", "top5_accuracy", "nll", "ece")}
+        facts["evaluation"] = "vitrail eval vitrail-ti8-tiny-imagenet --data folder:tiny-imagenet --match order --out report"
+        facts["validation"] = {name: metrics[name] for name in ("accuracy", "top5_accuracy", "nll", "ece", "images")}
     return facts
 
 
@@ -73,8 +80,7 @@ def main() -> None:
     model = build_model(ModelConfig.from_dict(stored["model"]), device="cpu", seed=0)
     weights = torch.load(args.weights, map_location="cpu", weights_only=True)
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    card = args.out / "README.md"
-    text = card.read_text(encoding="utf-8") if card.exists() else None
+    kept = {file: file.read_text(encoding="utf-8") for name in ("README.md", "notes.md") if (file := args.out / name).exists()}
     vitrail.save(
         args.out,
         model,
@@ -85,8 +91,8 @@ def main() -> None:
         store_dtype=torch.float16,
         read_back=True,
     )
-    if text is not None:
-        card.write_text(text, encoding="utf-8")
+    for file, text in kept.items():
+        file.write_text(text, encoding="utf-8")
     print(f"{args.out}: {sum(file.stat().st_size for file in args.out.iterdir()) / 1e6:.2f} MB")
 
 

@@ -207,13 +207,14 @@ def make_checkpoint(folder: Path, name: str, **changes: Any) -> Path:
 
 def make_photos() -> list[bytes]:
     """Return JPEG photos of 640 × 427 pixels."""
-    from sklearn.datasets import load_sample_images
+    from vitrail.data import embedded
 
     found = []
-    for photo in load_sample_images().images:
+    for name in embedded.PHOTOS:
+        photo = Image.open(io.BytesIO(embedded.photo(name))).resize((640, 427))
         for degrees in (0, 180):
             stream = io.BytesIO()
-            Image.fromarray(photo).rotate(degrees).save(stream, "JPEG", quality=90)
+            photo.rotate(degrees).save(stream, "JPEG", quality=90)
             found.append(stream.getvalue())
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import docs_recipes
 import docs_reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -28,6 +29,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/commands.md": docs_reference.commands,
     "reference/configuration.md": docs_reference.configuration,
     "reference/errors.md": docs_reference.errors,
+    "reference/recipes.md": docs_recipes.recipes,
 }
 LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)\s#]*)((?:#[^)\s]*)?\))")
 

@@ -35,6 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(128 + error.number if isinstance(error, StoppedBySignal) else 2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of pathlib: ~ of a user that the system does not know
+            raise
+        text = "vitrail: There is no home folder: ~ has no meaning, and downloads have no place. Set HOME, or avoid ~."
+        print(text, file=sys.stderr)  # noqa: T201
+        sys.exit(2)
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         sys.stdout = None
         sys.exit(0)
@@ -69,6 +75,7 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableLog())
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports a read-only home, and the fonts it looks for
 
 
 class _PrintableLog(logging.Formatter):

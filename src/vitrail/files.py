@@ -197,6 +197,15 @@ def _is_full(folder: Path) -> bool:
         return error.errno in _DISK_ERRORS
 
 
+def cache_folder() -> Path:
+    """Return where downloads and indices are kept: $VITRAIL_CACHE, else vitrail in the user's cache folder. The Hub has its own."""
+    parts = [given] if (given := os.environ.get("VITRAIL_CACHE")) else [os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vitrail"]
+    try:
+        return Path(*parts).expanduser()
+    except RuntimeError as error:  # a user that the system does not know, as in some containers
+        raise VitrailError("There is no home folder to keep files in. Set VITRAIL_CACHE to a writable folder.") from error
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 text file atomically. Names that are not UTF-8 keep their bytes."""
     with atomic_file(path) as temporary:

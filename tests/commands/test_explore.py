@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -11,9 +12,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.commands.test_eval import run
 from tests.evaluate.conftest import backbone, checkpoint, photos, tiny_model  # noqa: F401 - fixtures
+from vitrail.commands.explore import _file_of, _read
+from vitrail.data import open_source
+from vitrail.errors import VitrailError
 
 
 def test_save(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -55,3 +60,14 @@ def test_it_prints_its_address_and_ends_with_ctrl_c(checkpoint: Path, photos: Pa
     finally:
         server.kill()
         server.wait()
+
+
+def test_images_of_a_source_that_are_no_files(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+    status, _, err = run(capsys, "explore", checkpoint, "example:cat", "--save", tmp_path / "cat.html")
+    assert status == 0, err
+    assert "example:cat" in (tmp_path / "cat.html").read_text(encoding="utf-8")
+    with pytest.raises(VitrailError, match="There are 360 images"):
+        _read(["digits?classes=0-1"])
+    number = _file_of(open_source("digits").splits["val"], 3)
+    with Image.open(io.BytesIO(number)) as image:
+        assert image.size == (8, 8) and image.mode == "L"

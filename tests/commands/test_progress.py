@@ -18,7 +18,7 @@ def test_a_slow_command_prints_a_line_now_and_then(capsys: pytest.CaptureFixture
             now[0] += 4
             advance(200)
     out, err = capsys.readouterr()
-    assert out == "" and err.splitlines() == [f"evaluating: {count} of 2,000" for count in ("600", "1,200", "1,800")]
+    assert out == "" and err.splitlines() == [f"evaluating: {count} of 2,000" for count in ("400", "1,000", "1,600")]
     with progress_bar(Console(), "evaluating", 2000, hidden=True) as advance:
         now[0] += 40
         advance(200)

@@ -38,6 +38,7 @@ SHORT = [
     "1",
     "--model.mlp",
     "32",
+    "--no-report",  # it takes longer than such a run; tests/api/test_run_report.py has it
 ]
 
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,3 +206,29 @@ def test_any_corruption_gives_an_image_or_bad_image(data: st.DataObject, kind: s
         return
     assert pixels.dtype == np.uint8
     assert pixels.shape[2] == 3
+
+
+@pytest.mark.slow
+def test_warnings_of_pillow_are_not_shown(tmp_path: Path) -> None:
+    """Of large images, corrupted EXIF and palettes with alpha; filters that a user sets come first."""
+    Image.new("1", (10_000, 10_000)).save(tmp_path / "large.png")
+    Image.new("P", (8, 8)).save(tmp_path / "palette.png", transparency=bytes(range(256)))
+    exif, stream = Image.Exif(), io.BytesIO()
+    exif[0x010E] = "a description of more than four bytes"
+    Image.new("RGB", (8, 8)).save(stream, "JPEG", exif=exif.tobytes())
+    content = stream.getvalue()
+    start = content.index(b"Exif\0\0") + 6
+    (tmp_path / "exif.jpg").write_bytes(
+        content[: start + 8] + b"\xff\x00" + content[start + 10 :]
+    )  # 255 entries, of which one is there
+    script = (
+        "import sys, pathlib, vitrail.data.decode as d\n"
+        "for file in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
+        "    (d.image_header if 'large' in file.name else lambda data: d.decode(data, channels=3))(file.read_bytes())"
+    )
+    shown = [
+        subprocess.run([sys.executable, *flags, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+        for flags in ([], ["-W", "always"])
+    ]
+    assert shown[0].returncode == 0 and shown[0].stderr == ""
+    assert "DecompressionBombWarning" in shown[1].stderr and "Corrupt EXIF" in shown[1].stderr

@@ -223,6 +223,16 @@ def test_a_partial_dataset_is_not_resumed_with_other_options_or_images(
         pack(photos, tmp_path / "p", replace(settings, channels=1))
 
 
+def test_an_empty_folder_is_no_obstacle(photos: Source, tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    pack(photos, tmp_path / "packed", choose_settings(photos))
+    assert read_description(tmp_path / "packed")["splits"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("mine")
+    with pytest.raises(VitrailError, match="is not a packed dataset"):
+        pack(photos, tmp_path / "other", choose_settings(photos))
+
+
 def test_what_failed_before_its_first_chunk_does_not_stop_another_try(photos: Source, tmp_path: Path) -> None:
     """As after an image that cannot be read, which was then removed, or a wrong option."""
     settings = choose_settings(photos)

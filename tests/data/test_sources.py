@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.image_files import encoded, folder_of, picture
-from vitrail.data import open_source
+from vitrail.data import embedded, open_source
 from vitrail.data.types import BadImage, PackedStrings, Split, Subset
 from vitrail.errors import VitrailError
 
@@ -32,6 +32,12 @@ def test_digits_always_have_the_same_split() -> None:
     assert train.arrays.max() == 255
     assert names(val) == names(again.splits["val"])
     assert not set(names(train)) & set(names(val))
+
+
+def test_embedded_digits_are_those_of_scikit_learn() -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    bunch, (images, targets) = datasets.load_digits(), embedded.digits()
+    assert np.array_equal(images, bunch.images) and np.array_equal(targets, bunch.target)
 
 
 def test_a_range_of_digits() -> None:

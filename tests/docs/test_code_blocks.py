@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
 import re
 import shlex
 import shutil
@@ -65,6 +66,9 @@ def test_the_page_runs(
 
 
 def _run(piece: Piece, names: dict[str, Any], servers: contextlib.ExitStack) -> None:
+    if piece.language == "python" and piece.code.startswith(">>> "):
+        _run_session(piece, names)
+        return
     if piece.language == "python":
         exec(compile(piece.before, piece.page, "exec"), names)
         exec(compile("\n" * piece.line + piece.code, piece.page, "exec"), names)
@@ -84,6 +88,15 @@ def _run(piece: Piece, names: dict[str, Any], servers: contextlib.ExitStack) -> 
         subprocess.run(words, check=True, timeout=30)
     else:
         raise ValueError("The tests can run Python and the command vitrail, ls, cat, mkdir, cp and curl. Mark what is not run.")
+
+
+def _run_session(piece: Piece, names: dict[str, Any]) -> None:
+    """Run a session with prompts, and compare what each line returns with the page."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    session = doctest.DocTestParser().get_doctest(f"{piece.code}\n", names, piece.page, piece.page, piece.line)
+    report: list[str] = []
+    result = doctest.DocTestRunner(optionflags=flags).run(session, out=report.append, clear_globs=False)
+    assert not result.failed, "".join(report)
 
 
 @contextlib.contextmanager
@@ -152,8 +165,13 @@ def _wait_until_ready(thread: threading.Thread) -> None:
 
 
 def _compare(piece: Piece, shown: str) -> None:
-    """Compare what a command printed with the page; … stands for anything."""
+    """Compare what a command printed with the page. … stands for anything; shares may differ by a point, as CPUs round them."""
     assert piece.output is not None
     for line in piece.output.strip().splitlines():
         pattern = ".*".join(map(re.escape, line.strip().split("…")))
-        assert re.search(pattern, shown), f"{piece.page}:{piece.line}: {line!r} is not in what {piece.code!r} prints:\n{shown}"
+        pattern = re.sub(r"\d+\\\.\d+%", r"(\\d+\\.\\d+)%", pattern)
+        expected = [float(number) for number in re.findall(r"(\d+\.\d+)%", line)]
+        match = re.search(pattern, shown)
+        assert match, f"{piece.page}:{piece.line}: {line!r} is not in what {piece.code!r} prints:\n{shown}"
+        found = [float(number) for number in match.groups()]
+        assert all(abs(one - other) < 1 for one, other in zip(expected, found, strict=True)), f"{line!r}, but found {match[0]!r}"

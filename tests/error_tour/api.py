@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 
 import numpy as np
@@ -49,14 +50,19 @@ CASES = (
     at("api/images.py:open_images#3", lambda: bundle().predict("cat.jpg", split="val"),
        "split='val' selects a split of a data source,", "such as 'folder:photos', but none was given."),
     at("api/images.py:_is_single", lambda: bundle().predict(3),
-       "A value of type int is not an image.", "Pass paths of images, folders or .txt lists, the bytes of files,"),
+       "A value of type int is not an image.", "Pass paths of images, folders or .txt lists, open files or their bytes,"),
     at("api/images.py:_stacked#1", lambda: bundle().predict(torch.zeros(5)),
        "A float tensor of shape (5,) was given;", "[images, channels, height, width] is expected."),
     at("api/images.py:_stacked#2", lambda: bundle().predict([SMALL, LARGE]),
        "The tensors have several shapes, such as (3, 32, 32) and (3, 64, 64).", "Use one call for each shape."),
-    at("api/images.py:_in_memory#1", lambda: bundle().predict([{"image": "cat.jpg"}]),
-       "A value of type dict is not an image.", "Pass paths of images, folders or .txt lists, the bytes of files,"),
-    at("api/images.py:_in_memory#2", lambda: bundle().predict(np.zeros((4, 4, 3), np.float32)),
+    at("api/images.py:_in_memory#1", lambda: bundle().predict([io.StringIO("text")]),
+       "A file that was opened as text is not an image.", "Open it with mode 'rb', or pass its path."),
+    at("api/images.py:_check_layout", lambda: bundle().predict(np.zeros((3, 40, 50), np.uint8)),
+       "An array of shape (3, 40, 50) was given;", "[height, width, channels] is expected.",
+       "Move its channels: numpy.moveaxis(array, -3, -1)."),
+    at("api/images.py:_in_memory#2", lambda: bundle().predict([{"image": "cat.jpg"}]),
+       "A value of type dict is not an image.", "Pass paths of images, folders or .txt lists, open files or their bytes,"),
+    at("api/images.py:_in_memory#3", lambda: bundle().predict(np.zeros((4, 4, 3), np.float32)),
        "An array (4, 4, 3) of float32 is not an image.",
        "Pass pixel values from 0 to 255 as uint8; or, preprocessed already, a float tensor."),
     at("api/run.py:Run.recipe", lambda: vitrail.Run("empty").recipe,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.error_tour.case import Case, at
-from vitrail.data import open_source
+from vitrail.data import embedded, open_source
 from vitrail.data.sources.chain import MissingImages
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.hub import HubSplit
@@ -124,6 +124,15 @@ def _svhn_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
 # fmt: off
 CASES: tuple[Case, ...] = (
     # References and options.
+    at(
+        "data/embedded/__init__.py:digits", lambda: open_source("digits"),
+        "The digits are missing:", "Install it, such as with `uv sync`, or give other images with --data.",
+        patch=lambda monkeypatch: monkeypatch.setattr(embedded, "files", lambda package: Path("empty")),
+    ),
+    at(
+        "data/sources/example.py:open_example", lambda: open_source("example:cats"),
+        "example:cats: there is no such example.", "Did you mean cat?", "Included are example:cat, example:coffee.",
+    ),
     at(
         "data/sources/__init__.py:resolve#1", lambda: open_source("folder:"),
         "The data source 'folder:' has no path or name.", "Write . for the current folder.",

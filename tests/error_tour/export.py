@@ -15,12 +15,14 @@ from tests.error_tour.case import at
 from tests.error_tour.files import scratch
 from vitrail.data.preprocess import Preprocess
 from vitrail.export import Artefact, ExportSettings, compare, export_model, write
+from vitrail.export.graph_preprocess import GraphPreprocess
 from vitrail.export.module import exported_module
 from vitrail.export.onnx_file import need_onnx
 from vitrail.export.quantise import quantise
 
 PT2 = ExportSettings(format="pt2")
 ONE = [np.zeros((40, 40, 3), np.uint8)]
+OTHER = [np.zeros((40, 50, 3), np.uint8)]
 
 
 @cache
@@ -28,9 +30,9 @@ def bundle() -> vitrail.Bundle:
     return vitrail.load("model")
 
 
-def artefact(preprocess: Preprocess | None, factor: float = 1.0, outputs: int = 2) -> Artefact:
+def artefact(preprocess: Preprocess | None, factor: float = 1.0, outputs: int = 2, input: str = "normalised") -> Artefact:
     """Return an exported model that multiplies the logits."""
-    metadata = {"preprocess": preprocess.to_dict() if preprocess else None, "input": "normalised"}
+    metadata = {"preprocess": preprocess.to_dict() if preprocess else None, "input": input}
 
     @torch.no_grad()
     def run(batch: Any) -> Any:
@@ -73,15 +75,22 @@ CASES = (
     at("export/artefact.py:Artefact.open#2", lambda: Artefact.open(foreign_onnx()),
        "model.onnx was not written by `vitrail export`:",
        "its metadata has no model, preprocess, classes, input, input_type, precision. Give one that was."),
-    at("export/artefact.py:Artefact.prepare", lambda: artefact(None).prepare(ONE),
+    at("export/artefact.py:Artefact.prepare", lambda: artefact(bundle().preprocess, input="images").prepare([*ONE, *OTHER]),
+       "The images differ in size, but a batch has one size:", "give them one by one, or call logits(images)."),
+    at("export/artefact.py:Artefact._stored_preprocess", lambda: artefact(None).prepare(ONE),
        "No preprocessing is stored in x.onnx;", "export it again with --preprocess."),
     at("export/artefact.py:_open_onnx", lambda: Artefact.open(garbage("x.onnx")),
        "x.onnx cannot be read as an ONNX model (", "Export or copy it again."),
     at("export/artefact.py:_open_pt2", lambda: Artefact.open(garbage("x.pt2")),
        "x.pt2 cannot be read as a torch.export program (AssertionError).", "Export or copy it again.",
        patch=lambda patch: patch.setattr(torch.export, "load", fail_without_a_message)),
+    at("export/graph_preprocess.py:GraphPreprocess.__init__#1",
+       lambda: GraphPreprocess(Preprocess(size=(32, 32)).keep_aspect((8, 8))),
+       "This preprocessing keeps the aspect ratio, so its images differ in size,", "Give another one with --preprocess."),
+    at("export/graph_preprocess.py:GraphPreprocess.__init__#2", lambda: GraphPreprocess(Preprocess(interpolation="nearest")),
+       "Pillow's nearest interpolation cannot be computed in the graph;", "export without --resize-in-graph."),
     at("export/module.py:exported_module",
-       lambda: exported_module(bundle().model, torch.float32, preprocess=Preprocess(size=(32, 32), bits=16)),
+       lambda: exported_module(bundle().model, torch.float32, input="pixels", preprocess=Preprocess(size=(32, 32), bits=16)),
        "Pixels of 16 bits cannot be normalised in the graph;", "export without --pixels."),
     at("export/onnx_file.py:need_onnx", need_onnx,
        "ONNX needs onnxscript:", "install the extra with pip install 'vitrail[export]'.", hidden="onnxscript"),

@@ -23,6 +23,7 @@ import vitrail
 from tests.error_tour.case import Case, at
 from vitrail.data.preprocess import preset
 from vitrail.serve.app import create_app
+from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.byte_maps import MAX_REPLY
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
@@ -30,8 +31,9 @@ from vitrail.serve.explorations import Explorations, NamedImage
 from vitrail.serve.explorer import _bytes, _check
 from vitrail.serve.form import files_of_form
 from vitrail.serve.guard import Guard, _Body
-from vitrail.serve.images import bytes_of_text, decode
+from vitrail.serve.images import decode
 from vitrail.serve.json_body import parse_json
+from vitrail.serve.json_process import MANY_VALUES, JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.page_files import position_bytes
@@ -39,7 +41,7 @@ from vitrail.serve.saved_page import _explored
 from vitrail.serve.server import _bind
 from vitrail.serve.service import Service, models_of
 from vitrail.serve.settings import ServeSettings
-from vitrail.serve.tensors import HEADER, InferRequest, images_of_request, read_request
+from vitrail.serve.tensors import InferRequest, images_of_request, json_length, read_images
 from vitrail.serve.worker import ModelWorker
 
 Headers = list[tuple[bytes, bytes]]
@@ -181,7 +183,17 @@ TEXT = "eA=="  # base64 of a text, not of an image
 FORMATS = "known format (JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM)."
 CORS = {"origin": "https://example.com", "access_control_request_method": "POST"}
 
+
 # fmt: off
+def other_process() -> None:
+    """Parse a body without inputs in the other process."""
+    process = JsonProcess(1000)
+    try:
+        asyncio.run(process.run(read_images, b"{}", 2, [3, 2, 2], 2, length=2, values=MANY_VALUES))
+    finally:
+        process.close()
+
+
 CASES: tuple[Case, ...] = (
     at("serve/errors.py:queue_full", lambda: ByteLimit(10).take(11), "The queue is full.", "Try again in 1 s."),
     at("serve/errors.py:unavailable", lambda: worker().admit(1), "tiny is loading.", "Try again later."),
@@ -269,16 +281,17 @@ CASES: tuple[Case, ...] = (
     at("serve/images.py:_size#2", lambda: decoded(png(20_000, 20_000)),
        "The image has too many pixels;", "send one of at most 64,000,000."),
     at("serve/images.py:_size#3", lambda: decoded(photo("text.jpg")), "This is not an image of a", FORMATS),
-    at("serve/images.py:bytes_of_text#1", lambda: bytes_of_text("https://example.org/a.jpg"),
+    at("serve/base64_text.py:bytes_of_text#1", lambda: bytes_of_text("https://example.org/a.jpg"),
        "URLs are not fetched;", "send the image itself as a data: URI or base64."),
-    at("serve/images.py:bytes_of_text#2", lambda: bytes_of_text("data:text/plain,hello"),
+    at("serve/base64_text.py:bytes_of_text#2", lambda: bytes_of_text("data:text/plain,hello"),
        "This is not a data: URI with base64,", "such as data:image/jpeg;base64,…"),
-    at("serve/images.py:bytes_of_text#3", lambda: bytes_of_text("%%%"),
+    at("serve/base64_text.py:bytes_of_text#3", lambda: bytes_of_text("%%%"),
        "The image is not valid base64;", "send the bytes of its file in base64."),
     # JSON
-    at("serve/json_body.py:parse_json#1", lambda: parse_json(b"[" * 9, InferRequest, 5),
+    at("serve/json_body.py:check_values", lambda: parse_json(b"[" * 9, InferRequest, 5),
        "The JSON has too many values;", "at most 5 are read here. Send fewer images."),
-    at("serve/json_body.py:parse_json#2", lambda: parse_json(b"{}", InferRequest, 5), "inputs:", "Field required."),
+    at("serve/json_body.py:parse_json", lambda: parse_json(b"{}", InferRequest, 5), "inputs:", "Field required."),
+    at("serve/json_process.py:JsonProcess.run", other_process, "inputs:", "Field required."),
     at("serve/open_inference.py:routes.infer",
        lambda: ask("POST", "/v2/models/tiny/infer",
                    {"inputs": [{"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": [TEXT]}]}),
@@ -301,7 +314,7 @@ CASES: tuple[Case, ...] = (
     at("serve/own.py:_one_map#3", lambda: ask("POST", "/v1/attention?method=attention&query=17", photo()),
        "query is 17;", "the last token is 16, counted from 0."),
     # Tensors
-    at("serve/tensors.py:read_request", lambda: read_request(SimpleNamespace(headers={HEADER: "x"}), b"{}", 5),  # type: ignore[arg-type]
+    at("serve/tensors.py:json_length", lambda: json_length("x", 2),
        "Inference-Header-Content-Length is 'x';", "it must be the length of the JSON part, at most 2 bytes."),
     at("serve/tensors.py:images_of_request#1", lambda: images_of_request(inputs(2), b"", [3, 2, 2], 2),
        "there are 2.", "Give one input, images or encoded_images;"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.error_tour.case import Case, at
-from vitrail.files import disk_errors, write_text
+from vitrail.files import cache_folder, disk_errors, write_text
 from vitrail.notebook import data_frame
 
 
@@ -29,8 +29,20 @@ def file_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "replace", replace)
 
 
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a user that the system does not know, as in some containers."""
+
+    def expanduser(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("VITRAIL_CACHE", raising=False)
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+
+
 # fmt: off
 CASES: tuple[Case, ...] = (
+    at("files.py:cache_folder", cache_folder, "There is no home folder to keep files in.",
+       "Set VITRAIL_CACHE to a writable folder.", patch=no_home),
     at("files.py:atomic_file", lambda: write_text("empty", "text"), "empty is a folder;", "give the name of a file."),
     at("files.py:disk_errors", full_disk,
        "Cannot write out.npz: No space left on device.", "Free some space, or write to another disk."),

@@ -26,7 +26,7 @@ from vitrail.data.augment.spec import Augment
 from vitrail.models import create_model
 from vitrail.tasks import Classify, Regress
 from vitrail.train.best_checkpoint import Selection, check_metric
-from vitrail.train.callbacks import Callback, WeightsAndBiases
+from vitrail.train.callbacks import Callback, TensorBoard, WeightsAndBiases
 from vitrail.train.captured_step import CapturedStep
 from vitrail.train.config import ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
 from vitrail.train.fp8 import use_fp8
@@ -283,6 +283,9 @@ CASES: tuple[Case, ...] = (
     at("train/best_checkpoint.py:check_metric#2",
        lambda: check_metric(Recipe(keep_best="acuracy"), Classify(2), has_validation=True, has_evaluators=False),
        "keep_best is 'acuracy';", "it can be accuracy, balanced_accuracy, loss.", "Did you mean accuracy?"),
+    at("train/callbacks.py:TensorBoard.__init__", TensorBoard, "TensorBoard logs need tensorboard:",
+       "install the extra with pip install 'vitrail[tensorboard]'.",
+       patch=lambda one: one.setitem(sys.modules, "torch.utils.tensorboard", None)),
     at("train/callbacks.py:WeightsAndBiases.__init__", lambda: WeightsAndBiases("vit"), "Logging to Weights & Biases needs wandb:",
        "install the extra with pip install 'vitrail[wandb]'.", patch=lambda one: one.setitem(sys.modules, "wandb", None)),
     at("train/fp8.py:use_fp8", lambda: use_fp8(create_model("ViT-Ti/16", depth=1, seed=0), Recipe(), World(CPU)),

@@ -18,6 +18,7 @@ from torch import nn
 import vitrail
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.native import save
+from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
 from vitrail.export import Artefact, ExportSettings, export_model
@@ -105,6 +106,9 @@ def test_positions_are_resized_before_export(tmp_path: Path, bundle: Bundle) -> 
     with torch.no_grad():
         expected = bundle.model.resize(48)(torch.from_numpy(batch)).numpy()
     assert np.abs(artefact.run(batch) - expected).max() < 2e-5 * np.ptp(expected)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "verify", str(tmp_path / "out"), str(tmp_path / "checkpoint")])
+    assert not ended.value.code  # the checkpoint is resized, too
 
 
 @pytest.mark.slow
@@ -224,7 +228,7 @@ def test_the_documented_lines_without_vitrail_predict_the_same(
     exif[ExifTags.Base.Orientation] = 6
     photo.save("cat.jpg", exif=exif)
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "InferenceSession" in block]
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pets-onnx/model.onnx" in block]
     found: dict[str, Any] = {}
     exec(code, found)
     expected = bundle.model(bundle.stored_preprocess()("cat.jpg")[None]).detach().numpy()[0]

@@ -20,6 +20,7 @@ from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
 from vitrail.export import Artefact, Comparison, ExportSettings, compare, export_model
+from vitrail.export.blocks import block_errors
 from vitrail.export.module import exported_module
 from vitrail.export.onnx_file import read_metadata
 from vitrail.export.quantise import layers_to_quantise
@@ -34,8 +35,8 @@ def bundle(tmp_path: Path) -> Bundle:
 def artefact(outputs: Any) -> Artefact:
     """Return an exported model that gives these outputs, one row per image."""
     rows = iter(np.asarray(outputs, np.float32))
-    opened = Artefact(Path("x"), "onnx", {"preprocess": None}, lambda batch: np.stack([next(rows) for _ in batch]))
-    object.__setattr__(opened, "prepare", lambda images: images)
+    opened = Artefact(Path("x"), "onnx", {"preprocess": None}, lambda batch: batch)
+    object.__setattr__(opened, "logits", lambda images: np.stack([next(rows) for _ in images]))
     return opened
 
 
@@ -148,6 +149,7 @@ def test_weights_beyond_the_limit_of_protobuf_are_a_second_file(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.onnx", "model.onnx.data", "report.json"]
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["limits"]["max_drop"] == 0.01
+    assert max(block_errors(bundle, Artefact.open(tmp_path / "out"), sample_photos(2)).values()) < 1e-5
 
 
 @pytest.mark.slow

@@ -254,7 +254,7 @@ def test_few_images_are_kept() -> None:
 
 
 def test_examples_are_images() -> None:
-    assert [image.name for image in example_images()] == ["tower", "dahlia"]
+    assert [image.name for image in example_images()] == ["cat", "coffee"]
     assert all(image.data.startswith(b"\xff\xd8") for image in example_images())
 
 

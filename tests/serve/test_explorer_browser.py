@@ -112,7 +112,7 @@ def drawn(page: Any) -> str:
 def test_upload_bars_hover_overview_and_slider(server: Client, included: Bundle, open_page: Any, tmp_path: Path) -> None:
     page = open_page(address(server))
     wait(page, "document.body.dataset.drawn === '36' && document.querySelectorAll('.bars li').length === 6")  # before any upload
-    file = tmp_path / "dahlia.jpg"
+    file = tmp_path / "coffee.jpg"
     file.write_bytes(example_images()[1].data)
     page.set_input_files("#file", str(file))
     expected = included.predict(file.read_bytes(), precision="fp32")[0]
@@ -214,7 +214,7 @@ def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> 
         page.set_input_files("#file", str(file))
         wait(page, f"document.getElementById('error').checkVisibility() && error.textContent.startsWith({json.dumps(reason)})")
         assert page.locator("#status").inner_text().startswith("Attention of patch 4, 4")  # nothing is being computed any more
-    page.get_by_role("button", name="Show dahlia").click()
+    page.get_by_role("button", name="Show coffee").click()
     wait(page, "document.getElementById('error').hidden")
 
 
@@ -222,9 +222,9 @@ def test_the_image_dropped_last_stays(server: Client, included: Bundle, open_pag
     """A large photo can take longer than the small one that was dropped after it."""
     page = open_page(address(server))
     wait(page, "document.body.dataset.drawn === '36'")
-    tower, dahlia = (tmp_path / f"{image.name}.jpg" for image in example_images())
-    tower.write_bytes(example_images()[0].data)
-    dahlia.write_bytes(example_images()[1].data)
+    cat, coffee = (tmp_path / f"{image.name}.jpg" for image in example_images())
+    cat.write_bytes(example_images()[0].data)
+    coffee.write_bytes(example_images()[1].data)
     held: list[Any] = []
 
     def hold_first(route: Any) -> None:
@@ -234,11 +234,11 @@ def test_the_image_dropped_last_stays(server: Client, included: Bundle, open_pag
             held.append(route)
 
     page.route("**/explorer/analyse*", hold_first)
-    page.set_input_files("#file", str(tower))
+    page.set_input_files("#file", str(cat))
     while not held:
         page.wait_for_timeout(20)
-    page.set_input_files("#file", str(dahlia))
-    label = json.dumps(included.predict(dahlia)[0][0].label)
+    page.set_input_files("#file", str(coffee))
+    label = json.dumps(included.predict(coffee)[0][0].label)
     wait(page, f"document.querySelector('.bars .label').textContent === {label}")
     with page.expect_response("**/explorer/analyse*"):
         held[0].continue_()
@@ -264,7 +264,7 @@ def test_an_image_is_pasted_or_dropped(server: Client, included: Bundle, open_pa
     page.evaluate(
         """([way, bytes]) => {
           const files = new DataTransfer();
-          files.items.add(new File([new Uint8Array(bytes)], "dahlia.jpg", { type: "image/jpeg" }));
+          files.items.add(new File([new Uint8Array(bytes)], "coffee.jpg", { type: "image/jpeg" }));
           const event = way === "paste" ? new ClipboardEvent("paste", { clipboardData: files, bubbles: true })
             : new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true });
           document.body.dispatchEvent(event);
@@ -365,7 +365,7 @@ def test_saved_page(included: Bundle, bundle: Bundle, open_page: Any, tmp_path: 
         page.get_by_role("tab", name=view).click()
         page.wait_for_timeout(150)
         assert page.locator(".map-title strong").first.inner_text() != "Nothing to show here"
-    page.get_by_role("button", name="Show dahlia").click()
+    page.get_by_role("button", name="Show coffee").click()
     wait(page, "document.querySelector('.bars .label').textContent === 'mushroom'")
     assert page.locator("#error").is_hidden()
 

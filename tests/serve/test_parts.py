@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,3 +71,12 @@ def test_a_model_that_could_not_be_loaded_is_named_so(bundle: Bundle) -> None:
         worker.state = state  # type: ignore[assignment]
         with pytest.raises(ServiceError, match=f"{words} Try again later."):
             worker.admit(1)
+
+
+@pytest.mark.slow
+def test_a_page_is_saved_without_the_libraries_of_the_service(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules.update(dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'pydantic')))"
+    code = f"{hidden}; from vitrail.cli import main; main(['explore', '--save', 'page.html', '--device', 'cpu'])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "page.html").stat().st_size > 100_000

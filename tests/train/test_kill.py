@@ -28,7 +28,7 @@ SERVER = """
 import os, sys
 from tests.train.small import small
 from vitrail.train.loop import train
-import torch.optim, torch._dynamo, sklearn.datasets
+import torch.optim, torch._dynamo
 torch.set_num_threads(1)
 recipe = small(**{settings})
 for line in sys.stdin:

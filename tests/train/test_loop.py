@@ -388,8 +388,11 @@ def test_the_run_folder_holds_what_it_promises(tmp_path):
 def test_an_extra_that_is_missing_is_named(monkeypatch):
     import sys
 
-    from vitrail.train.callbacks import WeightsAndBiases
+    from vitrail.train.callbacks import TensorBoard, WeightsAndBiases
 
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(VitrailError, match=r"pip install 'vitrail\[tensorboard\]'"):
+        TensorBoard()
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(VitrailError, match=r"pip install 'vitrail\[wandb\]'"):
         WeightsAndBiases("project")

@@ -18,6 +18,7 @@ from vitrail.api.images import Images, is_source, open_images
 from vitrail.api.predictions import PredictionList
 from vitrail.api.prepared import CachingContext, KeptCopy
 from vitrail.api.progress import progress_bar
+from vitrail.api.wording import for_python, python_errors
 from vitrail.checkpoints.conversion import write
 from vitrail.data.settings import BadImages
 from vitrail.data.trained_on import evaluation_split, overlap
@@ -58,6 +59,7 @@ class Bundle(checkpoints.Bundle):
         """Return a loaded checkpoint with these methods; its model is not copied."""
         return cls(**{one.name: getattr(bundle, one.name) for one in dataclasses.fields(checkpoints.Bundle)})
 
+    @python_errors
     def predict(
         self,
         images: Any,
@@ -95,7 +97,7 @@ class Bundle(checkpoints.Bundle):
         found = open_images(self, images, split=split, bad_images=bad_images)
         context = self._context(precision, device, batch, workers, any_size, max_size, bad_images)
         note = context.precision_note(self.model)
-        notes = [] if note is None else [note.replace("--precision fp32", "precision='fp32'")]
+        notes = [] if note is None else [for_python(note)]
         if len(found) == 0:
             return PredictionList([], [], task=self.task)
         with _progress("predicting", len(found), progress) as advance:
@@ -109,6 +111,7 @@ class Bundle(checkpoints.Bundle):
         rows, names = [list(one.predictions) for one in results], [one.name for one in results]
         return PredictionList(rows, names, task=self.task, bad=bad, notes=notes, images=found.split)
 
+    @python_errors
     def embed(
         self,
         images: Any,
@@ -152,6 +155,7 @@ class Bundle(checkpoints.Bundle):
             assert found.split is not None
             return embed(self, found.split, spec, context)
 
+    @python_errors
     def evaluate(
         self,
         data: str | os.PathLike[str] | Source | Split,
@@ -218,6 +222,7 @@ class Bundle(checkpoints.Bundle):
             write_report(Path(out), [result], opened, {**about, "assumptions": self.report.assumptions})
         return result
 
+    @python_errors
     def inspect(
         self,
         images: Any = None,

@@ -7,13 +7,16 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from vitrail import checkpoints
 from vitrail.api.image_check import HowMany, image_check
+from vitrail.api.progress import progress_bar
 from vitrail.api.run import Run
+from vitrail.api.run_report import write_run_report
 from vitrail.api.training_progress import training_progress
 from vitrail.checkpoints.references import is_name
 from vitrail.checkpoints.url import is_url
@@ -48,6 +51,7 @@ def finetune(
     allow_change: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
     evaluators: Sequence[MakeEvaluator] = (),
+    report: bool = True,
     progress: bool | None = None,
     **changes: Any,
 ) -> Run:
@@ -72,6 +76,7 @@ def finetune(
         allow_change: Settings in which a run that is resumed may differ from `out`.
         callbacks: Get the events of the run.
         evaluators: Add metrics at every validation.
+        report: End with a page in the run folder (`run.report`): an evaluation of the validation images.
         progress: Show progress; default: in notebooks and terminals.
         changes: Any other setting of the recipe: `ema=0.999`, `optim={"weight_decay": 0.1}`, or `**{"data.holdout": 0.1}`.
     """
@@ -93,6 +98,8 @@ def finetune(
             allow_change=allow_change,
             check_images=image_check(check_images, chosen, say=log.info),
         )
+    if report:
+        write_run_report(result, partial(progress_bar, "evaluating", shown=progress))
     return Run(folder, result)
 
 

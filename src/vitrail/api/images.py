@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +24,8 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate.predictor import find_images
 
 EXPECTED = (
-    "paths of images, folders or .txt lists, the bytes of files, Pillow images, uint8 arrays [height, width, channels], float "
-    "tensors [images, channels, height, width] that are already preprocessed, or data sources such as digits"
+    "paths of images, folders or .txt lists, open files or their bytes, Pillow images, uint8 arrays [height, width, channels], "
+    "float tensors [images, channels, height, width] that are already preprocessed, or data sources such as digits"
 )
 
 
@@ -52,6 +52,7 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
     Of a data source given by its name, all images are taken, as the commands do; `split` chooses one split of it.
     """
     items = [images] if _is_single(images) else list(images)
+    channels = bundle.model.config.channels
     tensors = [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
     if tensors and len(tensors) < len(items):
         raise VitrailError("Preprocessed tensors and other images were given together. Give them in two calls.")
@@ -84,7 +85,7 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
         else:
             if paths:
                 close()
-            loose.extend(_in_memory(item))
+            loose.extend(_in_memory(item, channels))
     close()
     if split is not None and not sources:
         raise VitrailError(f"split={split!r} selects a split of a data source, such as 'folder:photos', but none was given.")
@@ -93,9 +94,13 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
 
 
 def _is_single(images: Any) -> bool:
-    if isinstance(images, np.ndarray | Tensor | Split | Source | str | bytes | bytearray | os.PathLike | Image.Image):
+    if isinstance(images, np.ndarray) and images.dtype.kind in "OSU":  # an array of paths
+        return False
+    if isinstance(images, np.ndarray | Tensor | Split | Source | str | bytes | bytearray | memoryview | os.PathLike | Image.Image):
         return True
-    if not isinstance(images, Iterable):
+    if hasattr(images, "read"):  # an open file
+        return True
+    if not isinstance(images, Iterable) or isinstance(images, Mapping):
         raise VitrailError(f"A value of type {type(images).__name__} is not an image. Pass {EXPECTED}.")
     return False
 
@@ -136,11 +141,17 @@ def _of_source(bundle: Bundle, item: Any, name: str | None, bad_images: BadImage
     return evaluation_split(bundle.trained_on, source, name)
 
 
-def _in_memory(item: Any) -> list[Any]:
-    if isinstance(item, bytes | bytearray):
+def _in_memory(item: Any, channels: int) -> list[Any]:
+    """Return what the decoder takes. `channels` are those of the model."""
+    if isinstance(item, bytes | bytearray | memoryview):
         return [bytes(item)]
     if isinstance(item, Image.Image):
         return [item]
+    if hasattr(item, "read"):
+        content = item.read()
+        if not isinstance(content, bytes):
+            raise VitrailError("A file that was opened as text is not an image. Open it with mode 'rb', or pass its path.")
+        return [content]
     array = item
     if isinstance(item, Tensor):  # as torchvision reads images: uint8 [channels, height, width]
         array = item.detach().cpu().movedim(-3, -1).numpy() if item.ndim in (3, 4) else item.numpy()
@@ -150,7 +161,24 @@ def _in_memory(item: Any) -> list[Any]:
         kind = "A tensor" if isinstance(item, Tensor) else "An array"
         advice = "Pass pixel values from 0 to 255 as uint8; or, preprocessed already, a float tensor."
         raise VitrailError(f"{kind} {tuple(item.shape)} of {item.dtype} is not an image. {advice}")
+    _check_layout(item, channels)
     return list(array) if array.ndim == 4 else [array]
+
+
+def _check_layout(item: Any, channels: int) -> None:
+    """Refuse an array whose channels come first, and a tensor whose channels come last."""
+    if item.ndim < 3:
+        return
+    first, last = item.shape[-3], item.shape[-1]
+    taken, other = (first, last) if isinstance(item, Tensor) else (last, first)
+    if taken in (1, 2, 3, 4, channels) or other not in (1, 3, 4, channels):
+        return
+    if isinstance(item, Tensor):
+        kind, expected, change = "A uint8 tensor", "[channels, height, width]", "tensor.movedim(-1, -3)"
+    else:
+        kind, expected, change = "An array", "[height, width, channels]", "numpy.moveaxis(array, -3, -1)"
+    shape = tuple(item.shape)
+    raise VitrailError(f"{kind} of shape {shape} was given; {expected} is expected. Move its channels: {change}.")
 
 
 def _unlabelled(length: int) -> Array:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.api.bundle import Bundle, load
+from vitrail.api.run_report import run_report
 from vitrail.drawing.figure import Figure
 from vitrail.errors import VitrailError, counted
 from vitrail.notebook import Markup, data_frame, html_image, html_lines, html_table
@@ -82,6 +83,11 @@ class Run:
             raise VitrailError(f"The run in {self.out} is not finished and has no model yet. Run it again to resume.")
         return load(self.out)
 
+    @property
+    def report(self) -> Path | None:
+        """The page that the run ended with: an evaluation, or reconstructions of a masked run; None if there is none."""
+        return run_report(self.out)
+
     def curves(self) -> Figure:
         """Draw loss, validation and learning rate against the step."""
         records = self.metrics
@@ -93,7 +99,7 @@ class Run:
         """Return plain values for JSON, as `vitrail finetune --json` prints them."""
         if self.result is None:
             raise VitrailError(f"The run in {self.out} is not finished. Run it again to resume.")
-        return self.result.summary()
+        return {**self.result.summary(), "report": None if self.report is None else str(self.report)}
 
     def _headline(self) -> str:
         if self.result is not None:

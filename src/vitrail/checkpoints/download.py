@@ -22,7 +22,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from vitrail.errors import VitrailError
-from vitrail.files import disk_errors
+from vitrail.files import cache_folder, disk_errors
 
 TIMEOUT = 30.0  # seconds without a byte
 ATTEMPTS = 5  # in a row without a byte
@@ -45,13 +45,6 @@ class Checksum:
 
     algorithm: str
     digits: str
-
-
-def cache_folder() -> Path:
-    """Return where files that are not on the Hub are kept: $VITRAIL_CACHE, else vitrail in the user's cache folder."""
-    if given := os.environ.get("VITRAIL_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitrail"
 
 
 def is_url(reference: str) -> bool:

@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from vitrail.checkpoints.download import Checksum, cache_folder, fetch, hide_secrets
+from vitrail.checkpoints.download import Checksum, fetch, hide_secrets
 from vitrail.checkpoints.download_progress import download_bar
 from vitrail.checkpoints.native import read_json, weight_files
 from vitrail.errors import VitrailError
-from vitrail.files import sha256
+from vitrail.files import cache_folder, sha256
 
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -9,6 +9,7 @@ from typing import Any
 
 from vitrail.checkpoints import published
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.pretrained import card_notes, pretrained_models
 from vitrail.checkpoints.public_provenance import public_provenance
 from vitrail.data.trained_on import records_in
 from vitrail.errors import VitrailError, counted
@@ -35,19 +36,25 @@ _SHORT_LIST, _MAX_CLASSES = 20, 1000
 
 
 def model_card(bundle: Bundle, name: str = PLACEHOLDER, *, licence: str | None = None) -> str:
-    """Return the model card of a checkpoint that is, or will be, `owner/name` on the Hub. Local paths are left out."""
+    """Return the model card of a checkpoint that is, or will be, `owner/name` on the Hub. Local paths are left out.
+
+    The card of an included model ends with its notes, which are written by hand.
+    """
     from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
 
     provenance = public_provenance(bundle.provenance)
+    if licence:
+        provenance = {key: value for key, value in provenance.items() if not key.startswith("licence")}
     licence = licence or provenance.get("licence")
     sections = [
         f"# {markdown(_title(bundle, name))}",
-        _summary(bundle, licence),
-        *_use(bundle, name),
+        _summary(bundle, provenance.get("licence_name") or licence),
+        *_use(bundle, _reference(bundle, name)),
         *_model(bundle),
         *_training(bundle, provenance),
         *_evaluation(bundle, provenance),
         *_limits(bundle, provenance),
+        *card_notes(_included(bundle, name)),
     ]
     front = yaml_dump(_front_matter(bundle, name, provenance, licence), sort_keys=False)
     text = f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
@@ -65,8 +72,17 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def _included(bundle: Bundle, name: str) -> str | None:
+    """Return the name of an included model, which is loaded by that name and not from the Hub."""
+    return bundle.report.source if name == PLACEHOLDER and bundle.report.source in pretrained_models() else None
+
+
+def _reference(bundle: Bundle, name: str) -> str:
+    return _included(bundle, name) or f"hf:{name}"
+
+
 def _title(bundle: Bundle, name: str) -> str:
-    return bundle.model.config.name if name == PLACEHOLDER else name.partition("/")[2]
+    return _included(bundle, name) or (bundle.model.config.name if name == PLACEHOLDER else name.partition("/")[2])
 
 
 def _front_matter(bundle: Bundle, name: str, provenance: Mapping[str, Any], licence: str | None) -> dict[str, Any]:
@@ -77,6 +93,8 @@ def _front_matter(bundle: Bundle, name: str, provenance: Mapping[str, Any], lice
     results = _model_index(bundle, name, provenance)
     found = {
         "license": licence,
+        "license_name": provenance.get("licence_name"),
+        "license_link": provenance.get("licence_link"),
         "library_name": "vitrail",
         "pipeline_tag": pipeline,
         "tags": ["vitrail", kind, *(["lora"] if "lora" in provenance else [])],
@@ -136,16 +154,16 @@ def _summary(bundle: Bundle, licence: str | None) -> str:
     return f"A {markdown(config.name)} that {what}, in the format of Vitrail. {terms}"
 
 
-def _use(bundle: Bundle, name: str) -> list[str]:
-    python = [f'bundle = vitrail.load("hf:{name}")']
+def _use(bundle: Bundle, reference: str) -> list[str]:
+    python = [f'bundle = vitrail.load("{reference}")']
     shell = []
     if bundle.head == "set":
         python.append('bundle.predict("photo.jpg", top=5)')
-        shell.append(f"vitrail predict hf:{name} photo.jpg")
+        shell.append(f"vitrail predict {reference} photo.jpg")
     else:
         python.append("bundle.model.features(images)")
-        shell.append(f"vitrail embed hf:{name} photos --out features.npz")
-    shell.append(f"vitrail finetune --from hf:{name} --data FOLDER")
+        shell.append(f"vitrail embed {reference} photos --out features.npz")
+    shell.append(f"vitrail finetune --from {reference} --data FOLDER")
     code = "\n".join(["import vitrail", "", *python])
     return ["## Use", f"```python\n{code}\n```", "```\n" + "\n".join(["pip install vitrail", *shell]) + "\n```"]
 
@@ -190,6 +208,7 @@ def _training(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
         "batch": "batch",
         "weights": "weights",
         "hardware": "hardware",
+        "seconds": "seconds",
         "source": "converted from",
         "paper": "paper",
         "vitrail": "Vitrail",
@@ -218,12 +237,13 @@ def _evaluation(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
         shown = f"{value:.1%}" if name in _SHARES else f"{value:.4g}"
         rows.append((_METRICS.get(name, name.replace("_", " ")), shown, interval))
     on = f"On {counted(images, 'validation image')}" if images else "On the validation images"
+    how = f"by `{provenance['evaluation']}`" if provenance.get("evaluation") else "as recorded in training"
     checkpoint = provenance.get("checkpoint")
     best = isinstance(checkpoint, Mapping) and checkpoint.get("checkpoint") == "best"
     chosen = " These images also chose the checkpoint, so the figures are slightly too good." if best else ""
     return [
         "## Evaluation",
-        f"{on}, as recorded in training.{chosen}",
+        f"{on}, {how}.{chosen}",
         markdown_table(("metric", "value", "95 % interval" if images else ""), rows),
     ]
 

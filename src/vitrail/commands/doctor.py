@@ -31,6 +31,7 @@ EXTRAS = {
     "serve": ("fastapi", "uvicorn"),
     "hub": ("datasets",),
     "web": ("fsspec", "aiohttp"),
+    "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "faiss": ("faiss",),
 }

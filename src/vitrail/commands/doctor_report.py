@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+import os
 import platform
 import re
 import shutil
@@ -173,4 +174,5 @@ def _private_names() -> list[str]:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container without one
         user = ""
-    return [name for name in (str(Path.home()), platform.node(), user) if len(name) > 2]
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises an error for a user without one
+    return [name for name in (home, platform.node(), user) if len(name) > 2]

@@ -63,11 +63,12 @@ def evaluate(
     from vitrail.evaluate.evaluator import evaluate as evaluate_checkpoint
     from vitrail.evaluate.evaluator import open_data
     from vitrail.evaluate.real_labels import read_real
-    from vitrail.evaluate.report import check_output_folder, write_report
     from vitrail.train.parallel import joined
 
     console = Console(stderr=json_)
     if out is not None:
+        from vitrail.evaluate.report import check_output_folder, write_report  # it draws, with matplotlib
+
         check_output_folder(out, overwrite)
         check_place(out)
     if image_sizes and options.image_size is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
 import os
 import threading
@@ -25,6 +26,7 @@ from vitrail.serve.settings import ServeSettings
 from vitrail.text import printable
 
 if TYPE_CHECKING:
+    from vitrail.data.types import Split
     from vitrail.serve.explorations import NamedImage
 
 
@@ -102,7 +104,6 @@ def explore(
 
 
 def _read(paths: Sequence[str]) -> tuple[NamedImage, ...]:
-    from vitrail.data.preprocess import read_file
     from vitrail.evaluate.predictor import find_images
     from vitrail.serve.explorations import NamedImage
 
@@ -116,7 +117,25 @@ def _read(paths: Sequence[str]) -> tuple[NamedImage, ...]:
     names = [printable(Path(split.image_name(number)).name, one_line=True) for number in range(len(split))]
     if len(set(names)) < len(names):  # files of the same name in different folders
         names = [printable(split.image_name(number), one_line=True) for number in range(len(split))]
-    return tuple(NamedImage(name, read_file(split.image_name(number))) for number, name in enumerate(names))
+    return tuple(NamedImage(name, _file_of(split, number)) for number, name in enumerate(names))
+
+
+def _file_of(split: Split, number: int) -> bytes:
+    """Return the bytes of an image's file; an image of a source that stores pixels is encoded."""
+    import numpy as np
+    from PIL import Image
+
+    from vitrail.data.preprocess import read_file
+    from vitrail.data.sources.files import FileSplit
+
+    if isinstance(split, FileSplit):
+        return read_file(split.image_name(number))
+    payload = split.payload(number)
+    if isinstance(payload, bytes):
+        return payload
+    stream = io.BytesIO()
+    Image.fromarray(np.asarray(payload).squeeze()).save(stream, "PNG")
+    return stream.getvalue()
 
 
 def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...], preprocess: str | None, device: str) -> None:

@@ -78,7 +78,7 @@ def export(
     bundle = load(checkpoint, preprocess=preprocess)
     bundle.check_head()
     show_assumptions(bundle)
-    examples, labels, name = _images(bundle, data, split, images)
+    examples, labels, name = _images(bundle, data, split, images, rectangles=settings.resize_in_graph)
     ranges = () if calibrate is None else _images(bundle, calibrate, calibrate_split, calibrate_images, measured=False)[0]
     comparison = export_model(
         bundle, out, settings, images=examples, labels=labels, data=name, calibrate=ranges, max_drop=max_drop, force=force
@@ -107,6 +107,7 @@ def verify(
     images: int = 256,
     max_drop: float = MAX_DROP,
     preprocess: str | None = None,
+    blocks: bool = False,
     json_: Json = False,
 ) -> int:
     """Compare an exported model with a checkpoint again, on this machine and with other images; exit status 1 if they differ.
@@ -121,10 +122,12 @@ def verify(
         images: How many of these images, spread evenly.
         max_drop: Most accuracy that may be lost, as a fraction, where --data has labels of the model's classes.
         preprocess: The preprocessing the weights expect, if the checkpoint does not store it.
+        blocks: Compare the output of every block, too. If a limit is missed, this is done in any case.
         json_: Print JSON.
     """
     from vitrail.checkpoints import load
     from vitrail.export.artefact import Artefact
+    from vitrail.export.blocks import block_errors, describe
     from vitrail.export.verify import compare
 
     _check_drop(max_drop)
@@ -133,17 +136,25 @@ def verify(
     show_assumptions(bundle)
     own = opened.preprocess
     if own is not None and own.size != bundle.model.config.image_size:
+        resized = bundle.stored_preprocess().with_size(own.size)
         bundle.model.resize(own.size)
-        bundle = dataclasses.replace(bundle, preprocess=bundle.stored_preprocess().with_size(own.size))
-    examples, labels, name = _images(bundle, data, split, images)
+        bundle = dataclasses.replace(bundle, preprocess=resized)
+    examples, labels, name = _images(bundle, data, split, images, rectangles=opened.metadata["input"] == "images")
     comparison = compare(bundle, opened, examples, labels, data=name)
-    problems = comparison.problems(str(opened.metadata["precision"]), max_drop)
+    precision = str(opened.metadata["precision"])
+    problems = comparison.problems(precision, max_drop)
+    errors = block_errors(bundle, opened, examples) if problems or blocks else None
     if json_:
-        say(to_json({**dataclasses.asdict(comparison), "problems": problems}, indent=2))
+        say(to_json({**dataclasses.asdict(comparison), "problems": problems, "blocks": errors}, indent=2))
         return 1 if problems else 0
     console = Console()
     console.print(comparison.describe(), highlight=False, soft_wrap=True)
     console.print("\n".join(problems) if problems else "the exported model computes what the checkpoint does", highlight=False)
+    if errors is not None:
+        if blocks:
+            lines = [f"{name}: {error:.2g}" for name, error in errors.items()]
+            console.print("\n".join(["relative differences of blocks", *lines]), highlight=False)
+        console.print(describe(errors, precision), highlight=False, soft_wrap=True)
     return 1 if problems else 0
 
 
@@ -153,10 +164,10 @@ def _check_drop(max_drop: float) -> None:
 
 
 def _images(
-    bundle: Bundle, reference: str | None, name: str | None, count: int, *, measured: bool = True
+    bundle: Bundle, reference: str | None, name: str | None, count: int, *, measured: bool = True, rectangles: bool = False
 ) -> tuple[list[Any], list[int] | None, str]:
     """Return images, their labels and what they are. The source is divided as for training; where the accuracy is `measured` on
-    images that the model was trained on, or cannot be, a message says so."""
+    images that the model was trained on, or cannot be, a message says so. `rectangles`: see `sample_photos`."""
     from vitrail.data.trained_on import evaluation_split, open_for, overlap
     from vitrail.export.verify import PHOTOS, images_of, sample_photos
 
@@ -164,7 +175,7 @@ def _images(
         option = "--images" if measured else "--calibrate-images"
         raise VitrailError(f"{option} is {count}; it must be at least 1.")
     if reference is None:
-        return sample_photos(), None, PHOTOS
+        return sample_photos(rectangles=rectangles), None, PHOTOS
     source = open_for(bundle.trained_on, reference)
     split = evaluation_split(bundle.trained_on, source, name)
     examples, labels = images_of(split, count, bundle.classes)

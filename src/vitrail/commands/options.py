@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vitrail.train.parallel import World
 
 
-_PAUSE = 10.0  # seconds between plain lines
+_FIRST, _PAUSE = 5.0, 10.0  # seconds to the first plain line, and between the others
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 CheckpointAndImages = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT] IMAGE|DIR|LIST.txt …")]
@@ -149,18 +149,18 @@ def show_trained_on(console: Console, seen: Overlap | None) -> None:
 
 
 class PlainProgress:
-    """A line on standard error every ten seconds, for logs and pipes; nothing for what takes less."""
+    """A line on standard error after five seconds, then every ten, for logs and pipes; nothing for what takes less."""
 
     def __init__(self, console: Console, description: str, total: int, ranks: int = 1) -> None:
         self.console = console if console.stderr else Console(stderr=True)
         self.description, self.total, self.ranks = description, total, ranks
-        self.done, self.last = 0, time.monotonic()
+        self.done, self.next = 0, time.monotonic() + _FIRST
 
     def __call__(self, images: int) -> None:
         self.done += images * self.ranks
         now = time.monotonic()
-        if now - self.last >= _PAUSE:
-            self.last = now
+        if now >= self.next:
+            self.next = now + _PAUSE
             self.console.print(f"{self.description}: {min(self.done, self.total):,} of {self.total:,}", highlight=False)
 
 
@@ -168,7 +168,7 @@ class PlainProgress:
 def progress_bar(
     console: Console, description: str, total: int, world: World | None = None, *, hidden: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar over images, or where there is no terminal a line every ten seconds; nothing on other ranks than 0."""
+    """Show a progress bar over images, or where there is no terminal a line now and then; nothing on other ranks than 0."""
     if hidden or (world is not None and not world.main):
         yield no_progress
         return

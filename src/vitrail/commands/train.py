@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from vitrail.train.loop import CheckImages, MakeEvaluator
     from vitrail.train.parallel import World
     from vitrail.train.prepare import Prepared
+    from vitrail.train.result import Result
 
 
 RECIPES_FLAG = Option(("--recipes",), "", "List all recipes and exit.")
@@ -54,6 +55,9 @@ class Options:
     """Also write TensorBoard logs to the run folder."""
     wandb: str | None = None
     """Also log to this Weights & Biases project."""
+    report: bool = True
+    """End with a page in the run folder: an evaluation of the validation images.
+    --no-report: Write no evaluation page at the end."""
     explain: bool = False
     """Print the whole recipe, the update rule and the parameter groups, and stop. With --json: the recipe for --config."""
     plain: bool = False
@@ -127,11 +131,20 @@ def _run(recipe: Recipe, chosen: Recipe, options: Options, console: Console, che
         allow_change=options.allow_change,
         check_images=check_images,
     )
+    page = _page(result, console, hidden=options.json) if options.report else None
     if options.json and main_rank():
-        say(to_json(result.summary()))
+        say(to_json({**result.summary(), "report": None if page is None else str(page)}))
     elif main_rank():
-        print_result(result, console)
+        print_result(result, console, page)
     return 0 if result.ended_by is None else 128 + result.ended_by  # as a shell reports it: the run is not finished
+
+
+def _page(result: Result, console: Console, *, hidden: bool) -> Path | None:
+    """Write the evaluation page of a finished run."""
+    from vitrail.api.run_report import write_run_report
+    from vitrail.commands.options import progress_bar
+
+    return write_run_report(result, partial(progress_bar, console, "evaluating", hidden=hidden))
 
 
 def _few_shot(shots: tuple[int, ...]) -> MakeEvaluator:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -141,8 +143,8 @@ def name_patterns(names: Sequence[str]) -> list[str]:
     return [stem if len(members) > 1 else members[0] for stem, members in stems.items()]
 
 
-def print_result(result: Result, console: Console) -> None:
-    """Print how the run ended, and what to do next."""
+def print_result(result: Result, console: Console, page: Path | None = None) -> None:
+    """Print how the run ended, where its `page` is, and what to do next."""
     if result.ended_by is not None:
         return
     state = "was finished already" if result.before else f"finished in {timedelta(seconds=round(result.seconds))} of training"
@@ -156,20 +158,22 @@ def print_result(result: Result, console: Console) -> None:
     if result.model is not None:
         console.print(f"{result.out / 'model'}: {result.model.describe()}", highlight=False, soft_wrap=True)
     console.print(f"curves: {result.out / 'figures' / 'curves.png'}", highlight=False, soft_wrap=True)
+    if page is not None:
+        console.print(f"report: {page}", highlight=False, soft_wrap=True)
     saved = RunFolder(result.out).saved_recipe()
-    source = saved.data.source if saved is not None else "SOURCE"
+    run, source = shlex.quote(str(result.out)), shlex.quote(saved.data.source) if saved is not None else "SOURCE"
     if result.headline == "relative_loss":  # trained without labels: it cannot classify yet
         commands = {
-            f"vitrail inspect {result.out} --what reconstruction --out FOLDER": "see what it predicts for hidden patches",
-            f"vitrail finetune --from {result.out} --data FOLDER": "fine-tune it on classes",
-            f"vitrail fewshot {result.out} --data FOLDER --feature mean": "few-shot accuracy of its features",
+            f"vitrail inspect {run} --what reconstruction --out FOLDER": "see what it predicts for hidden patches",
+            f"vitrail finetune --from {run} --data FOLDER": "fine-tune it on classes",
+            f"vitrail fewshot {run} --data FOLDER --feature mean": "few-shot accuracy of its features",
         }
     else:
         commands = {
-            f"vitrail info {result.out}": "describe the checkpoint",
-            f"vitrail eval {result.out} --data {source}": "evaluate it; --out DIR writes a report",
-            f"vitrail predict {result.out} IMAGE": "classify an image",
-            f"vitrail finetune --from {result.out} --data FOLDER": "fine-tune it on other images",
+            f"vitrail info {run}": "describe the checkpoint",
+            f"vitrail eval {run} --data {source}": "evaluate it; --out DIR writes a report",
+            f"vitrail predict {run} IMAGE": "classify an image",
+            f"vitrail finetune --from {run} --data FOLDER": "fine-tune it on other images",
         }
     width = max(map(len, commands))
     console.print("\nNext:")

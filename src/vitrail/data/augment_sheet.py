@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from vitrail.data.augment.spec import Augment
-from vitrail.data.contact_sheet import BACKGROUND, MUTED, TEXT, font, shorten
+from vitrail.data.contact_sheet import BACKGROUND, MUTED, TEXT, font, mention_missing, shorten
 from vitrail.data.loader import EvalLoader, TrainLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Array, Split
@@ -51,6 +51,7 @@ def augment_sheet(
             if column == 0 and part.task == "classify":
                 draw.multiline_text((12, top + 8), shorten(part.classes[part.targets[row]], 60, wrap=15), TEXT, font(14))
             sheet.paste(_thumbnail(pixels), (left, top))
+    mention_missing(part.classes[k] for k in np.unique(part.targets) if part.task == "classify")
     with atomic_file(path) as temporary:
         sheet.save(temporary, "PNG")
 

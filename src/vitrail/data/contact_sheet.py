@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,8 @@ from vitrail.data.types import Array, BadImage, Source, Split
 from vitrail.files import atomic_file
 from vitrail.text import printable
 
+log = logging.getLogger("vitrail.data")
+_UNASSIGNED = "\U0010fffd"  # drawn as the box for what a font lacks
 _CELL, _GAP, _MARGIN, _HEADER = 96, 4, 190, 64
 BACKGROUND, TEXT, MUTED, _ERROR = (250, 250, 247), (30, 30, 34), (120, 120, 126), (190, 40, 40)
 
@@ -38,6 +42,7 @@ def contact_sheet(source: Source, path: Path, *, rows: int = 14, seed: int = 0) 
             for column, index in enumerate(chosen):
                 _paste(sheet, source.splits[name], int(index), (left + column * (_CELL + _GAP), top))
         left += count * (_CELL + _GAP) + 16
+    mention_missing([source.describe(), *(text for text, _ in labels)])
     with atomic_file(path) as temporary:
         sheet.save(temporary, "PNG")
 
@@ -84,6 +89,17 @@ def shorten(text: str, limit: int, wrap: int | None = None) -> str:
     if wrap:
         return textwrap.fill(text, wrap, max_lines=-(-limit // wrap), placeholder="…")
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def mention_missing(texts: Iterable[str]) -> None:
+    """Log one sentence about the characters that the font of a sheet does not have."""
+    face = font(14)
+    box = bytes(face.getmask(_UNASSIGNED))
+    found = dict.fromkeys(one for text in texts for one in printable(text) if ord(one) > 127)
+    missing = [one for one in found if bytes(face.getmask(one)) == box]
+    if missing:
+        shown = " ".join(missing[:8]) + (" …" if len(missing) > 8 else "")
+        log.warning("The font of the sheet, DejaVu Sans, does not have %s: they are drawn as boxes.", shown)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ SUFFIXES = (
     *(".avif", ".jp2", ".npy", ".pbm", ".pgm", ".ppm", ".qoi"),
 )
 """Files with these suffixes count as images when a folder is read."""
+
+# Pillow warns of large images, corrupted EXIF and palettes. What matters is an error here, or found by `vitrail data check`.
+# Appended, so that the filters of a user come first.
+warnings.filterwarnings("ignore", module=r"PIL\.", append=True)
 
 # Pixels of a band. Larger images are converted in several, so that no second copy of the whole is made.
 _BAND = 1 << 22

@@ -113,11 +113,11 @@ def pack(
 ) -> dict[str, Any]:
     """Write `source` as a packed dataset and return its description. `progress` is called with the images of each chunk."""
     resume_key = _resume_key(source, settings)
-    if destination.exists():
+    if _in_use(destination):
         return _verify_existing(destination, resume_key, progress)
     partial = destination.with_name(f"{destination.name}.partial")
     with disk_errors(partial), locked(destination):
-        if destination.exists():  # another process has finished it meanwhile
+        if _in_use(destination):  # another process has finished it meanwhile
             return _verify_existing(destination, resume_key, progress)
         return _pack(source, partial, destination, settings, resume_key, bad_images, workers, progress)
 
@@ -167,6 +167,8 @@ def _pack(
     write_text(partial / "packed.json", json.dumps(description, indent=1))
     for leftover in (".lock", "plan.json", *(f"{name}.journal" for name in parts)):  # an older version kept its lock there
         (partial / leftover).unlink(missing_ok=True)
+    if destination.exists():
+        destination.rmdir()  # an empty folder
     partial.rename(destination)
     fsync(destination.parent)
     return description
@@ -186,6 +188,11 @@ def _resume_key(source: Source, settings: PackSettings) -> dict[str, Any]:
         "packing": json.loads(json.dumps(asdict(settings))),  # tuples become lists, as when read back
         "content": content.hexdigest(),
     }
+
+
+def _in_use(destination: Path) -> bool:
+    """Tell whether something is there; an empty folder counts as nothing."""
+    return destination.exists() and not (destination.is_dir() and not any(destination.iterdir()))
 
 
 def _verify_existing(destination: Path, resume_key: dict[str, Any], progress: Progress) -> dict[str, Any]:

@@ -131,11 +131,10 @@ class Preprocess:
 
     def pixels(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> Array:
         """Return the image resized and cropped but not normalised: [height, width, channels], 0 to `max_value`."""
-        from vitrail.data.decode import MAX_PIXELS, decode
+        from vitrail.data.decode import MAX_PIXELS
 
-        if isinstance(image, str | os.PathLike):
-            name, image = str(image), read_file(image)
-        full = decode(image, channels=self.channels, bits=self.bits, exif=self.exif, name=name)
+        full = self.decoded(image, name=name)
+        name = str(image) if isinstance(image, str | os.PathLike) else name
         height, width = self._resized(full.shape[0], full.shape[1])
         if max(height, full.shape[0]) * width > MAX_PIXELS:  # Pillow resizes the rows first
             raise BadImage(
@@ -160,6 +159,14 @@ class Preprocess:
                 "Resize the image, or use a preprocessing with pad=True or another resize."
             )
         return self._pad(self._crop(scaled))
+
+    def decoded(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> Array:
+        """Return the image in its own size, upright where `exif` says so: [height, width, channels]."""
+        from vitrail.data.decode import decode
+
+        if isinstance(image, str | os.PathLike):
+            name, image = str(image), read_file(image)
+        return decode(image, channels=self.channels, bits=self.bits, exif=self.exif, name=name)
 
     def leaves_rotated(self, image: object) -> bool:
         """Whether this is an encoded image with an EXIF orientation that is ignored here, so that the model sees it rotated."""

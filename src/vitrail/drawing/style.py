@@ -11,8 +11,9 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import matplotlib as mpl
@@ -31,10 +32,17 @@ MAP = "viridis"
 WIDTH = 6.8  # inches: the text width of a page
 _DPI = 200
 # Fonts of other scripts, used for what DejaVu lacks, where they are installed: on Linux, macOS and Windows.
-_MORE_FONTS = re.compile(
-    r"Noto (Sans|Serif)( CJK| Arabic| Hebrew| Devanagari| Bengali| Tamil| Thai| Khmer|$)|WenQuanYi|Source Han|IPAGothic|Droid Sans"
-    r"|Arial Unicode|PingFang|Hiragino|Apple SD Gothic|Microsoft YaHei|Yu Gothic|MS Gothic|Malgun Gothic|Nirmala|Leelawadee|Unifont"
+_SCRIPTS = (
+    "CJK|Arabic|Hebrew|Devanagari|Bengali|Gujarati|Gurmukhi|Kannada|Malayalam|Tamil|Telugu|Sinhala|Thai|Khmer|Myanmar"
+    "|Ethiopic|Tibetan"
 )
+_MORE_FONTS = re.compile(
+    rf"Noto (Sans|Serif)( ({_SCRIPTS})|$)|WenQuanYi|Source Han|IPAGothic|Droid Sans|Arial Unicode|PingFang|Hiragino"
+    r"|Apple SD Gothic|Microsoft YaHei|Yu Gothic|MS Gothic|Malgun Gothic|Nirmala|Leelawadee|Unifont"
+)
+_FONT_FILES = re.compile(rf"Noto(Sans|Serif)({_SCRIPTS})?-Regular|wqy|SourceHan.*Regular|ipag|DroidSans|unifont", re.IGNORECASE)
+
+_MENTIONED = set[str]()  # characters without a font, each of which is mentioned once
 
 _STYLE: dict[Any, Any] = {
     "font.size": 8.5,
@@ -77,7 +85,13 @@ def styled(draw: Callable[P, F]) -> Callable[P, F]:
 @cache
 def _style() -> dict[Any, Any]:
     """The style with all installed fonts: matplotlib takes a character from the first one that has it."""
-    installed = {font.name for font in font_manager.fontManager.ttflist}
+    fonts = font_manager.fontManager
+    known = {font.fname for font in fonts.ttflist}
+    for file in font_manager.findSystemFonts():
+        if file not in known and _FONT_FILES.match(Path(file).name):  # installed after matplotlib made its list, which it keeps
+            with suppress(OSError, RuntimeError):
+                fonts.addfont(file)
+    installed = {font.name for font in fonts.ttflist}
     return {**_STYLE, "font.family": ["DejaVu Sans", *sorted(filter(_MORE_FONTS.match, installed))]}
 
 
@@ -105,6 +119,8 @@ def _missing_characters() -> Iterator[None]:
             found[chr(int(character[1]))] = None
         else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    found = {one: None for one in found if one not in _MENTIONED}
+    _MENTIONED.update(found)
     if found:
         log.warning(
             "No installed font has %s, which a figure shows as boxes. Install a font for this script, such as Noto Sans.",

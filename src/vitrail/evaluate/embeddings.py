@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.references import without_download
+from vitrail.data.contact_sheet import font, mention_missing
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
@@ -340,7 +341,7 @@ def contact_sheet(
     """Write a PNG with a row per query: the image, then its neighbours. Returns the files that could not be read."""
     width = _GAP + (1 + max(map(len, neighbours), default=0)) * (_CELL + _GAP) + _GAP
     sheet = Image.new("RGB", (width, _GAP + len(queries) * (_CELL + _CAPTION + _GAP)), (250, 250, 247))
-    draw, font, missing = ImageDraw.Draw(sheet), ImageFont.load_default(11), []
+    draw, missing, names = ImageDraw.Draw(sheet), list[str](), list[str]()
     for line, query in enumerate(queries):
         cells = [(query, "query"), *((int(row), f"{value:.3f}") for row, value in zip(neighbours[line], values[line], strict=True))]
         top = _GAP + line * (_CELL + _CAPTION + _GAP)
@@ -352,7 +353,10 @@ def contact_sheet(
                 draw.rectangle((left, top, left + _CELL - 1, top + _CELL - 1), outline=(190, 40, 40))
             else:
                 sheet.paste(image, (left + (_CELL - image.size[0]) // 2, top + (_CELL - image.size[1]) // 2))
-            draw.text((left, top + _CELL + 2), f"{label}\n{short_name(embeddings.names[row], 20)}", (60, 60, 66), font, spacing=1)
+            name = short_name(embeddings.names[row], 20)
+            names.append(name)
+            draw.text((left, top + _CELL + 2), f"{label}\n{name}", (60, 60, 66), font(11), spacing=1)
+    mention_missing(names)
     with atomic_file(path) as temporary:
         sheet.save(temporary, "PNG")
     return missing

@@ -59,8 +59,8 @@ def predict(
 def check_prediction(bundle: Bundle, top: int) -> None:
     """Refuse a model without a trained head, and a `top` below 1."""
     bundle.check_head()
-    if top < 1:
-        raise VitrailError(f"top is {top}; use 1 or more.")
+    if not isinstance(top, int | np.integer) or top < 1:
+        raise VitrailError(f"top is {top!r}; use 1 or more.")
 
 
 def predict_tensor(

@@ -20,7 +20,7 @@ from vitrail.files import atomic_folder
 from vitrail.text import to_csv, to_json
 
 _MAX_CLASSES_CSV = 2000  # a larger confusion matrix is not readable
-_PLOT_DPI = 144
+PLOT_DPI = 144
 _THUMBNAIL = 96
 
 
@@ -37,8 +37,13 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
         raise VitrailError(f"{folder} already contains {content}. {advice}.")
 
 
-def write_report(folder: Path, results: Sequence[EvalResult], split: Split, about: Mapping[str, Any]) -> None:
-    """Write the folder atomically. The first result is shown in full; others (at other input sizes) are compared with it."""
+def write_report(
+    folder: Path, results: Sequence[EvalResult], split: Split, about: Mapping[str, Any], more: Sequence[PageSection] = ()
+) -> None:
+    """Write the folder atomically. The first result is shown in full; others (at other input sizes) are compared with it.
+
+    `more` is added to the end of the page.
+    """
     main = results[0]
     build = {"classify": _classification, "multilabel": _multilabel, "regress": _regression}[main.task]
     images, tables, sections = build(main, split)
@@ -52,7 +57,7 @@ def write_report(folder: Path, results: Sequence[EvalResult], split: Split, abou
             (temporary / name).write_bytes(to_csv(rows))
         for name, content in images.items():
             (temporary / name).write_bytes(content)
-        (temporary / "report.html").write_text(page(main, split, about, sections), encoding="utf-8")
+        (temporary / "report.html").write_text(page(main, split, about, [*sections, *more]), encoding="utf-8")
 
 
 Parts = tuple[dict[str, bytes], dict[str, Iterable[Sequence[Any]]], list[PageSection]]
@@ -85,7 +90,7 @@ def _classification(result: EvalResult, split: Split) -> Parts:
 
 
 def _images(result: EvalResult) -> dict[str, bytes]:
-    return {f"{name}.png": rendered(figure, "png", dpi=_PLOT_DPI) for name, figure in result_figures(result).items()}
+    return {f"{name}.png": rendered(figure, "png", dpi=PLOT_DPI) for name, figure in result_figures(result).items()}
 
 
 def _predictions(result: EvalResult, split: Split) -> Iterable[Sequence[Any]]:
@@ -143,7 +148,7 @@ def _sizes(results: Sequence[EvalResult]) -> tuple[bytes, PageSection]:
     headline = next(iter(results[0].metrics))
     sizes = [f"{one.size[0]}×{one.size[1]}" for one in results]
     values, intervals = [one.metrics[headline] for one in results], [one.intervals[headline] for one in results]
-    image = rendered(plots.sizes(sizes, values, intervals, METRIC_NAMES.get(headline, headline)), "png", dpi=_PLOT_DPI)
+    image = rendered(plots.sizes(sizes, values, intervals, METRIC_NAMES.get(headline, headline)), "png", dpi=PLOT_DPI)
     shared = [name for name in results[0].metrics if name in METRIC_NAMES]
     rows = [[METRIC_NAMES[name], *(format_metric(name, one.metrics[name]) for one in results)] for name in shared]
     plot = Plot(image, f"{METRIC_NAMES.get(headline, headline)} at several input sizes")

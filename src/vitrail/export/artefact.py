@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Artefact:
-    """An exported model: `run(batch)` gives logits, `prepare(images)` makes such a batch."""
+    """An exported model: `logits(images)`, or `run(batch)` with a batch from `prepare(images)`."""
 
     path: Path
     format: str
@@ -55,13 +55,44 @@ class Artefact:
         return Preprocess.from_dict(self.metadata["preprocess"]) if self.metadata["preprocess"] else None
 
     def prepare(self, images: Sequence[Any]) -> Array:
-        """Decode, resize and crop images (paths, bytes, arrays, Pillow images), and normalise them unless the graph does."""
-        preprocess = self.preprocess
-        if preprocess is None:
-            raise VitrailError(f"No preprocessing is stored in {self.path}; export it again with --preprocess.")
+        """Decode images (paths, bytes, arrays, Pillow images), and resize, crop and normalise them unless the graph does.
+
+        A graph that resizes takes images of one size at a time; `logits` takes any.
+        """
+        if self.metadata["input"] != "images":
+            return self._resized(images)
+        batches = list(self.batches(images))
+        if len(batches) != 1:
+            raise VitrailError("The images differ in size, but a batch has one size: give them one by one, or call logits(images).")
+        return batches[0][1]
+
+    def logits(self, images: Sequence[Any]) -> Array:
+        """Prepare images and run the model: [image, output]."""
+        rows: dict[int, Array] = {}
+        for numbers, batch in self.batches(images):
+            rows.update(zip(numbers, self.run(batch), strict=True))
+        return np.stack([rows[number] for number in range(len(images))])
+
+    def batches(self, images: Sequence[Any]) -> Iterator[tuple[list[int], Array]]:
+        """Yield the numbers of images and a batch of them: all, or those of one size where the graph resizes."""
+        if self.metadata["input"] != "images":
+            yield list(range(len(images))), self._resized(images)
+            return
+        decoded = [self._stored_preprocess().decoded(image) for image in images]
+        for shape in dict.fromkeys(image.shape for image in decoded):
+            numbers = [number for number, image in enumerate(decoded) if image.shape == shape]
+            yield numbers, np.stack([decoded[number] for number in numbers])
+
+    def _resized(self, images: Sequence[Any]) -> Array:
+        preprocess = self._stored_preprocess()
         if self.metadata["input"] == "pixels":
             return np.stack([preprocess.pixels(image) for image in images]).astype(self.metadata["input_type"])
         return torch.stack([preprocess(image) for image in images]).numpy()
+
+    def _stored_preprocess(self) -> Preprocess:
+        if self.preprocess is None:
+            raise VitrailError(f"No preprocessing is stored in {self.path}; export it again with --preprocess.")
+        return self.preprocess
 
 
 def first_line(error: Exception) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,44 +12,68 @@ from torch import Tensor, nn
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
+from vitrail.export.graph_preprocess import GraphPreprocess
+from vitrail.export.settings import Input
 from vitrail.models import Model
+from vitrail.models.bit import PreActivationUnit
 from vitrail.models.config import Pair
-from vitrail.models.resnet import StandardisedConv, pad_map
+from vitrail.models.layers import PatchEmbedding
+from vitrail.models.resnet import PostActivationUnit, StandardisedConv, pad_map
+from vitrail.models.vit import Block
+
+_COMPARED = (PatchEmbedding, Block, PreActivationUnit, PostActivationUnit)
 
 
 class Exported(nn.Module):
-    """`images → logits`, float32 at both ends whatever the precision of the weights.
+    """`images → logits`, float32 at both ends whatever the precision of the weights. What it takes is `input`:
 
-    With `preprocess`, images are pixels [batch, height, width, channels] from 0 to 255, already of the model's size, and are
-    normalised in the graph: uint8, or float32 where the preprocessing does not round what it resized. Otherwise they are
-    normalised float32 [batch, channels, height, width].
+    - normalised: float32 [batch, channels, height, width] of the model's size.
+    - pixels: [batch, height, width, channels] from 0 to 255 of the model's size, normalised in the graph: uint8, or float32 where
+      the preprocessing does not round what it resized.
+    - images: uint8 [batch, height, width, channels] of any size, resized, cropped and normalised in the graph.
     """
 
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, preprocess: Preprocess | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, input: Input = "normalised", preprocess: Preprocess | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.dtype = model, dtype
-        self.takes_pixels = preprocess is not None
-        self.pixel_type = torch.float32 if preprocess is not None and preprocess.rounding == "none" else torch.uint8
-        if preprocess is not None:
-            scale = torch.tensor(preprocess.std, dtype=torch.float64) * preprocess.max_value
-            mean = torch.tensor(preprocess.mean, dtype=torch.float64) * preprocess.max_value
-            self.register_buffer("scale", (1 / scale).float()[:, None, None])
-            self.register_buffer("mean", mean.float()[:, None, None])
+        self.model, self.dtype, self.input = model, dtype, input
+        self.input_type = torch.float32
+        self.preprocess: GraphPreprocess | None = None
+        if preprocess is None or input == "normalised":
+            return
+        if input == "images":
+            self.preprocess = GraphPreprocess(preprocess)
+        if input == "images" or preprocess.rounding != "none":
+            self.input_type = torch.uint8
+        scale = torch.tensor(preprocess.std, dtype=torch.float64) * preprocess.max_value
+        mean = torch.tensor(preprocess.mean, dtype=torch.float64) * preprocess.max_value
+        self.register_buffer("scale", (1 / scale).float()[:, None, None])
+        self.register_buffer("mean", mean.float()[:, None, None])
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.takes_pixels:
-            images = (images.permute(0, 3, 1, 2).float() - self.mean) * self.scale
+        if self.input != "normalised":
+            pixels = images.permute(0, 3, 1, 2).float() if self.preprocess is None else self.preprocess(images)
+            images = (pixels - self.mean) * self.scale
         return self.model(images.to(self.dtype)).float()  # type: ignore[no-any-return]
 
     def example(self, batch: int, size: Pair, channels: int) -> Tensor:
         """Return an input of the right shape and type."""
         generator = torch.Generator().manual_seed(0)
-        if self.takes_pixels:
-            return torch.randint(0, 256, (batch, *size, channels), generator=generator).to(self.pixel_type)
-        return torch.randn(batch, channels, *size, generator=generator)
+        if self.input == "normalised":
+            return torch.randn(batch, channels, *size, generator=generator)
+        if self.input == "images":
+            size = (size[0] + 3, size[1] + 5)  # any size that is not the model's
+        return torch.randint(0, 256, (batch, *size, channels), generator=generator).to(self.input_type)
+
+    @property
+    def dynamic_shapes(self) -> tuple[dict[int, Any]]:
+        """Say which sizes of the input are free: the batch; for images also height and width."""
+        names = ("batch", "height", "width") if self.input == "images" else ("batch",)
+        return ({axis: torch.export.Dim(name, min=1) for axis, name in enumerate(names)},)
 
 
 class _FoldedConv(nn.Module):
@@ -74,11 +100,17 @@ class _Float32Norm(nn.Module):
 
 
 def exported_module(
-    model: Model, dtype: torch.dtype, *, image_size: int | Pair | None = None, preprocess: Preprocess | None = None
+    model: Model,
+    dtype: torch.dtype,
+    *,
+    image_size: int | Pair | None = None,
+    input: Input = "normalised",
+    preprocess: Preprocess | None = None,
 ) -> Exported:
     """Return a copy on the CPU, in evaluation mode, without fused kernels, resized and in the precision `dtype`."""
-    if preprocess is not None and preprocess.bits != 8:
-        raise VitrailError(f"Pixels of {preprocess.bits} bits cannot be normalised in the graph; export without --pixels.")
+    if input != "normalised" and preprocess is not None and preprocess.bits != 8:
+        option = "--pixels" if input == "pixels" else "--resize-in-graph"
+        raise VitrailError(f"Pixels of {preprocess.bits} bits cannot be normalised in the graph; export without {option}.")
     copied = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
     if image_size is not None:
         copied.resize(image_size)
@@ -90,7 +122,7 @@ def exported_module(
     copied = copied.to(dtype)
     if norms is not None:
         keep_norms_in_float32(copied, norms)
-    return Exported(copied, dtype, preprocess)
+    return Exported(copied, dtype, input, preprocess)
 
 
 def fold_convolutions(module: nn.Module) -> None:
@@ -109,3 +141,19 @@ def keep_norms_in_float32(module: nn.Module, exact: nn.Module) -> None:
             setattr(module, name, _Float32Norm(other))
         else:
             keep_norms_in_float32(child, other)
+
+
+def block_names(model: nn.Module) -> list[str]:
+    """Return the names of the modules whose outputs can be compared: patch embedding, encoder blocks, units of ResNets."""
+    return [name for name, module in model.named_modules() if isinstance(module, _COMPARED)]
+
+
+def block_outputs(names: Iterable[str], nodes: Iterable[tuple[Any, Sequence[str]]]) -> dict[str, Any]:
+    """Return the output of each named module in an exported graph: the last of the nodes inside it.
+
+    `nodes` are in the order of computation, each with the paths of the modules that it is in.
+    """
+    wanted, found = {f"model.{name}": name for name in names}, {}
+    for node, modules in nodes:
+        found.update({wanted[path]: node for path in modules if path in wanted})
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import logging
@@ -16,11 +17,20 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import VitrailError
-from vitrail.export.module import Exported
+from vitrail.export.module import Exported, block_names, block_outputs
 from vitrail.text import printable, to_json
 
 INPUT, OUTPUT = "images", "logits"
-_JSON = ("assumptions", "classes", "config", "opset", "preprocess", "thresholds", "versions")  # the other metadata are plain texts
+_JSON = (
+    "assumptions",
+    "blocks",
+    "classes",
+    "config",
+    "opset",
+    "preprocess",
+    "thresholds",
+    "versions",
+)  # the other metadata are plain texts
 _MAX_FILE = 1_900_000_000  # bytes; protobuf holds less than 2 GiB, larger weights go to a second file
 
 
@@ -43,12 +53,14 @@ def write_onnx(module: Exported, example: Tensor, path: Path, *, opset: int, met
             opset_version=opset,
             input_names=[INPUT],
             output_names=[OUTPUT],
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            dynamic_shapes=module.dynamic_shapes,
             verbose=False,
         )
     assert program is not None
     model = program.model_proto
     keep_pad_before_pool(model.graph)
+    nodes = ((node.output[0], _scopes(node)) for node in model.graph.node)
+    metadata = {**metadata, "blocks": block_outputs(block_names(module.model), nodes)}
     for key, value in metadata.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = f"vitrail.{key}", printable(value) if isinstance(value, str) else to_json(value)
@@ -86,6 +98,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
     model = onnx.load(str(path), load_external_data=False)
     found = {entry.key.removeprefix("vitrail."): entry.value for entry in model.metadata_props}
     return {key: json.loads(value) if key in _JSON else value for key, value in found.items()}
+
+
+def _scopes(node: Any) -> list[str]:
+    """Return the paths of the modules that a node comes from, as torch's exporter notes them."""
+    found = next((entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"), "[]")
+    return [str(path) for path in ast.literal_eval(found)]
 
 
 @contextmanager

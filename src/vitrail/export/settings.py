@@ -10,6 +10,7 @@ from vitrail.models.config import Pair
 
 Format = Literal["onnx", "pt2"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
+Input = Literal["normalised", "pixels", "images"]
 PRECISIONS: dict[Format, tuple[Precision, ...]] = {"onnx": ("fp32", "fp16", "int8"), "pt2": ("fp32", "fp16", "bf16")}
 OPSETS = range(18, 24)
 MAX_DROP = 0.01
@@ -30,6 +31,12 @@ class ExportSettings:
     """Resample positions for this size first. None: the model's own."""
     pixels: bool = False
     """Normalise in the graph: it then takes pixels from 0 to 255 [batch, height, width, channels] of the model's size."""
+    resize_in_graph: bool = False
+    """Resize, crop and normalise in the graph: it then takes decoded images of any size, uint8 [batch, height, width, channels]."""
+
+    @property
+    def input(self) -> Input:
+        return "images" if self.resize_in_graph else "pixels" if self.pixels else "normalised"
 
     def __post_init__(self) -> None:
         if self.format not in PRECISIONS:

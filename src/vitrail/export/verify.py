@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,13 +13,13 @@ import torch
 from PIL import Image
 
 from vitrail.checkpoints import Bundle
+from vitrail.data import embedded
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
 from vitrail.export.artefact import Array, Artefact
 from vitrail.models.features import evaluating
 
 BATCH = 8
-"""Accuracy that may be lost, as a fraction, where labels are known."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def compare(
         inputs = torch.stack([bundle.stored_preprocess()(image) for image in batch])
         with torch.no_grad(), evaluating(bundle.model):
             expected.append(bundle.model(inputs.to(next(bundle.model.parameters()).device)).float().cpu().numpy())
-        found.append(np.asarray(artefact.run(artefact.prepare(batch)), dtype=np.float32))
+        found.append(np.asarray(artefact.logits(batch), dtype=np.float32))
     reference, logits = np.concatenate(expected), np.concatenate(found)
     if logits.shape != reference.shape:
         raise VitrailError(
@@ -166,21 +167,20 @@ def batched(items: Sequence[Any], size: int = BATCH) -> Iterator[list[Any]]:
         yield batch
 
 
-PHOTOS = "two photos of scikit-learn"
+PHOTOS = "the two embedded photos"
 
 
-def sample_photos(count: int = 24) -> list[Image.Image]:
-    """Return crops of the two photos that scikit-learn contains, where no data is given."""
-    from sklearn.datasets import load_sample_images
-
-    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+def sample_photos(count: int = 24, *, rectangles: bool = False) -> list[Image.Image]:
+    """Return crops of the two embedded photos, where no data is given: squares, or of any shape."""
+    photos = [Image.open(io.BytesIO(embedded.photo(name))).convert("RGB") for name in embedded.PHOTOS]
     generator = np.random.default_rng(0)
     crops = []
     for number in range(count):
         photo = photos[number % len(photos)]
         side = int(generator.integers(150, min(photo.size)))
-        left, top = (int(generator.integers(0, length - side + 1)) for length in photo.size)
-        crops.append(photo.crop((left, top, left + side, top + side)))
+        width, height = (int(generator.integers(20, length)) for length in photo.size) if rectangles else (side, side)
+        left, top = (int(generator.integers(0, most + 1)) for most in (photo.width - width, photo.height - height))
+        crops.append(photo.crop((left, top, left + width, top + height)))
     return crops
 
 

@@ -13,6 +13,7 @@ import torch
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError, counted
 from vitrail.export.artefact import FILES, REPORT, Artefact
+from vitrail.export.blocks import block_errors, describe
 from vitrail.export.module import Exported, exported_module
 from vitrail.export.onnx_file import need_onnx, write_onnx
 from vitrail.export.quantise import quantise
@@ -56,23 +57,26 @@ def export_model(
         preprocess = preprocess.with_size(settings.image_size)
         resized = exported_module(bundle.model, torch.float32, image_size=settings.image_size).model
         bundle = dataclasses.replace(bundle, model=resized, preprocess=preprocess)  # type: ignore[arg-type]
-    module = exported_module(bundle.model, _TYPES[settings.precision], preprocess=preprocess if settings.pixels else None)
+    module = exported_module(bundle.model, _TYPES[settings.precision], input=settings.input, preprocess=preprocess)
     metadata = _metadata(bundle, module, settings)
     with atomic_folder(target) as new, utf8_path(new) as name:
         folder = Path(name)
         file = folder / FILES[settings.format]
         _write(module, file, bundle, settings, metadata, calibrate)
         artefact = Artefact.open(file)
-        given, named = (sample_photos(), PHOTOS) if images is None else (images, data or "your data")
+        photos = sample_photos(rectangles=settings.resize_in_graph) if images is None else []
+        given, named = (photos, PHOTOS) if images is None else (images, data or "your data")
         comparison = compare(bundle, artefact, given, labels, data=named)
         problems = comparison.problems(settings.precision, max_drop)
-        if problems and not force:
+        blocks = block_errors(bundle, artefact, given) if problems else None
+        if blocks is not None and not force:
             raise VitrailError(
                 f"The exported model does not compute what the PyTorch model does, so it was not written: {'; '.join(problems)} "
-                f"({counted(comparison.images, 'image')} of {named}). --force writes it all the same."
+                f"({counted(comparison.images, 'image')} of {named}). {describe(blocks, settings.precision)} "
+                "--force writes it all the same."
             )
         limits = {**dataclasses.asdict(THRESHOLDS[settings.precision]), "max_drop": max_drop}
-        outcome = {"limits": limits, "problems": problems, "forced": bool(problems)}
+        outcome = {"limits": limits, "problems": problems, "forced": bool(problems), "blocks": blocks}
         report = {**metadata, "comparison": dataclasses.asdict(comparison), **outcome}
         (folder / REPORT).write_text(to_json(report, indent=2) + "\n", encoding="utf-8")
     return comparison
@@ -93,7 +97,7 @@ def _write(
     config = bundle.model.config
     example = module.example(2, config.image_size, config.channels)
     if settings.format == "pt2":
-        program = torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+        program = torch.export.export(module, (example,), dynamic_shapes=module.dynamic_shapes)
         torch.export.save(program, str(file), extra_files={"vitrail.json": json.dumps(metadata)})
         return
     if settings.precision != "int8":
@@ -101,8 +105,8 @@ def _write(
         return
     exact = file.with_name("float.onnx")
     write_onnx(module, example, exact, opset=settings.opset, metadata=metadata)
-    prepare = Artefact.open(exact).prepare
-    quantise(exact, file, [prepare(batch) for batch in batched(calibrate)])
+    source = Artefact.open(exact)
+    quantise(exact, file, [batch for images in batched(calibrate) for _, batch in source.batches(images)])
     for path in file.parent.glob("float.onnx*"):
         path.unlink()
 
@@ -111,7 +115,7 @@ def _metadata(bundle: Bundle, module: Exported, settings: ExportSettings) -> dic
     from importlib.metadata import version
 
     config = bundle.model.config
-    layout = "batch, height, width, channel" if settings.pixels else "batch, channel, height, width"
+    layout = "batch, channel, height, width" if settings.input == "normalised" else "batch, height, width, channel"
     return {
         "model": config.name,
         "config": config.to_dict(),
@@ -120,8 +124,8 @@ def _metadata(bundle: Bundle, module: Exported, settings: ExportSettings) -> dic
         "activation": "sigmoid" if bundle.sigmoid else "none" if bundle.task == "regress" else "softmax",
         "thresholds": list(bundle.thresholds) if bundle.task == "multilabel" else [],
         "preprocess": bundle.stored_preprocess().to_dict(),
-        "input": "pixels" if settings.pixels else "normalised",
-        "input_type": str(module.pixel_type).removeprefix("torch.") if settings.pixels else "float32",
+        "input": settings.input,
+        "input_type": str(module.input_type).removeprefix("torch."),
         "layout": layout,
         "format": settings.format,
         "precision": settings.precision,

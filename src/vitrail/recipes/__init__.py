@@ -38,4 +38,5 @@ def summary(name: str) -> str:
     """Return what a recipe is: the first line of its file."""
     function = RECIPES[name]
     inner = getattr(function, "func", function)
-    return (importlib.import_module(inner.__module__).__doc__ or "").strip().splitlines()[0].rstrip(":.")
+    text = (importlib.import_module(inner.__module__).__doc__ or "").strip()  # `python -OO` has none
+    return text.partition("\n")[0].rstrip(":.")

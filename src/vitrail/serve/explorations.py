@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import OrderedDict
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
-from PIL import Image
-
+from vitrail.data import embedded
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
 
 MAX_IMAGES = 24
 MAX_BYTES = 768 << 20
-_CROPS = {"tower": ("china.jpg", (0, 0, 427, 427)), "dahlia": ("flower.jpg", (140, 0, 567, 427))}  # of scikit-learn's photos
-EXAMPLE_CREDIT = "Example photos by danielbuechele and vultilion, CC BY 2.0."
+EXAMPLE_CREDIT = embedded.PHOTO_CREDIT
 
 
 @dataclass(frozen=True)
@@ -67,18 +62,5 @@ def content_key(model: str, data: bytes) -> str:
 
 
 def example_images() -> tuple[NamedImage, ...]:
-    """Return crops of the two photos that scikit-learn contains (CC BY), read without importing it, which is slow."""
-    package = find_spec("sklearn")
-    folder = Path(package.origin).parent / "datasets" / "images" if package is not None and package.origin else Path()
-    found = []
-    for name, (file, box) in _CROPS.items():
-        if (folder / file).is_file():
-            with Image.open(folder / file) as photo:
-                found.append(NamedImage(name, _jpeg(photo.crop(box))))
-    return tuple(found)
-
-
-def _jpeg(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=92)
-    return stream.getvalue()
+    """Return the two embedded photos."""
+    return tuple(NamedImage(name, embedded.photo(name)) for name in embedded.PHOTOS)

@@ -17,8 +17,9 @@ from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import EXAMPLE_CREDIT, Explorations, NamedImage, content_key, example_images
+from vitrail.serve.guard import read_body
 from vitrail.serve.images import ROTATED, stays_rotated
-from vitrail.serve.json_body import json_schema, parse_json, read_body
+from vitrail.serve.json_body import json_schema, parse_json
 from vitrail.serve.own import Model, uploaded
 from vitrail.serve.page_files import TYPES, page_files, position_bytes
 from vitrail.serve.service import Service

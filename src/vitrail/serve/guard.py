@@ -9,7 +9,7 @@ import re
 import time
 from typing import Any
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +24,13 @@ _OPEN = ("/v2/health/live", "/v2/health/ready", "/", "/docs")
 _OPEN_UNDER = "/page/"
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _DISCARDED, _DISCARD_SECONDS = 1 << 20, 1.0  # of the body of a refused request, so that its connection can be kept
+
+
+async def read_body(request: Request) -> bytes:
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientLeft from None
 
 
 class Guard:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import math
 import os
@@ -23,7 +21,6 @@ from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-_DATA_URI = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(;[\w=.+-]+)*?)(?P<base64>;base64)?,")
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # a length follows, or the file ends; no byte 255 of pixels, no restart
 _MAX_SCANS = 100  # as in libtiff
@@ -125,19 +122,6 @@ def count_scans(data: bytes) -> int:
         scans += kind == b"\xda"
         position = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
     return scans
-
-
-def bytes_of_text(text: str) -> bytes:
-    """Return the bytes of a `data:` URI or of plain base64. An address is refused: the service fetches nothing."""
-    if re.match(r"(?i)[a-z][a-z0-9+.-]*://", text):
-        raise ServiceError(400, "URLs are not fetched; send the image itself as a data: URI or base64.")
-    found = _DATA_URI.match(text)
-    if text.startswith("data:") and (found is None or not found["base64"]):
-        raise ServiceError(400, "This is not a data: URI with base64, such as data:image/jpeg;base64,…")
-    try:
-        return base64.b64decode(text[found.end() :] if found else text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ServiceError(400, "The image is not valid base64; send the bytes of its file in base64.") from error
 
 
 def stays_rotated(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bool:

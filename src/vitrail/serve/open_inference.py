@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
+import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from vitrail.serve.errors import ServiceError
-from vitrail.serve.guard import error_answer
-from vitrail.serve.json_body import json_schema, read_body
+from vitrail.serve.guard import error_answer, read_body
+from vitrail.serve.json_body import check_values, json_schema
 from vitrail.serve.service import Service
-from vitrail.serve.tensors import ENCODED, IMAGES, OUTPUT, InferRequest, answer, images_of_request, read_request
+from vitrail.serve.tensors import (
+    ENCODED,
+    HEADER,
+    IMAGES,
+    OUTPUT,
+    InferRequest,
+    answer,
+    json_length,
+    max_values,
+    read_images,
+)
 from vitrail.serve.worker import ModelWorker
 
 VERSION = "1"
@@ -63,9 +73,11 @@ def routes(service: Service) -> APIRouter:
         worker.check_head()
         worker.check_space()
         expected = [bundle.model.config.channels, *bundle.model.config.image_size]
-        most = service.settings.max_images
-        body, binary = read_request(request, await read_body(request), most * math.prod(expected))
-        images = images_of_request(body, binary, expected, most)
+        data = await read_body(request)
+        length, most = json_length(request.headers.get(HEADER), len(data)), service.settings.max_images
+        values = check_values(data, length, max_values(expected, most))
+        body, tensors = await service.json.run(read_images, data, length, expected, most, length=length, values=values)
+        images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
         found = await service.compute(request, worker, "logits", images)
         for number, one in enumerate(found):
             if isinstance(one, ServiceError):

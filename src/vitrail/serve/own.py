@@ -16,9 +16,8 @@ from vitrail.checkpoints import Bundle
 from vitrail.inspect.rollout import rollout
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.form import files_of_form, is_form
-from vitrail.serve.guard import error_answer
+from vitrail.serve.guard import error_answer, read_body
 from vitrail.serve.images import ROTATED, stays_rotated
-from vitrail.serve.json_body import read_body
 from vitrail.serve.service import Service
 from vitrail.serve.worker import ModelWorker
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any, ClassVar
 
 import h11
@@ -27,6 +28,8 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         transport.set_write_buffer_limits(high=0)  # pause_writing is then called whenever something cannot be sent at once
+        # asyncio sets it only on sockets that name their protocol. A body would wait 40 ms until its headers are acknowledged.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
         if len(self.connections) > self.max_connections:
             self.refuse(503, "There are too many connections.")

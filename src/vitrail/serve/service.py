@@ -39,10 +39,13 @@ class Service:
     """Models by name, one worker each, and a pool of threads that decode images."""
 
     def __init__(self, models: Mapping[str, Callable[[], Bundle]], settings: ServeSettings) -> None:
+        from vitrail.serve.json_process import JsonProcess  # needs pydantic, which a saved page does not
+
         self.settings, self.metrics = settings, Metrics()
         self.workers = {name: ModelWorker(name, load, settings, self.metrics) for name, load in models.items()}
         self.pool = decoding_pool(settings)
         self.bytes, self.pixels = ByteLimit(settings.max_upload), PixelLimit(settings.max_pixels)
+        self.json = JsonProcess(settings.max_bytes)
         self.draining = False
         self.explorer_images: tuple[NamedImage, ...] = ()  # offered by the explorer; empty: its examples
 
@@ -58,6 +61,7 @@ class Service:
         for worker in self.workers.values():
             worker.join(self.settings.deadline)
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.json.close()
 
     @property
     def has_threads(self) -> bool:

@@ -1,24 +1,27 @@
-"""Tensors of the Open Inference Protocol, in JSON or, with its extension for binary data, after it."""
+"""Tensors of the Open Inference Protocol, in JSON or, with its extension for binary data, after it.
+
+Torch is not imported here: a process of its own reads large JSON (`json_process`), and starts faster without it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
-from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
-from starlette.requests import Request
-from torch import Tensor
 
 from vitrail.errors import counted
+from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.errors import ServiceError, too_many_images
-from vitrail.serve.images import bytes_of_text
 from vitrail.serve.json_body import parse_json
 
+if TYPE_CHECKING:
+    from fastapi.responses import Response
+
+Images = list[bytes] | np.ndarray[Any, Any]
 IMAGES, ENCODED, OUTPUT = "images", "encoded_images", "logits"
 HEADER = "Inference-Header-Content-Length"
 _FLOATS = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
@@ -53,19 +56,34 @@ class InferRequest(BaseModel):
     parameters: Parameters = Parameters()
 
 
-def read_request(request: Request, body: bytes, most: int) -> tuple[InferRequest, bytes]:
-    """Return the request, of at most so many numbers, and the binary data after it; without the extension there is none."""
-    most += 1000  # names, shapes and parameters
-    given = request.headers.get(HEADER)
-    if given is None:
-        return parse_json(body, InferRequest, most), b""
-    if not (given.isascii() and given.isdigit() and len(given) < 12 and int(given) <= len(body)):
-        raise ServiceError(400, f"{HEADER} is {given[:40]!r}; it must be the length of the JSON part, at most {len(body)} bytes.")
-    return parse_json(body[: int(given)], InferRequest, most), body[int(given) :]
+def json_length(header: str | None, length: int) -> int:
+    """Return how many bytes of a body are JSON: all, or what the header of the extension for binary data says."""
+    if header is None:
+        return length
+    if not (header.isascii() and header.isdigit() and len(header) < 12 and int(header) <= length):
+        raise ServiceError(400, f"{HEADER} is {header[:40]!r}; it must be the length of the JSON part, at most {length} bytes.")
+    return int(header)
 
 
-def images_of_request(body: InferRequest, binary: bytes, expected: list[int], most: int) -> list[bytes | Tensor]:
-    """Return the images: encoded files, or tensors of the shape `expected`."""
+def max_values(expected: list[int], most: int) -> int:
+    """Return how many values a request of `most` images can have, with names, shapes and parameters."""
+    return most * math.prod(expected) + 1000
+
+
+def read_images(body: bytes, length: int, expected: list[int], most: int) -> tuple[InferRequest, Images]:
+    """Parse a body of which `length` bytes are JSON; return the request without its data, and its images.
+
+    These are encoded files, or one float32 array [image, *expected]; there are at most `most`.
+    """
+    request = parse_json(body[:length] if length < len(body) else body, InferRequest, max_values(expected, most))
+    images = images_of_request(request, body[length:], expected, most)
+    for given in request.inputs:
+        given.data = None
+    return request, images
+
+
+def images_of_request(body: InferRequest, binary: bytes, expected: list[int], most: int) -> Images:
+    """Return the images: encoded files, or an array of tensors of the shape `expected`."""
     if len(body.inputs) != 1:
         raise ServiceError(400, f"Give one input, {IMAGES} or {ENCODED}; there are {len(body.inputs)}.")
     for output in body.outputs:
@@ -85,7 +103,7 @@ def images_of_request(body: InferRequest, binary: bytes, expected: list[int], mo
     return _floats(given, binary, expected, most)
 
 
-def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes | Tensor]:
+def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes]:
     if given.datatype != "BYTES":
         raise ServiceError(400, f"datatype is {given.datatype}; for {ENCODED} it must be BYTES.")
     texts: list[Any] = _split(binary, most) if given.data is None else given.data
@@ -116,7 +134,7 @@ def _split(binary: bytes, most: int) -> list[bytes]:
     return found
 
 
-def _floats(given: InputTensor, binary: bytes, expected: list[int], most: int) -> list[bytes | Tensor]:
+def _floats(given: InputTensor, binary: bytes, expected: list[int], most: int) -> np.ndarray[Any, Any]:
     if given.datatype not in _FLOATS:
         raise ServiceError(400, f"datatype is {given.datatype}; for {IMAGES} it must be FP32, FP16 or FP64.")
     if len(given.shape) != 4 or given.shape[1:] != expected or given.shape[0] < 1:
@@ -128,7 +146,7 @@ def _floats(given: InputTensor, binary: bytes, expected: list[int], most: int) -
         values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise ServiceError(400, "The data has NaN, infinity or a number outside the range of FP32; send finite numbers.")
-    return list(torch.from_numpy(values.reshape(given.shape)))
+    return values.reshape(given.shape)
 
 
 def _numbers(given: InputTensor) -> np.ndarray[Any, Any]:
@@ -157,6 +175,8 @@ def _from_binary(given: InputTensor, binary: bytes) -> np.ndarray[Any, Any]:
 
 def answer(name: str, version: str, body: InferRequest, rows: np.ndarray[Any, Any]) -> Response:
     """Return logits in JSON, or after it where the request asks for binary data."""
+    from fastapi.responses import JSONResponse, Response
+
     binary = body.parameters.binary_data_output or any(output.parameters.binary_data for output in body.outputs)
     output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": list(rows.shape)}
     found: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": [output]}

@@ -57,12 +57,19 @@ class MetricsFile(Callback):
 
 
 class TensorBoard(Callback):
-    """Scalars for `tensorboard --logdir`. When a run is resumed, what came after the checkpoint is hidden."""
+    """Scalars for `tensorboard --logdir`, an extra. When a run is resumed, what came after the checkpoint is hidden."""
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise VitrailError(
+                "TensorBoard logs need tensorboard: install the extra with pip install 'vitrail[tensorboard]'."
+            ) from error
+        self._make_writer = SummaryWriter
 
     def started(self, info: RunInfo) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(info.out / "tensorboard"), purge_step=info.first or None)
+        self._writer = self._make_writer(str(info.out / "tensorboard"), purge_step=info.first or None)
 
     def trained(self, record: Record) -> None:
         for name, value in scalars(record).items():

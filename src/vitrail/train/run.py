@@ -5,6 +5,7 @@ metrics.jsonl   one record per line: `train`, `val`, and `end` when the run is f
 checkpoints/    to resume from
 model/          the result, to be used by every other command
 figures/        curves
+evaluation/     a page with the metrics of the result (written by `vitrail train` and `finetune`)
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ log = logging.getLogger("vitrail.data")
 
 KINDS = {
     "digits": "vitrail.data.sources.digits:open_digits",
+    "example": "vitrail.data.sources.example:open_example",
     "folder": "vitrail.data.sources.folder:open_folder",
     "csv": "vitrail.data.sources.csv:open_csv",
     "packed": "vitrail.data.sources.packed:open_packed",
@@ -25,6 +26,7 @@ KINDS = {
     "hf": "vitrail.data.sources.hub:open_hub",
     "wds": "vitrail.data.sources.tars:open_tars",
 }
+EMBEDDED = ("digits", "example")  # in the package, or in one that it needs: for trying out
 
 
 def open_source(
@@ -70,7 +72,7 @@ def resolve(reference: str) -> tuple[str, str, dict[str, str]]:
     elif kind not in KINDS:
         raise VitrailError(
             f"{reference!r}: there is no source kind {kind!r}.{did_you_mean(kind, KINDS)} "
-            f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name != 'digits')} or a path."
+            f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name not in EMBEDDED)} or a path."
         )
     return kind, location, options
 
@@ -92,5 +94,5 @@ def _infer_kind(location: str) -> str:
         )
     raise VitrailError(
         f"{location!r} is neither an existing path nor a source.{did_you_mean(location, KINDS)} "
-        f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name != 'digits')} or a path."
+        f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name not in EMBEDDED)} or a path."
     )

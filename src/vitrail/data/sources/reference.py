@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from vitrail.data.settings import BadImages
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, did_you_mean
-
-CACHE = Path("~/.cache/vitrail")
-"""Default folder for downloaded datasets and tar indices."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from glob import glob
 from pathlib import Path
 from typing import IO, Any
@@ -26,10 +27,10 @@ from vitrail.data.classes import split_name
 from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_targets
 from vitrail.data.sources.read_ahead import ReadAhead, with_retries
-from vitrail.data.sources.reference import CACHE, OpenResult, Request
+from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
 from vitrail.errors import VitrailError, counted
-from vitrail.files import write_text
+from vitrail.files import cache_folder, write_text
 from vitrail.regular_files import parse_json, read_bytes
 
 _INDEX_VERSION = 2  # 1: tars without an end block were accepted
@@ -162,10 +163,11 @@ def _by_name(tars: list[str]) -> dict[str, list[str]]:
 
 
 def _split(name: str, tars: list[str], request: Request) -> Split:
-    cache = Path(request.options.get("index", CACHE / "tars")).expanduser()
+    own = request.options.get("index")
+    folder = _cache() if own is None else Path(own).expanduser()
     members = (request.options.get("image"), request.options.get("label"))
     with ThreadPoolExecutor(8) as pool:  # reading from a URL is mostly waiting
-        indices = list(pool.map(lambda tar: _index(tar, cache, members), tars))
+        indices = list(pool.map(lambda tar: _index(tar, folder, members, needed=own is not None), tars))
     spans = np.concatenate(
         [np.column_stack([np.full(len(index["spans"]), k), index["spans"]]) for k, index in enumerate(indices)]
     ).astype(np.int64)
@@ -211,12 +213,15 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
     return tuple(map(str, names)), np.array([int(number) for number in numbers], np.int64)[targets]
 
 
-def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dict[str, Any]:
-    """Return {keys, labels, spans} of one tar, from the cache if the tar has not changed."""
+def _index(tar: str, folder: Path | None, members: tuple[str | None, str | None], *, needed: bool) -> dict[str, Any]:
+    """Return {keys, labels, spans} of one tar, from the folder of indices if the tar has not changed.
+
+    It is kept there; that it cannot be is an error only if it is `needed`.
+    """
     state = _state(tar)
     digest = hashlib.sha256(repr((_INDEX_VERSION, tar, state, members)).encode()).hexdigest()[:32]
-    file = cache / f"{digest}.json"
-    stored = _stored_index(file, state[0])
+    file = None if folder is None else folder / f"{digest}.json"
+    stored = None if file is None else _stored_index(file, state[0])
     if stored is not None:
         return stored
     keys, labels, spans = [], [], []
@@ -226,8 +231,27 @@ def _index(tar: str, cache: Path, members: tuple[str | None, str | None]) -> dic
             keys.append(f"{key}.{image}")
             labels.append(_label(parts, members[1], f"{tar}: {key}"))
             spans.append(parts[image][:2])
-    write_text(file, json.dumps({"keys": keys, "labels": labels, "spans": spans}))
+    try:
+        if file is not None:
+            write_text(file, json.dumps({"keys": keys, "labels": labels, "spans": spans}))
+    except VitrailError as error:
+        if needed:
+            raise
+        _say_not_kept(str(error))
     return {"keys": keys, "labels": labels, "spans": np.array(spans, np.int64).reshape(-1, 2)}
+
+
+def _cache() -> Path | None:
+    try:
+        return cache_folder() / "tars"
+    except VitrailError as error:
+        _say_not_kept(str(error))
+        return None
+
+
+@cache
+def _say_not_kept(why: str) -> None:
+    log.warning("The index of tar files is not kept, and is made again each time: %s", why)
 
 
 def _stored_index(file: Path, tar_size: int | None) -> dict[str, Any] | None:

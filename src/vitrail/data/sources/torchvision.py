@@ -10,10 +10,11 @@ import numpy as np
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.labels import drop_unused_classes
-from vitrail.data.sources.reference import CACHE, OpenResult, Request
+from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.split import hold_out
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError, did_you_mean
+from vitrail.files import cache_folder
 
 _TRAIN_FLAG = {"train": {"train": True}, "test": {"train": False}}
 _TWO = {"train": {"split": "train"}, "test": {"split": "test"}}
@@ -56,7 +57,7 @@ def open_torchvision(request: Request) -> OpenResult:
     if DATASETS[name] is not _NO_SPLITS and request.fraction("val", 0):
         already = ", ".join(DATASETS[name])
         raise VitrailError(f"val={request.options['val']} in {request.reference}: it already has {already}. Remove the option.")
-    root = Path(request.options.get("root", CACHE / "torchvision")).expanduser()
+    root = Path(request.options["root"]).expanduser() if "root" in request.options else cache_folder() / "torchvision"
     splits: dict[str, Split] = {
         split: _split(split, _dataset(name, root, arguments, request), root) for split, arguments in DATASETS[name].items()
     }

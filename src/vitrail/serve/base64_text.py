@@ -1,0 +1,24 @@
+"""Images as text: `data:` URIs and base64."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+
+from vitrail.serve.errors import ServiceError
+
+_DATA_URI = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(;[\w=.+-]+)*?)(?P<base64>;base64)?,")
+
+
+def bytes_of_text(text: str) -> bytes:
+    """Return the bytes of a `data:` URI or of plain base64. An address is refused: the service fetches nothing."""
+    if re.match(r"(?i)[a-z][a-z0-9+.-]*://", text):
+        raise ServiceError(400, "URLs are not fetched; send the image itself as a data: URI or base64.")
+    found = _DATA_URI.match(text)
+    if text.startswith("data:") and (found is None or not found["base64"]):
+        raise ServiceError(400, "This is not a data: URI with base64, such as data:image/jpeg;base64,…")
+    try:
+        return base64.b64decode(text[found.end() :] if found else text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ServiceError(400, "The image is not valid base64; send the bytes of its file in base64.") from error

@@ -100,6 +100,51 @@ def test_more_than_four_full_requests_do_not_wait(process: JsonProcess) -> None:
     assert caught.value.status == 429
 
 
+def test_an_answer_that_cannot_be_read_is_not_mixed_with_the_next(process: JsonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = body([0.25] * (16 * 3072))
+    expected = parsed(process, given)[1]
+    monkeypatch.setattr("pickle.load", lambda stream: {}[stream.read(10)])  # any error, after a part of the answer
+    with pytest.raises(ServiceError, match="has ended"):
+        parsed(process, given)
+    monkeypatch.undo()
+    assert (parsed(process, given)[1] == expected).all()
+    assert until(lambda: process._waiting.held == 0)
+
+
+def test_a_process_that_does_not_answer_has_a_deadline(bundle: Bundle) -> None:
+    given, path = body([0.25] * (16 * 3072)), "/v2/models/tiny/infer"
+    with running(lambda: bundle, deadline=1.0) as client, ThreadPoolExecutor(2) as thread:
+        assert client.call("POST", path, given)[0] == 200
+        process = client.service.json._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        for status, found, headers in [one.result(8) for one in [thread.submit(client.call, "POST", path, given) for _ in "12"]]:
+            assert status == 503 and ("before its deadline" in found["error"] or "has ended" in found["error"])
+            assert headers["retry-after"]
+        assert process.wait(5) is not None and until(lambda: client.service.json._waiting.held == 0)
+        assert until(lambda: client.call("POST", path, given)[0] == 200)
+
+
+def test_a_client_that_leaves_is_not_read(bundle: Bundle) -> None:
+    given, path = body([0.25] * (16 * 3072)), "/v2/models/tiny/infer"
+    with running(lambda: bundle) as client:
+        assert client.call("POST", path, given)[0] == 200
+        service, process = client.service.json, client.service.json._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        connections = [client.connect() for _ in range(3)]
+        for number, connection in enumerate(connections, 1):
+            connection.request("POST", path, given)
+            assert until(lambda: service._waiting.held == number * len(given))  # noqa: B023
+        for connection in connections:
+            connection.close()
+        assert until(lambda: client.call("GET", "/metrics")[1].count(b'status="499"} 3') == 1)
+        assert service._waiting.held == 3 * len(given)  # the thread still has them
+        os.kill(process.pid, signal.SIGCONT)
+        assert until(lambda: service._waiting.held == 0)
+        assert client.call("POST", path, given)[0] == 200
+
+
 def test_others_are_answered_while_numbers_are_read(bundle: Bundle) -> None:
     """The process that reads is held by a signal; meanwhile a second client is answered."""
     given = body([0.25] * (16 * 3072))

@@ -13,12 +13,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from vitrail.errors import VitrailError
 from vitrail.serve import explorer, open_inference, openai, own
-from vitrail.serve.errors import RESPONSES, ServiceError
+from vitrail.serve.errors import RESPONSES, ClientLeft, ServiceError
 from vitrail.serve.guard import Guard, error_answer
 from vitrail.serve.json_body import first_problem
 from vitrail.serve.reference import STYLE, reference_page
@@ -78,6 +79,11 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         response = error_answer(ServiceError(error.status_code, message))
         response.headers.update(headers)
         return response
+
+    @app.exception_handler(ClientLeft)
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # read by nobody, but counted and logged as what it is
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:

@@ -14,6 +14,10 @@ class ServiceError(Exception):
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
 
+class ClientLeft(Exception):
+    """The client closed its connection before the answer."""
+
+
 def queue_full(seconds: float) -> ServiceError:
     wait = max(1, round(seconds))
     return ServiceError(429, f"The queue is full. Try again in {wait} s.", retry_after=wait)

@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vitrail.serve.errors import ServiceError, unavailable
+from vitrail.serve.errors import ClientLeft, ServiceError, unavailable
 from vitrail.serve.limits import ByteLimit
-from vitrail.serve.service import ClientLeft, Service
+from vitrail.serve.service import Service
 from vitrail.serve.settings import ServeSettings
 
 log = logging.getLogger("vitrail.serve")

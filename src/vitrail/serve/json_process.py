@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from vitrail.serve.errors import ServiceError, unavailable
+from vitrail.serve.errors import ClientLeft, ServiceError, unavailable
 from vitrail.serve.limits import ByteLimit
 
 MANY_VALUES, MANY_BYTES = 10_000, 1 << 20
@@ -31,42 +33,79 @@ class JsonProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="json")
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def run(self, read: Callable[..., Found], body: bytes, *arguments: Any, length: int, values: int) -> Found:
-        """Call `read(body, *arguments)`: here if the JSON in the body is small, which its length and number of values tell."""
+    async def run(
+        self,
+        read: Callable[..., Found],
+        body: bytes,
+        *arguments: Any,
+        length: int,
+        values: int,
+        deadline: float = float("inf"),
+        left: Callable[[], Awaitable[bool]] | None = None,
+    ) -> Found:
+        """Call `read(body, *arguments)`: here if the JSON in the body is small, which its length and number of values tell.
+
+        Ends early if the client has `left`, and with 503 at the deadline, a time of `time.monotonic`.
+        """
         if length < MANY_BYTES and values < MANY_VALUES:
             return read(body, *arguments)
         self._waiting.take(len(body))
+        loop, given_up = asyncio.get_running_loop(), threading.Event()
+        job = self._thread.submit(self._call, (read, body, *arguments), given_up)
+        job.add_done_callback(lambda _: _in_loop(loop, self._waiting.release, len(body)))  # the thread keeps it until then
         try:
-            found: Any = await asyncio.wrap_future(self._thread.submit(self._call, (read, body, *arguments)))
+            found = await self._before(job, deadline, left)
         finally:
-            self._waiting.release(len(body))
+            given_up.set()
         if isinstance(found, _Refused):
             raise ServiceError(found.status, found.message)
+        if isinstance(found, ServiceError):
+            raise found
         result: Found = found
         return result
+
+    async def _before(self, job: Future[Any], deadline: float, left: Callable[[], Awaitable[bool]] | None) -> Any:
+        waiting = asyncio.wrap_future(job)  # never cancelled: a job that is given up keeps its place until its turn
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=max(0.0, min(0.25, deadline - time.monotonic())))
+            if not waiting.done() and time.monotonic() >= deadline:
+                if job.running():
+                    self._stop()  # it may not answer at all, and others wait for it
+                raise unavailable("The JSON was not read before its deadline.")
+            if not waiting.done() and left is not None and await left():
+                raise ClientLeft
+        return waiting.result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._stop()
 
-    def _call(self, request: tuple[Any, ...]) -> Any:
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start()
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
+    def _call(self, request: tuple[Any, ...], given_up: threading.Event) -> Any:
+        """Return what the process answers, or an error, since nobody may wait for it any more."""
+        if given_up.is_set():
+            return None
         try:
+            if self._process is None or self._process.poll() is not None:
+                self._process = _start()
+            process = self._process
+            assert process.stdin is not None and process.stdout is not None
             pickle.dump(request, process.stdin, protocol=5)
             process.stdin.flush()
             return pickle.load(process.stdout)
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:  # it was ended, by the system or by `close`
+        except Exception:  # it was ended, by the system or by `_stop`; after any other error it may still send this answer
             self._stop()
-            raise unavailable("The process that reads JSON has ended.") from error
+            return unavailable("The process that reads JSON has ended.")
 
     def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[int], None], count: int) -> None:
+    with suppress(RuntimeError):  # it is closed: the service has ended
+        loop.call_soon_threadsafe(function, count)
 
 
 class _Refused:
@@ -79,7 +118,8 @@ class _Refused:
 def _start() -> subprocess.Popen[bytes]:
     """Start the process with the paths of this one. Ctrl-C does not reach it; it ends with its input."""
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-P", "-c", "from vitrail.serve.json_process import main; main()"]
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # before imports that take half a second; see `main`
+    command = [sys.executable, "-P", "-c", f"{ignore}; from vitrail.serve.json_process import main; main()"]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **paths}, start_new_session=True
     )
@@ -88,9 +128,8 @@ def _start() -> subprocess.Popen[bytes]:
 def main() -> None:
     """Answer requests of `JsonProcess` from standard input until it ends.
 
-    A service manager may send SIGTERM to every process of the service: what was accepted is still parsed.
+    A service manager may send SIGTERM to every process of the service: what was accepted is still parsed, so it is ignored.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         try:
             read, *arguments = pickle.load(sys.stdin.buffer)

@@ -73,12 +73,13 @@ def routes(service: Service) -> APIRouter:
         worker.check_head()
         worker.check_space()
         expected = [bundle.model.config.channels, *bundle.model.config.image_size]
-        data = await read_body(request)
+        data, deadline = await read_body(request), service.deadline()
         length, most = json_length(request.headers.get(HEADER), len(data)), service.settings.max_images
         values = check_values(data, length, max_values(expected, most))
-        body, tensors = await service.json.run(read_images, data, length, expected, most, length=length, values=values)
+        limits: dict[str, Any] = {"length": length, "values": values, "deadline": deadline, "left": request.is_disconnected}
+        body, tensors = await service.json.run(read_images, data, length, expected, most, **limits)
         images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
-        found = await service.compute(request, worker, "logits", images)
+        found = await service.compute(request, worker, "logits", images, deadline)
         for number, one in enumerate(found):
             if isinstance(one, ServiceError):
                 return error_answer(ServiceError(one.status, f"image {number}: {one.message}"))

@@ -29,11 +29,12 @@ def routes(service: Service) -> APIRouter:
     async def embeddings(request: Request) -> JSONResponse:
         """Return a vector per image: the input of the head. Images are data: URIs; addresses are never fetched."""
         data, most = await read_body(request), 100 * (1 + service.settings.max_images)
-        values = check_values(data, len(data), most)
-        body, images = await service.json.run(read_embeddings, data, most, length=len(data), values=values)
+        deadline, values = service.deadline(), check_values(data, len(data), most)
+        limits: dict[str, Any] = {"length": len(data), "values": values, "deadline": deadline, "left": request.is_disconnected}
+        body, images = await service.json.run(read_embeddings, data, most, **limits)
         worker = service.worker(body.model)
         worker.check_space()
-        found = await service.compute(request, worker, "embedding", images)
+        found = await service.compute(request, worker, "embedding", images, deadline)
         for number, one in enumerate(found):
             if isinstance(one, ServiceError):
                 raise ServiceError(one.status, one.message if len(found) == 1 else f"image {number}: {one.message}")

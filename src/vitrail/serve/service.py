@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
-from vitrail.serve.errors import ServiceError, too_many_images, unavailable
+from vitrail.serve.errors import ClientLeft, ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
 from vitrail.serve.limits import ByteLimit, PixelLimit
@@ -29,10 +29,6 @@ if TYPE_CHECKING:  # a saved page names models as the service does, without the 
 PING_SECONDS = 10.0
 log = logging.getLogger("vitrail.serve")
 Found = TypeVar("Found")
-
-
-class ClientLeft(Exception):
-    """The client closed its connection before the answer."""
 
 
 class Service:
@@ -99,7 +95,18 @@ class Service:
         """Call a function in one of the threads that decode: what takes milliseconds must not keep the event loop."""
         return await asyncio.wrap_future(self.pool.submit(function, *arguments))
 
-    async def compute(self, request: Request, worker: ModelWorker, work: Work, images: Sequence[bytes | Tensor]) -> list[Any]:
+    def deadline(self) -> float:
+        """Return the deadline of a request that has just been uploaded, a time of `time.monotonic`."""
+        return time.monotonic() + self.settings.deadline
+
+    async def compute(
+        self,
+        request: Request,
+        worker: ModelWorker,
+        work: Work,
+        images: Sequence[bytes | Tensor],
+        deadline: float | None = None,
+    ) -> list[Any]:
         """Decode and compute images; each has a result or a `ServiceError` of its own. Ends early if the client leaves."""
         if not images:
             raise ServiceError(400, "The request has no image; send at least one.")
@@ -107,7 +114,7 @@ class Service:
             raise too_many_images(self.settings.max_images)
         bundle = self.bundle(worker)
         worker.admit(len(images))
-        deadline = time.monotonic() + self.settings.deadline
+        deadline = self.deadline() if deadline is None else deadline
         tasks = [asyncio.ensure_future(self._one(worker, bundle, work, image, deadline)) for image in images]
         try:
             while True:

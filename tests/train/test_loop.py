@@ -21,6 +21,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import batch_slices
 from vitrail.data.sources import open_source
 from vitrail.errors import VitrailError
+from vitrail.evaluate.multilabel import per_label
 from vitrail.models import create_model
 from vitrail.train.averaging import Average
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
@@ -292,6 +293,21 @@ def test_several_labels_per_image(tmp_path):
     assert result.metrics["map"] > 0.9
     task = vitrail.load(tmp_path / "run").provenance["task"]
     assert task["kind"] == "multilabel" and len(task["thresholds"]) == 2
+
+
+@pytest.mark.slow
+def test_saved_thresholds_are_reached_by_the_images_that_they_come_from(tmp_path):
+    """A threshold is the score of an image. Rounded up, it would not be reached by that image, and the best F1 be missed."""
+    levels = pictures(tmp_path / "images")
+    rows = [
+        (f"images/{number:03d}.png", "|".join(str(bit) for bit in range(8) if int(level) >> bit & 1))
+        for number, level in enumerate(levels)
+    ]
+    source = table(tmp_path / "t.csv", ("path", "labels"), rows)
+    train(small_on(source), tmp_path / "run")
+    labels = vitrail.load(tmp_path / "run").evaluate(source)
+    for threshold, best in zip(labels.thresholds, per_label(labels.outputs, labels.truth).best_threshold, strict=True):
+        assert best - 2e-6 < threshold <= best
 
 
 def test_sigmoid_and_class_weights_on_one_label(tmp_path):

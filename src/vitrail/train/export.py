@@ -50,7 +50,8 @@ def export_model(
         unstandardise(model, task)
     task_info = task.describe()
     if isinstance(meter, LabelMeter):
-        task_info["thresholds"] = [round(one, 6) for one in meter.thresholds()]
+        # Rounded down: the image whose score is the threshold must still reach it.
+        task_info["thresholds"] = [math.floor(one * 1e6) / 1e6 for one in meter.thresholds()]
     provenance = {
         "recipe": recipe.name,
         "start": recipe.model.start,

@@ -102,6 +102,8 @@ CASES = (
        "onnx files cannot have precision bf16;", "use one of fp32, fp16, int8."),
     at("export/settings.py:ExportSettings.__post_init__#3", lambda: ExportSettings(opset=12),
        "opset is 12;", "it must be from 18 to 23."),
+    at("export/settings.py:ExportSettings.__post_init__#4", lambda: ExportSettings(pixels=True, resize_in_graph=True),
+       "--pixels takes images of the model's size, --resize-in-graph those of any size", "Give one of them."),
     at("export/verify.py:compare#1", lambda: compare(bundle(), artefact(None), []),
        "There is no image to compare the two models on:", "give one or more."),
     at("export/verify.py:compare#2", lambda: compare(bundle(), artefact(bundle().preprocess, outputs=3), ONE),

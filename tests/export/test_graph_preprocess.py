@@ -96,6 +96,14 @@ def test_what_cannot_be_resized_in_the_graph_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_pixels_keep_a_padding_whose_colour_is_no_integer(tmp_path: Path) -> None:
+    bundle = bundle_of(tmp_path, preprocess=Preprocess(size=(32, 32), pad=True), **TINY)
+    photos = sample_photos(4, rectangles=True)
+    found = export_model(bundle, tmp_path / "out", ExportSettings(pixels=True), images=photos)
+    assert found.max_difference < 1e-5 and Artefact.open(tmp_path / "out").prepare(photos).dtype == np.float32
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "format", "preprocess"),
     [

@@ -4,7 +4,8 @@ ONNX's own Resize differs from Pillow in the filter's width, its cubic coefficie
 themselves. So a resize is two matmuls here, whose weights are computed from the image's size with basic operators.
 Only pixels of the centre crop are computed: the output's size is fixed, and the crop is an offset in the weights.
 
-Weights are computed in float64, because Pillow's are: rounded to its 22 bits, they give its integers bit for bit.
+Weights are computed in float64, because Pillow's are: rounded to its 22 bits, they give its integers bit for bit. Only of an image
+more than 100 times as high as wide they do not: Pillow resizes its height first.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Exported(nn.Module):
 
     - normalised: float32 [batch, channels, height, width] of the model's size.
     - pixels: [batch, height, width, channels] from 0 to 255 of the model's size, normalised in the graph: uint8, or float32 where
-      the preprocessing does not round what it resized.
+      the preprocessing does not round what it resized, or pads with the mean colour.
     - images: uint8 [batch, height, width, channels] of any size, resized, cropped and normalised in the graph.
     """
 
@@ -47,7 +47,7 @@ class Exported(nn.Module):
             return
         if input == "images":
             self.preprocess = GraphPreprocess(preprocess)
-        if input == "images" or preprocess.rounding != "none":
+        if input == "images" or (preprocess.rounding != "none" and not preprocess.pad):
             self.input_type = torch.uint8
         scale = torch.tensor(preprocess.std, dtype=torch.float64) * preprocess.max_value
         mean = torch.tensor(preprocess.mean, dtype=torch.float64) * preprocess.max_value

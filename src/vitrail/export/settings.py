@@ -46,3 +46,8 @@ class ExportSettings:
             raise VitrailError(f"{self.format} files cannot have precision {self.precision}; use one of {possible}.")
         if self.format == "onnx" and self.opset not in OPSETS:
             raise VitrailError(f"opset is {self.opset}; it must be from {OPSETS[0]} to {OPSETS[-1]}.")
+        if self.pixels and self.resize_in_graph:
+            raise VitrailError(
+                "--pixels takes images of the model's size, --resize-in-graph those of any size, and normalises them, too. "
+                "Give one of them."
+            )

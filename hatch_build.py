@@ -6,6 +6,7 @@ The package then trains a first model without scikit-learn (143 MB), and no data
 from __future__ import annotations
 
 import gzip
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,20 @@ class DigitsHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Write the digits unless they are there, and have them included though git ignores them."""
-        target = Path(self.root, DIGITS)
-        if not target.exists():
-            target.write_bytes(_digits())
+        write_digits(Path(self.root, DIGITS))
         build_data["artifacts"].append(DIGITS)
+
+
+def write_digits(target: Path) -> None:
+    """Write the file at once or not at all: a build that was stopped while it wrote would leave a part of it for all later ones."""
+    if target.exists():
+        return
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(_digits())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _digits() -> bytes:

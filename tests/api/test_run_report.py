@@ -46,6 +46,12 @@ def test_a_run_ends_with_a_page_of_its_validation_images(capsys: pytest.CaptureF
     answer = json.loads(train(capsys, out, "--json")[1])
     assert answer["report"] == str(page) and page.is_file() and answer["finished"]
 
+    note = page.parent / "notes.txt"
+    note.write_text("mine")
+    status, said, _ = train(capsys, out, "--steps", "4", "--allow-change", "steps")
+    assert status == 0 and "has other files (notes.txt)" in " ".join(said.split()) and note.read_text() == "mine"
+    assert "digits, 3 steps" in page.read_text(encoding="utf-8") and "report:" not in said
+    note.unlink()
     status, said, _ = train(capsys, out, "--steps", "4", "--allow-change", "steps")
     assert status == 0 and "digits, 4 steps" in page.read_text(encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import vitrail
 from tests.error_tour.case import at
 from vitrail.api.finetuning import starting_recipe, with_changes
 from vitrail.api.image_check import image_check
+from vitrail.api.run_report import check_only_a_page
 from vitrail.recipes import recipe_named
 
 SMALL, LARGE = torch.zeros(3, 32, 32), torch.zeros(3, 64, 64)
@@ -29,6 +31,8 @@ def skipped_image() -> None:
 
 # fmt: off
 CASES = (
+    at("api/run_report.py:check_only_a_page", lambda: check_only_a_page(Path("photos")),
+       "photos would be replaced, but has other files (", "Move them, and run the same command again."),
     at("api/bundle.py:Bundle.predict", skipped_image, "text.jpg: a text file, not an image", "Replace or remove it."),
     at("api/bundle.py:Bundle._context", lambda: bundle().predict("cat.jpg", max_size=64),
        "max_size=64 limits the long side of images that keep their aspect ratio;", "add any_size=True."),

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import logging
 import os
+import re
 import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -41,6 +42,11 @@ MAX_IMAGES = 10_000
 FOLDER = "evaluation"
 """Of the run folder: report.html, or index.html with reconstructions."""
 _RECONSTRUCTED = 8
+_WRITTEN = re.compile(
+    r"(report|index)\.html|(metrics|inspection)\.json|per-\w+\.csv|predictions\.csv|confusion\.(csv|png)|"
+    r"(reliability|scatter-\d+)\.png|reconstruction\.\w+"
+)
+"""Files of an earlier page, which a new one replaces."""
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given a number of images, shows them as they are done."""
 
@@ -82,11 +88,22 @@ def _write(result: Result, progress: Progress) -> Path | None:
     recipe = RunFolder(result.out).saved_recipe()
     if recipe is None or not result.metrics:  # there were no validation images
         return None
-    folder, bundle = result.out / FOLDER, load(result.out, device=choose_device(recipe.device))
+    folder = result.out / FOLDER
+    check_only_a_page(folder)
+    bundle = load(result.out, device=choose_device(recipe.device))
     if recipe.task.kind in SELF_SUPERVISED:
         bundle.inspect(what="reconstruction", out=folder, show=_RECONSTRUCTED, overwrite=True)
         return folder / "index.html"
     return _evaluate(bundle, result, recipe, progress)
+
+
+def check_only_a_page(folder: Path) -> None:
+    """Refuse to replace a folder in which there are files of the user."""
+    others = sorted(file.name for file in folder.iterdir() if not _WRITTEN.fullmatch(file.name)) if folder.is_dir() else []
+    if others:
+        raise VitrailError(
+            f"{folder} would be replaced, but has other files ({', '.join(others[:3])}). Move them, and run the same command again."
+        )
 
 
 def _evaluate(bundle: Bundle, result: Result, recipe: Recipe, progress: Progress) -> Path | None:

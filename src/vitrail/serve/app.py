@@ -83,7 +83,7 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
     @app.exception_handler(ClientLeft)
     @app.exception_handler(ClientDisconnect)
     async def client_left(_: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # read by nobody, but counted and logged as what it is
+        return Response(status_code=499)  # it reaches no client, but is counted and logged as what it is
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:

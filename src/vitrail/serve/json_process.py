@@ -81,7 +81,7 @@ class JsonProcess:
         self._stop()
 
     def _call(self, request: tuple[Any, ...], given_up: threading.Event) -> Any:
-        """Return what the process answers, or an error, since nobody may wait for it any more."""
+        """Return what the process answers, or an error, since the request may have been given up."""
         if given_up.is_set():
             return None
         try:

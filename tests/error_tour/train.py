@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import signal
-import sys
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,9 +284,9 @@ CASES: tuple[Case, ...] = (
        "keep_best is 'acuracy';", "it can be accuracy, balanced_accuracy, loss.", "Did you mean accuracy?"),
     at("train/callbacks.py:TensorBoard.__init__", TensorBoard, "TensorBoard logs need tensorboard:",
        "install the extra with pip install 'vitrail[tensorboard]'.",
-       patch=lambda one: one.setitem(sys.modules, "torch.utils.tensorboard", None)),
+       hidden="torch.utils.tensorboard"),
     at("train/callbacks.py:WeightsAndBiases.__init__", lambda: WeightsAndBiases("vit"), "Logging to Weights & Biases needs wandb:",
-       "install the extra with pip install 'vitrail[wandb]'.", patch=lambda one: one.setitem(sys.modules, "wandb", None)),
+       "install the extra with pip install 'vitrail[wandb]'.", hidden="wandb"),
     at("train/fp8.py:use_fp8", lambda: use_fp8(create_model("ViT-Ti/16", depth=1, seed=0), Recipe(), World(CPU)),
        "and the device is cpu.", "it needs a GPU with fp8 matmuls (H100 and later)", "Use --precision auto."),
     at("train/parallel.py:_device_named#1", lambda: choose_device("gpu"), "There is no device 'gpu'.",

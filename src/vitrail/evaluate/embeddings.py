@@ -21,14 +21,13 @@ from vitrail.checkpoints.references import without_download
 from vitrail.data.contact_sheet import font, mention_missing
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage, Split
-from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.errors import VitrailError, counted, did_you_mean, reason_of
 from vitrail.evaluate.context import EvalContext, check_features, default_context
 from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.nearest import check_vectors, nearest_rows
 from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column, opened_table, write_table
 from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.settings import FeatureSpec, Metric
-from vitrail.evaluate.shard_folder import reason
 from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
 from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
@@ -297,9 +296,9 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
             raise ValueError("its features and names do not agree")
         return Embeddings(features, tuple(names.tolist()), about)
     except OSError as error:
-        raise VitrailError(f"Cannot read the embeddings {file}: {error.strerror or error}. Check the path.") from error
+        raise VitrailError(f"Cannot read the embeddings {file}: {reason_of(error)}. Check the path.") from error
     except (ValueError, KeyError) as error:
-        raise VitrailError(f"{file} is not an embeddings file ({reason(error)}). Make one with `vitrail embed`.") from error
+        raise VitrailError(f"{file} is not an embeddings file ({reason_of(error)}). Make one with `vitrail embed`.") from error
 
 
 def check_extension(file: Path) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vitrail.data import open_source
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.types import Split
-from vitrail.errors import VitrailError, counted
+from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.evaluate.settings import TARGETS
 from vitrail.evaluate.suite_layouts import MissingData, open_layout
 from vitrail.evaluate.suites import SuiteTask
@@ -109,8 +109,9 @@ def _read_list(file: Path) -> list[tuple[str, int]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise VitrailError(f"Cannot read {file} ({why}). VTAB's lists are train800val200.txt and test.txt; copy both.") from error
+        raise VitrailError(
+            f"Cannot read {file} ({reason_of(error)}). VTAB's lists are train800val200.txt and test.txt; copy both."
+        ) from error
     rows = []
     for number, line in enumerate(lines, start=1):
         words = line.rsplit(maxsplit=1)

@@ -29,7 +29,7 @@ from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_t
 from vitrail.data.sources.read_ahead import ReadAhead, with_retries
 from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
-from vitrail.errors import VitrailError, counted
+from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.files import cache_folder, write_text
 from vitrail.regular_files import parse_json, read_bytes
 
@@ -80,7 +80,7 @@ class TarSplit(Split):
             else:
                 content = _read(tar, offset, size)
         except OSError as error:
-            raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({error.strerror or error})") from error
+            raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({reason_of(error)})") from error
         if len(content) != size:
             raise BadImage(f"{tar}: {self._keys[index]}", "the tar ends before the image is complete", "Copy the tar again.")
         return content
@@ -200,9 +200,8 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
         text = read_bytes(file).decode("utf-8-sig")
         names = parse_json(text) if text.lstrip().startswith("[") else text.splitlines()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise VitrailError(
-            f"Cannot read the class names from {file}: {reason}. Expected one name per line, or a JSON list."
+            f"Cannot read the class names from {file}: {reason_of(error)}. Expected one name per line, or a JSON list."
         ) from error
     wrong = [number for number in numbers if not number.isdecimal() or len(number) > 18 or int(number) >= len(names)]
     if wrong:

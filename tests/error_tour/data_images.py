@@ -139,9 +139,14 @@ CASES: tuple[Case, ...] = (
         "The training split has no classes.", "Check the data with `vitrail data check`.",
     ),
     at(
-        "data/augment_sheet.py:augment_sheet",
+        "data/augment_sheet.py:augment_sheet#1",
         lambda: augment_sheet(_split(), Preprocess(), Augment(), Path("sheet.png"), rows=0),
         "not 0 and 8.", "A sheet needs at least one row and one column",
+    ),
+    at(
+        "data/augment_sheet.py:augment_sheet#2",
+        lambda: augment_sheet(MemorySplit([b"text"]), Preprocess(), Augment(), Path("sheet.png"), bad_images="skip"),
+        "None of the images drawn for the sheet (1) can be read.", "Run `vitrail data check` to list all bad images.",
     ),
     at(
         "data/device_transforms.py:DeviceTransforms.__init__",

@@ -13,6 +13,7 @@ from vitrail.data.augment.spec import Augment
 from vitrail.data.contact_sheet import BACKGROUND, MUTED, TEXT, font, shorten
 from vitrail.data.loader import EvalLoader, TrainLoader
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.settings import BadImages
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file
@@ -21,22 +22,33 @@ _CELL, _GAP, _MARGIN, _HEADER = 112, 4, 130, 76
 
 
 def augment_sheet(
-    split: Split, preprocess: Preprocess, augment: Augment, path: Path, *, rows: int = 8, columns: int = 8, seed: int = 0
+    split: Split,
+    preprocess: Preprocess,
+    augment: Augment,
+    path: Path,
+    *,
+    rows: int = 8,
+    columns: int = 8,
+    seed: int = 0,
+    bad_images: BadImages = "error",
 ) -> None:
     """Write a PNG with images of different classes: preprocessed as in evaluation, then as in `columns` epochs of training.
 
-    With mixing, an image is mixed with that of the row above.
+    With mixing, an image is mixed with that of the row above. With `bad_images="skip"` a bad image has no row.
     """
     if rows < 1 or columns < 1:
         raise VitrailError(f"A sheet needs at least one row and one column, not {rows} and {columns}.")
     part = split.subset(_spread(split, rows, seed))
+    plain = next(iter(EvalLoader(part, preprocess=preprocess, batch=len(part), workers=0, bad_images=bad_images)), None)
+    if plain is None:
+        raise VitrailError(
+            f"None of the images drawn for the sheet ({len(part)}) can be read. Run `vitrail data check` to list all bad images."
+        )
+    part = part.subset(plain.indices.numpy())
     once = dataclasses.replace(augment, repeats=1)
-    loader = TrainLoader(
-        part, preprocess=preprocess, augment=once, batch=len(part), seed=seed, sampling="in-order", workers=0, bad_images="skip"
-    )
+    loader = TrainLoader(part, preprocess=preprocess, augment=once, batch=len(part), seed=seed, sampling="in-order", workers=0)
     loader.set_total_steps(2**40)  # mixing has not ended yet
-    plain = next(iter(EvalLoader(part, preprocess=preprocess, batch=len(part), workers=0))).images
-    batches = [plain] + [batch.images for batch, _ in zip(loader, range(columns), strict=False)]
+    batches = [plain.images] + [batch.images for batch, _ in zip(loader, range(columns), strict=False)]
 
     width = _MARGIN + len(batches) * (_CELL + _GAP) + 16
     sheet = Image.new("RGB", (width, _HEADER + len(part) * (_CELL + _GAP) + 8), BACKGROUND)

@@ -92,7 +92,7 @@ def probe_splits(
     """Fit a probe on the features of `train` and test it on `test`."""
     if features.feature == "patches":
         raise VitrailError("A probe needs one vector per image; use mean instead of patches.")
-    preprocess = bundle.stored_preprocess()
+    preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
     train_features = extract_features(bundle.model, train, preprocess, features, context)
     test_features = extract_features(bundle.model, test, preprocess, features, context)
     device = context.world.device if context.world.device.type == "cuda" else torch.device("cpu")

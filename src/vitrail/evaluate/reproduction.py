@@ -147,7 +147,7 @@ class _Run:
             )
         self.bundle, self.announce = bundle, announce
         self.context = context or default_context(bundle.model)
-        self.preprocess = bundle.stored_preprocess()
+        self.preprocess = self.context.preprocess_for(bundle.stored_preprocess(), bundle.model)
         note = self.context.precision_note(bundle.model)
         self.notes = [*([note] if note else []), *(f"assumed: {one}" for one in bundle.report.assumptions)]
         self._model = self.context.prepare(bundle.model)

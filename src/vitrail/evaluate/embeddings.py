@@ -292,6 +292,8 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
         content = read_npz(file, _MAX_FILE)
         about = parse_json(str(content["about"]))
         features, names = content["features"], content["names"]
+        if not isinstance(about, dict):
+            raise ValueError("its settings are not a JSON object")
         if names.ndim != 1 or names.dtype.kind != "U" or features.ndim < 1 or len(features) != len(names):
             raise ValueError("its features and names do not agree")
         return Embeddings(features, tuple(names.tolist()), about)
@@ -328,6 +330,8 @@ def _read_parquet(file: Path) -> Embeddings:
     with opened_table(file) as opened:
         table = opened.read()
     about = parse_json((table.schema.metadata or {})[b"vitrail"])
+    if not isinstance(about, dict):
+        raise ValueError("its settings are not a JSON object")
     shape = about.pop("shape")
     flat = table["features"].combine_chunks()
     values = flat.flatten().to_numpy(zero_copy_only=False).astype(np.float32)

@@ -111,7 +111,8 @@ def split(
     """
     import numpy as np
 
-    from vitrail.data.sources import open_source
+    from vitrail.data.sources import open_source, resolve
+    from vitrail.data.sources.reference import format_reference
     from vitrail.data.split import rename, stratified, write_table
 
     check_place(table)
@@ -119,7 +120,8 @@ def split(
         raise VitrailError(f"{table} already exists. Delete it, or choose another name.")
     if not (0 <= val < 1 and 0 <= test < 1 and val + test < 1 and val + test > 0):
         raise VitrailError(f"val {val:g} and test {test:g}: expected fractions from 0 to below 1, with a sum above 0 and below 1.")
-    opened = open_source(f"{source}{'&' if '?' in source else '?'}val=0")
+    kind, location, options = resolve(source)
+    opened = open_source(format_reference(kind, location, {**options, "val": "0"}))
     parts = dict(opened.splits)
     for name, fraction in (("test", test), ("val", val)):
         if fraction and name in parts:

@@ -97,7 +97,7 @@ class EvalContext:
 
     def run_tensor(self, images: Tensor, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Iterator[T]:
         """Apply `compute` to each batch of images that are preprocessed already, [images, channels, height, width]."""
-        for part in images.split(self.batch or (8 if self.world.device.type == "cpu" else 128)):
+        for part in images.split(self.batch_size):
             with evaluating(model):
                 result = self.apply(model, compute, part.to(self.world.device))
             yield result

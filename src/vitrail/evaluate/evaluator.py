@@ -210,7 +210,8 @@ def open_data(
     except VitrailError:
         if classes is None or not bundle.classes_assumed:
             raise
-        source = open_for(records, reference, bad_images=bad_images)  # other classes than assumed: matched by order, and noted
+        # Other classes than assumed: matched by order, and noted.
+        source = open_for(records, reference, bad_images=bad_images, ignore_unknown=ignore_unknown)
     chosen = evaluation_split(records, source, split)
     return chosen, overlap(records, source, chosen)
 

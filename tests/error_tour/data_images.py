@@ -16,7 +16,7 @@ from tests.error_tour.case import Case, at
 from vitrail.data.augment.mix import check_targets
 from vitrail.data.augment.spec import Augment, augment_level
 from vitrail.data.augment_sheet import augment_sheet
-from vitrail.data.classes import align, check_range
+from vitrail.data.classes import align
 from vitrail.data.decode import decode, open_image, unwrap_npy
 from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.find_bad import image_error
@@ -168,13 +168,8 @@ CASES: tuple[Case, ...] = (
         "Remove them, or pass --ignore-unknown-classes to skip their images.",
     ),
     at(
-        "data/classes.py:check_range", lambda: check_range(_wrong_label(), 3),
-        "picture-1.jpg has label 5, but there are 3 outputs (0–2). 1 label is outside.",
-        "Correct the labels, or create a model with more outputs.",
-    ),
-    at(
-        "data/loader.py:_check_labels", lambda: _loader(_wrong_label()),
-        "picture-1.jpg has label 5, but there are 3 classes (0 to 2).", "Check the labels of the dataset.",
+        "data/classes.py:check_range", lambda: _loader(_wrong_label()),
+        "picture-1.jpg has label 5, but there are 3 classes (0 to 2). 1 label is outside.", "Correct the labels of the dataset.",
     ),
     # Decoding.
     at(

@@ -107,7 +107,7 @@ def test_files_that_are_not_embeddings(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(VitrailError, match="is not an embeddings file"):
         load_embeddings(tmp_path / "other.npz")
     np.savez(tmp_path / "list.npz", features=np.zeros((1, 2), np.float32), names=np.array(["a"]), about=np.array("[1]"))
-    with pytest.raises(VitrailError, match="not an embeddings file .its settings are not a JSON object"):
+    with pytest.raises(VitrailError, match=r"not an embeddings file \(its settings are not a JSON object"):
         load_embeddings(tmp_path / "list.npz")
     with pytest.raises(VitrailError, match=r"\.npz or \.parquet"):
         load_embeddings(tmp_path / "x.csv")

@@ -45,8 +45,8 @@ def model_card(bundle: Bundle, name: str = PLACEHOLDER, *, licence: str | None =
         _summary(bundle, licence),
         *_use(bundle, name),
         *_model(bundle),
-        *_training(bundle, provenance),
-        *_evaluation(bundle, provenance),
+        *_training(provenance),
+        *_evaluation(provenance),
         *_limits(bundle, provenance),
     ]
     front = yaml_dump(_front_matter(bundle, name, provenance, licence), sort_keys=False)
@@ -177,7 +177,7 @@ def _classes(bundle: Bundle) -> list[str]:
     ]
 
 
-def _training(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
+def _training(provenance: Mapping[str, Any]) -> list[str]:
     keys = {
         "recipe": "recipe",
         "start": "started from",
@@ -203,7 +203,7 @@ def _training(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
     return ["## Training", markdown_table(("", ""), rows)]
 
 
-def _evaluation(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
+def _evaluation(provenance: Mapping[str, Any]) -> list[str]:
     metrics = _validation(provenance)
     images = int(metrics.pop("images", 0))
     metrics.pop("predicted_classes", None)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.commands.options import Json
+from vitrail.commands.options import Json, progress_bar
 from vitrail.commands.output import check_output_file, check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.data.settings import Duplicates, Fit, Store
@@ -71,7 +70,7 @@ def check(
         report = Report(source=source, splits={}, problems=problems, notes=notes)
     else:
         console.print(opened.describe(), highlight=False, soft_wrap=True)
-        with _progress(console, "checking", sum(map(len, opened.splits.values()))) as advance:
+        with progress_bar(console, "checking", sum(map(len, opened.splits.values()))) as advance:
             report = check_source(opened, duplicates=duplicates, workers=workers, progress=advance)
         report.problems[:0] = problems
         report.notes[:0] = notes
@@ -190,7 +189,7 @@ def pack(
     settings = choose_settings(opened, size=image_size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
     start = time.perf_counter()
     try:
-        with _progress(console, "packing", sum(map(len, opened.splits.values()))) as advance:
+        with progress_bar(console, "packing", sum(map(len, opened.splits.values()))) as advance:
             description = pack_source(opened, destination, settings, bad_images=bad_images, workers=workers, progress=advance)
     except KeyboardInterrupt:
         console.print("Stopped. Run the same command again to resume.")
@@ -249,14 +248,6 @@ def _warnings_as_notes() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagated
-
-
-@contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 def _show(report: Report, sheet: Path | None, console: Console) -> None:

@@ -14,6 +14,7 @@ from vitrail.data.contact_sheet import BACKGROUND, MUTED, TEXT, font, shorten
 from vitrail.data.loader import EvalLoader, TrainLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.settings import BadImages
+from vitrail.data.thumbnails import fit_square
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file
@@ -62,7 +63,7 @@ def augment_sheet(
             top = _HEADER + row * (_CELL + _GAP)
             if column == 0 and part.task == "classify":
                 draw.multiline_text((12, top + 8), shorten(part.classes[part.targets[row]], 60, wrap=15), TEXT, font(14))
-            sheet.paste(_thumbnail(pixels), (left, top))
+            sheet.paste(fit_square(pixels, _CELL), (left, top))
     with atomic_file(path) as temporary:
         sheet.save(temporary, "PNG")
 
@@ -84,15 +85,6 @@ def _pixels(images: torch.Tensor, preprocess: Preprocess) -> Array:
     """Undo the normalisation: uint8 [n, height, width, channels]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocess.mean, preprocess.std))
     return (images * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-
-def _thumbnail(pixels: Array) -> Image.Image:
-    height, width, channels = pixels.shape
-    image = Image.fromarray(pixels[:, :, :3] if channels >= 3 else pixels[:, :, 0]).convert("RGB")
-    scale = _CELL / max(height, width)
-    small = width * 3 < _CELL  # show the pixels of tiny images
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    return image.resize(size, Image.Resampling.NEAREST if small else Image.Resampling.BICUBIC)
 
 
 def _describe(augment: Augment) -> str:

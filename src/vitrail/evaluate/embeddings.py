@@ -19,6 +19,7 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.references import without_download
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.thumbnails import thumbnail
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.evaluate.context import EvalContext, check_features, default_context
@@ -29,7 +30,6 @@ from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.settings import FeatureSpec, Metric
 from vitrail.evaluate.shard_folder import reason
 from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
-from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.notebook import data_frame, html_lines, html_table, short_path
 from vitrail.npy import read_npz
@@ -364,8 +364,8 @@ def contact_sheet(
 
 def _thumbnail(name: str) -> Image.Image | None:
     try:
-        return thumbnail(read_bytes(name), _CELL, name)
-    except OSError:
+        return thumbnail(read_bytes(name), _CELL, name=name)
+    except (OSError, BadImage):
         return None
 
 

@@ -27,9 +27,9 @@ from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.fewshot import open_train_and_test
-from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.settings import FeatureSpec, ProbeSpec
 from vitrail.tasks.ranking import ranked
+from vitrail.wilson import Interval, wilson
 
 Array = npt.NDArray[Any]
 _CHUNK = 4096

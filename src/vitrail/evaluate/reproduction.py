@@ -27,8 +27,8 @@ from vitrail.evaluate.imagenet_sets import (
     open_corruptions,
     open_set,
 )
-from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import read_real, real_hits
+from vitrail.wilson import Interval, wilson
 
 
 @dataclass(frozen=True, kw_only=True)

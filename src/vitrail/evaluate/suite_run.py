@@ -13,7 +13,6 @@ from statistics import mean, stdev
 from typing import Any
 
 from vitrail.errors import StoppedBySignal, VitrailError
-from vitrail.evaluate.intervals import wilson
 from vitrail.evaluate.settings import SuiteSettings
 from vitrail.evaluate.suite_layouts import MissingData
 from vitrail.evaluate.suite_sources import TaskData, open_task
@@ -24,6 +23,7 @@ from vitrail.train.callbacks import Callback
 from vitrail.train.config import Recipe
 from vitrail.train.loop import train
 from vitrail.train.prepare import Prepared, make_model, make_task
+from vitrail.wilson import wilson
 
 _VTAB_CROP = (384 / 448) ** 2
 """Area of VTAB's random crops: 384×384 pixels of an image resized to 448×448 (BiT, which the paper follows)."""

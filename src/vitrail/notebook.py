@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from vitrail.drawing.page import png_uri
 from vitrail.errors import VitrailError, counted
 from vitrail.text import has_surrogates, printable
 
@@ -54,6 +54,11 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, limit:
 def html_image(png: bytes, alt: str) -> Markup:
     """Return an image that contains its own data."""
     return Markup(f"<img src='{png_uri(png)}' alt='{html_text(alt)}'>")
+
+
+def png_uri(png: bytes) -> str:
+    """Return a PNG as the address of an image in an HTML page."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def html_lines(lines: Iterable[str]) -> Markup:

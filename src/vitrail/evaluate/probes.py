@@ -181,6 +181,6 @@ def _finite(features: Array) -> Array:
     if len(bad):
         raise VitrailError(
             f"The features of {len(bad)} of {len(features)} images contain NaN or infinity (the first is image {bad[0]}). "
-            "Check these images and the weights (`vitrail info`). If they are finite, use --precision bf16 or fp32."
+            "Check these images and the weights (`vitrail info`). If they are finite, use bf16 or fp32."
         )
     return features

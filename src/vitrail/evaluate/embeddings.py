@@ -292,14 +292,10 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
         content = read_npz(file, _MAX_FILE)
         about = parse_json(str(content["about"]))
         features, names = content["features"], content["names"]
-        if not isinstance(about, dict):
-            raise ValueError("its settings are not a JSON object")
-        if names.ndim != 1 or names.dtype.kind != "U" or features.ndim < 1 or len(features) != len(names):
-            raise ValueError("its features and names do not agree")
-        return Embeddings(features, tuple(names.tolist()), about)
+        return _checked(features, names.tolist(), about)
     except OSError as error:
         raise VitrailError(f"Cannot read the embeddings {file}: {error.strerror or error}. Check the path.") from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last two: a column of another type than ours
         raise VitrailError(f"{file} is not an embeddings file ({reason(error)}). Make one with `vitrail embed`.") from error
 
 
@@ -330,12 +326,20 @@ def _read_parquet(file: Path) -> Embeddings:
     with opened_table(file) as opened:
         table = opened.read()
     about = parse_json((table.schema.metadata or {})[b"vitrail"])
-    if not isinstance(about, dict):
-        raise ValueError("its settings are not a JSON object")
-    shape = about.pop("shape")
+    shape = about.pop("shape") if isinstance(about, dict) else ()
     flat = table["features"].combine_chunks()
     values = flat.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-    return Embeddings(values.reshape(-1, *shape), tuple(map(as_text, table["name"].to_pylist())), about)
+    return _checked(values.reshape(-1, *shape), list(map(as_text, table["name"].to_pylist())), about)
+
+
+def _checked(features: Array, names: Any, about: Any) -> Embeddings:
+    """Return what was read from a file; raise a ValueError if its parts do not belong together."""
+    if not isinstance(about, dict):
+        raise ValueError("its settings are not a JSON object")
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not texts or features.ndim < 1 or len(features) != len(names):
+        raise ValueError("its features and names do not agree")
+    return Embeddings(features, tuple(names), about)
 
 
 def contact_sheet(

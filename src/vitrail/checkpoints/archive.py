@@ -66,7 +66,7 @@ def wrap_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise VitrailError(f"Cannot read {path}: {reason}. Check the path and its permissions.") from error
-    except (Exception, RecursionError) as error:  # libraries raise many kinds of errors on corrupted files
+    except Exception as error:  # libraries raise many kinds of errors on corrupted files
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else 'no details'}"
         raise VitrailError(
             f"Cannot read {path} as a checkpoint ({reason}). The file is corrupted or incomplete: download or copy it again."

@@ -74,6 +74,11 @@ def hide_secrets(text: str) -> str:
     return _URL.sub(lambda found: shown_url(found[0]), text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's message, without secrets."""
+    return hide_secrets(str(error).splitlines()[0]).rstrip(".") if str(error) else type(error).__name__
+
+
 def _host(url: str) -> str:
     return urlsplit(url).netloc.rpartition("@")[2].casefold()
 

@@ -356,4 +356,6 @@ CASES: tuple[Case, ...] = (
        "add --lr-grid 0.001 0.003 0.01 0.03."),
     at("train/sweep.py:best_rate#2", lambda: best_rate(small(lr_grid=(0.01, 0.03)), scratch(), say=print),
        "The sweep was interrupted at learning rate 0.01;", "run the same command again to resume.", patch=stopped_sweep),
+    at("train/sweep.py:best_rate#3", lambda: best_rate(small(lr_grid=(1e30,)), scratch(), say=print),
+       "Training diverged with every learning rate of the grid.", "Try lower ones with --lr-grid."),
 )  # fmt: skip

@@ -114,7 +114,7 @@ def validate(
             meter.update(outputs, part.targets)
             steps += 1
         if world.sharded:
-            _keep_step(runner, task, preprocess, max(world.gather(steps)) - steps)
+            _join_others(runner, task, preprocess, precision, max(world.gather(steps)) - steps)
             runner.reshard()
     states = world.gather(meter.state())
     for rank, state in enumerate(states):
@@ -123,8 +123,9 @@ def validate(
     return meter
 
 
-def _keep_step(runner: Runner, task: Task, preprocess: Preprocess, missing: int) -> None:
-    """Run empty batches: all ranks gather shards together, so one that has no batch left must still take part."""
-    nothing = torch.zeros(1, preprocess.channels, *preprocess.size, device=runner.world.device)
-    for _ in range(missing):
-        task.predict(runner, nothing, torch.zeros(1, dtype=torch.int64))
+def _join_others(runner: Runner, task: Task, preprocess: Preprocess, precision: str, batches: int) -> None:
+    """Run batches of one black image: all ranks gather shards together, so one that has no images left must still take part."""
+    black = torch.zeros(1, preprocess.channels, *preprocess.size, device=runner.world.device)
+    for _ in range(batches):
+        with autocast(precision, runner.world.device):  # gathered weights are in low precision
+            task.predict(runner, black, torch.zeros(1, dtype=torch.int64))

@@ -97,6 +97,10 @@ class ModelSpec:
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in other}
         return {name: value for name, value in values.items() if value is not None}
 
+    def config_changes(self) -> dict[str, Any]:
+        """Return `changes` as the model's config has them, where None means that there is no tanh layer."""
+        return {name: value or None if name == "pre_logits" else value for name, value in self.changes().items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:

@@ -83,9 +83,9 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
             f"A batch of {recipe.batch} cannot be split over {gpus} GPUs; each needs at least one image. Use fewer --gpus or a "
             "larger --batch."
         )
-    alone = recipe.task.kind in SELF_SUPERVISED
-    config = config_of(recipe.model, 0 if alone else outputs)
-    if alone and not isinstance(config, ViTConfig):
+    self_supervised = recipe.task.kind in SELF_SUPERVISED
+    config = config_of(recipe.model, 0 if self_supervised else outputs)
+    if self_supervised and not isinstance(config, ViTConfig):
         raise VitrailError(
             f"{config.name} is a ResNet without patches; {recipe.task.kind} needs a Vision Transformer, such as "
             "--model.name ViT-B/16."
@@ -125,8 +125,7 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
 
         config = load(spec.start, verify="none").model.config.replace(outputs=outputs)
         return config if spec.image_size is None else config.replace(image_size=spec.image_size)
-    changes = {name: value or None if name == "pre_logits" else value for name, value in spec.changes().items()}
-    return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **changes)
+    return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **spec.config_changes())
 
 
 def _need(

@@ -313,6 +313,8 @@ class Recipe:
 
 
 SELF_SUPERVISED = ("masked-patch", "masked-autoencoder")
+CHANGEABLE = ("init", "dropout", "attention_dropout", "stochastic_depth")
+"""Settings of the model that may be changed in a trained checkpoint: its weights do not depend on them."""
 
 # What may differ when a run is resumed: it changes speed, devices or logging, not what is computed.
 FREE = (

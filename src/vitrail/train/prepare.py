@@ -19,16 +19,13 @@ from vitrail.models import Model, ViT, ViTConfig, create_model, initialise
 from vitrail.models.lora import add_lora
 from vitrail.models.masked import Pretraining
 from vitrail.tasks import Classify, Distill, MultiLabel, Regress, Task
-from vitrail.train.config import SELF_SUPERVISED, Recipe
+from vitrail.train.config import CHANGEABLE, SELF_SUPERVISED, Recipe
 from vitrail.train.pretext import make_pretext
 from vitrail.train.sharded_init import Initialise
 from vitrail.train.speed import training_flops
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import Bundle
-
-# Fields of a trained checkpoint's config that may be changed: its weights do not depend on them.
-_CHANGEABLE = ("init", "dropout", "attention_dropout", "stochastic_depth")
 
 
 @dataclass
@@ -168,7 +165,7 @@ def make_model(
         model = create_model(
             spec.name,
             outputs=outputs,
-            image_size=spec.image_size or 224,
+            image_size=224 if spec.image_size is None else spec.image_size,
             device="meta" if on_meta else None,
             seed=recipe.seed,
             **spec.config_changes(),
@@ -193,10 +190,10 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     spec = recipe.model
     assert spec.start is not None
     changes = spec.changes()
-    fixed = sorted(set(changes) - {*_CHANGEABLE, "channels", "pre_logits"})
+    fixed = sorted(set(changes) - {*CHANGEABLE, "channels", "pre_logits"})
     if fixed:
         raise VitrailError(f"model.{fixed[0]} cannot be changed in a trained checkpoint; leave it out, or train from scratch.")
-    fields = {name: value for name, value in changes.items() if name in _CHANGEABLE}
+    fields = {name: value for name, value in changes.items() if name in CHANGEABLE}
     channels = changes.get("channels")
     given = None if recipe.data.preprocess == "auto" else recipe.data.preprocess
     stem: Literal["sum"] | None = "sum" if channels else None

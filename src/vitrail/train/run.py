@@ -101,7 +101,7 @@ class RunFolder:
         """Unlock the folder; remove it if it was made for this run and nothing was written there."""
         if self._lock is None:
             return
-        with suppress(OSError):  # somebody may have removed it already
+        with suppress(OSError):  # the folder may have been removed meanwhile
             if self._is_new and [path.name for path in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()

@@ -204,7 +204,7 @@ CASES = (
     at("evaluate/parquet.py:import_pyarrow", lambda: check_extension(Path("cats.parquet")),
        "Parquet files need pyarrow:", "pip install 'vitrail[hub]'. Or use .npz.", hidden="pyarrow"),
     at("evaluate/nearest.py:check_vectors", lambda: check_vectors((2, 2, 4)),
-       "these features have the shape [2, 2, 4].", "Neighbours need one vector per image;", "Embed again with --feature mean."),
+       "these features have the shape [2, 2, 4].", "Neighbours need one vector per image;", "Embed again with the feature mean."),
     at("evaluate/nearest.py:nearest_rows", lambda: embeddings(float("nan")).nearest([2], 1),
        "The features of row 2 contain NaN or infinity;", "they have no neighbours. Embed again."),
     at("evaluate/settings.py:check_choice", lambda: embeddings().nearest([0], 1, "cos"),  # type: ignore[arg-type]
@@ -214,7 +214,6 @@ CASES = (
        "format is 'csv';", "it can be safetensors, parquet."),
     at("evaluate/settings.py:check_choice", lambda: predict_shards(bundle(), split(), "out", format="json"),  # type: ignore[arg-type]
        "format is 'json';", "it can be csv, parquet."),
-    at("evaluate/shards.py:predict_shards", lambda: predict_shards(bundle(), split(), "out", top=0), "top is 0;", "use 1 or more."),
     at("evaluate/shards.py:_Job._run#1", lambda: embed_shards(bundle(), split(), "out", shard_size=0),
        "The shard size is 0;", "use 1 or more."),
     at("evaluate/shards.py:_Job._run#2", lambda: embed_shards(bundle(), split(0), "out"),

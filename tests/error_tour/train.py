@@ -130,6 +130,18 @@ def half_precision_shards() -> object:
 # Steps that fail
 
 
+def unreadable_validation() -> object:
+    folder = scratch()
+    for split in ("train", "val"):
+        for name in "ab":
+            (folder / split / name).mkdir(parents=True)
+            for number in range(4):
+                content = Path("cat.jpg").read_bytes() if split == "train" else b"not an image"
+                (folder / split / name / f"{number}.jpg").write_bytes(content)
+    data = {"data__source": f"folder:{folder}", "data__bad_images": "skip", "data__holdout": 0.0}
+    return train(small(**data, model__channels=3, batch=4, steps=3), folder / "run", curves=False)
+
+
 def diverging(**changes: Any) -> object:
     return train(small(optim__lr=1e30, schedule=ScheduleSpec(), checkpoint_every=100, **changes), scratch(), curves=False)
 
@@ -308,6 +320,8 @@ CASES: tuple[Case, ...] = (
        "--parallel is fsdp.", "Evaluators need the whole model on each device;", "Use --parallel ddp."),
     at("train/loop.py:total_steps", lambda: total_steps(Recipe(), 10), "The length of the run is missing:",
        "add --epochs or --steps."),
+    at("train/validate.py:validate", unreadable_validation, "No image of the split val can be read,",
+       "`vitrail data check` says why; hold out training images instead with --data.holdout 0.1."),
     at("train/captured_step.py:CapturedStep.__init__", lambda: CapturedStep(lambda: None, []),
        "There are no parameters to compute gradients for;", "pass model.parameters()."),
     at("train/captured_step.py:_detached", lambda: CapturedStep(lambda: 0.5, new_vit().parameters())(),
@@ -358,4 +372,6 @@ CASES: tuple[Case, ...] = (
        "add --lr-grid 0.001 0.003 0.01 0.03."),
     at("train/sweep.py:best_rate#2", lambda: best_rate(small(lr_grid=(0.01, 0.03)), scratch(), say=print),
        "The sweep was interrupted at learning rate 0.01;", "run the same command again to resume.", patch=stopped_sweep),
+    at("train/sweep.py:best_rate#3", lambda: best_rate(small(lr_grid=(1e30,)), scratch(), say=print),
+       "Training diverged with every learning rate of the grid.", "Try lower ones with --lr-grid."),
 )  # fmt: skip

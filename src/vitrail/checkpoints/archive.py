@@ -65,7 +65,7 @@ def wrap_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise VitrailError(f"There is no file {error.filename or path}. Check the path.") from error
     except OSError as error:
         raise VitrailError(f"Cannot read {path}: {reason_of(error)}. Check the path and its permissions.") from error
-    except (Exception, RecursionError) as error:  # libraries raise many kinds of errors on corrupted files
+    except Exception as error:  # libraries raise many kinds of errors on corrupted files
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else 'no details'}"
         raise VitrailError(
             f"Cannot read {path} as a checkpoint ({reason}). The file is corrupted or incomplete: download or copy it again."

@@ -74,8 +74,8 @@ def hide_secrets(text: str) -> str:
     return _URL.sub(lambda found: shown_url(found[0]), text)
 
 
-def public_reason(error: BaseException) -> str:
-    """Return the first line of what another library's error says, without secrets; or its type if it says nothing."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's message, without secrets."""
     return hide_secrets(str(error).splitlines()[0]).rstrip(".") if str(error) else type(error).__name__
 
 

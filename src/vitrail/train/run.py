@@ -102,8 +102,8 @@ class RunFolder:
         """Unlock the folder; remove it if it was made for this run and nothing was written there."""
         if self._lock is None:
             return
-        if self._is_new and [path.name for path in self.path.iterdir()] == [".lock"]:
-            with suppress(OSError):
+        with suppress(OSError):  # the folder may have been removed meanwhile
+            if self._is_new and [path.name for path in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
         self._lock.close()

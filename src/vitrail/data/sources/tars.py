@@ -33,7 +33,7 @@ from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.files import cache_folder, write_text
 from vitrail.regular_files import parse_json, read_bytes
 
-_INDEX_VERSION = 2  # 1: tars without an end block were accepted
+_INDEX_VERSION = 3  # 1: tars without an end block were accepted; 2: labels in files such as 0001.CLS were not read
 _MAX_TARS = 1_000_000
 _MAX_BRACES = 100
 _MAX_LABEL = 1 << 24
@@ -272,7 +272,7 @@ Part = tuple[int, int, bytes]
 
 
 def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
-    extension = (label or "cls").partition(".")[0]
+    extension = (label or "cls").partition(".")[0].lower()
     samples: dict[str, dict[str, Part]] = {}
     special: list[str] = []
     try:
@@ -280,6 +280,7 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
             for member in archive:
                 folder, _, base = member.name.rpartition("/")
                 stem, dot, ending = base.partition(".")
+                ending = ending.lower()
                 plain = member.isfile() and not member.issparse()  # holes of a sparse file are not stored
                 if not plain and not member.isdir():
                     special.append(member.name)
@@ -291,7 +292,7 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
                         raise tarfile.ReadError(f"the label {member.name} has {member.size:,} bytes")
                     text = archive.extractfile(member).read()  # type: ignore[union-attr]
                 key = f"{folder}/{stem}" if folder else stem
-                samples.setdefault(key, {})[ending.lower()] = (member.offset_data, member.size, text)
+                samples.setdefault(key, {})[ending] = (member.offset_data, member.size, text)
             file.seek(archive.offset)
             if file.read(512) != bytes(512):  # tarfile ends silently at a wrong header, or where a copy stopped
                 raise tarfile.ReadError(f"it has no end block after byte {archive.offset:,}")
@@ -313,14 +314,13 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
 
 def _image_part(parts: dict[str, Part], extension: str | None) -> str | None:
     if extension is not None:
-        return extension if extension in parts else None
+        return extension.lower() if extension.lower() in parts else None
     return next((ending for ending in parts if f".{ending}" in SUFFIXES), None)
 
 
 def _label(parts: dict[str, Part], member: str | None, where: str) -> str | None:
     extension, _, key = (member or "").partition(".")
-    if not extension:
-        extension = "cls" if "cls" in parts else "json"
+    extension = extension.lower() or ("cls" if "cls" in parts else "json")
     if extension not in parts:
         return None
     text = parts[extension][2].decode("utf-8", "replace").strip()

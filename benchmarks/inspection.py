@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitrail
 from vitrail import inspect
+from vitrail.bench.machine import hardware
 from vitrail.inspect.inputs import fitting_batch
 from vitrail.models import ViT
 
@@ -125,7 +126,7 @@ def report(rows: list[dict[str, Any]], batch: int, options: argparse.Namespace) 
         "size": options.size,
         "images": options.images,
         "batch": batch,
-        "hardware": hardware(options.device),
+        "hardware": hardware(torch.device(options.device)),
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
     }
@@ -145,16 +146,6 @@ def report(rows: list[dict[str, Any]], batch: int, options: argparse.Namespace) 
         writer.writeheader()
         writer.writerows({**row, **about} for row in rows)
     print(f"written: {file}")
-
-
-def hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model}, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":

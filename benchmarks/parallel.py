@@ -183,11 +183,10 @@ def engine(mode: Mode, *, captured: bool = True, kernels: str = "auto") -> Calla
         model = built(config, device)
         model.kernels = kernels  # type: ignore[assignment]
         world = World(device, mode=mode)
-        recipe = Recipe(
-            optim=OPTIM, schedule=ScheduleSpec(kind="constant"), batch=len(images), on_nonfinite="skip", cuda_graph=captured
-        )
-        runner = Runner(model, world, param_dtype=shard_dtype(PRECISION, device))
-        step = Step(runner, Classify(config.outputs), Optimizer(model, OPTIM), recipe, total=1, precision=PRECISION, average=None)
+        schedule, task = ScheduleSpec(kind="constant"), Classify(config.outputs)
+        recipe = Recipe(optim=OPTIM, schedule=schedule, batch=len(images), on_nonfinite="skip", cuda_graph=captured)
+        runner, optimizer = Runner(model, world, param_dtype=shard_dtype(PRECISION, device)), Optimizer(model, OPTIM)
+        step = Step(runner, task, optimizer, recipe, total=1, precision=PRECISION, average=None, schedule=schedule)
         batch = Batch(images, targets, torch.arange(len(images)), 0, 0, 0, 1, len(images))
         failure = [""]  # kept when the capture is reset
 

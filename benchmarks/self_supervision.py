@@ -198,7 +198,8 @@ class Steps:
         if options.compile:
             trained.compile()
         optimizer = Optimizer(trained, optim)
-        self.step = Step(runner, task, optimizer, recipe, total=10**6, precision=self.precision, average=None)
+        settings: Row = {"total": 10**6, "precision": self.precision, "average": None, "schedule": recipe.schedule}
+        self.step = Step(runner, task, optimizer, recipe, **settings)
         targets = torch.randint(0, 1000, (len(images),), device=device)
         self.batch = Batch(images, targets, torch.arange(len(images)), 0, 0, 0, 1, len(images))
         self.done = 0

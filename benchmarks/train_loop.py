@@ -45,6 +45,7 @@ from vitrail.train.prepare import Prepared
 from vitrail.train.result import Result
 from vitrail.train.run import RunFolder
 from vitrail.train.speed import peak_flops
+from vitrail.train.stopping import Stop
 
 Row = dict[str, Any]
 
@@ -111,7 +112,7 @@ class Measured(Loop):
 
     def _save(self) -> None: ...
 
-    def _finish(self) -> Result:
+    def _finish(self, stop: Stop) -> Result:
         return Result(self.run.path, self.done, "accuracy", {})
 
 
@@ -167,7 +168,7 @@ def overhead(options: argparse.Namespace, device: torch.device) -> list[Row]:
         "added_percent": round(added * 100, 2),
         "images_per_second": round(rate, 1),
     }
-    peak = peak_flops(device, "bf16")
+    peak = peak_flops(device)
     if peak:
         shown = statistics.median(record["speed"]["mfu"] for record in loop.kept.records[-options.steps // 20 :])
         counted = rate * by_hand(loop.loop.prepared.model) / peak

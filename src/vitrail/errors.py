@@ -1,4 +1,4 @@
-"""The error for mistakes of the user, and suggestions for mistyped names."""
+"""The error for mistakes of the user, and words for its messages."""
 
 from __future__ import annotations
 
@@ -42,3 +42,11 @@ _CLOSE, _AS_CLOSE = 0.75, 0.1  # likeness of two words, from 0 to 1; and how muc
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Return `1 image` or `2,000 images`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return why something failed, for the brackets of a message: the system's words, the missing key, or what the error says."""
+    if isinstance(error, KeyError) and error.args:
+        key = error.args[0]
+        return f"it has no {key.decode() if isinstance(key, bytes) else repr(key)}"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

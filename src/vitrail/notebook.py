@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from vitrail.errors import VitrailError, counted
-from vitrail.text import printable
+from vitrail.text import has_surrogates, printable
 
 _MAX_ROWS = 20
 _PATH = 48  # characters
@@ -53,7 +53,12 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, limit:
 
 def html_image(png: bytes, alt: str) -> Markup:
     """Return an image that contains its own data."""
-    return Markup(f"<img src='data:image/png;base64,{base64.b64encode(png).decode()}' alt='{html_text(alt)}'>")
+    return Markup(f"<img src='{png_uri(png)}' alt='{html_text(alt)}'>")
+
+
+def png_uri(png: bytes) -> str:
+    """Return a PNG as the address of an image in an HTML page."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def html_lines(lines: Iterable[str]) -> Markup:
@@ -68,12 +73,12 @@ def data_frame(columns: Mapping[str, Sequence[Any]]) -> Any:
     except ImportError as error:
         raise VitrailError("to_pandas() needs pandas, which is not installed: pip install pandas.") from error
     # Columns of text are UTF-8 in newer versions of pandas; a file name that is not keeps its bytes in a column of objects.
-    plain = {name: pandas.Series(values, dtype=object) if _has_surrogates(values) else values for name, values in columns.items()}
+    plain = {name: pandas.Series(values, dtype=object) if _any_surrogates(values) else values for name, values in columns.items()}
     return pandas.DataFrame(plain)
 
 
-def _has_surrogates(values: Sequence[Any]) -> bool:
-    return any(isinstance(one, str) and not one.isascii() and any("\ud800" <= c <= "\udfff" for c in one) for one in values)
+def _any_surrogates(values: Sequence[Any]) -> bool:
+    return any(isinstance(one, str) and has_surrogates(one) for one in values)
 
 
 def short_path(path: str) -> str:

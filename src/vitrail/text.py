@@ -31,6 +31,11 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{byte:02x}" if byte < 0x100 else f"\\u{byte:04x}"
 
 
+def has_surrogates(text: str) -> bool:
+    """Tell whether a name is not valid Unicode: it has bytes of a file name that are not UTF-8."""
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def to_json(value: Any, **options: Any) -> str:
     r"""Return JSON in readable Unicode, with what a terminal or UTF-8 could not take as `\u…`, so that it reads back equal."""
     text = json.dumps(value, ensure_ascii=False, **options)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import vitrail
 from tests.evaluate.conftest import checkpoint, photos  # noqa: F401 - fixtures
@@ -43,12 +44,23 @@ def test_what_is_not_an_image_is_a_sentence(bundle: vitrail.Bundle, given: objec
         bundle.predict(given)
 
 
-def test_errors_name_arguments_not_options(bundle: vitrail.Bundle) -> None:
+def test_errors_name_arguments_not_options(bundle: vitrail.Bundle, tmp_path: Path) -> None:
     with pytest.raises(VitrailError, match=r"pass bad_images='skip'"):
         bundle.predict(b"not an image")
     with pytest.raises(VitrailError, match=r"device='cpu'|no such device") as error:
         bundle.predict(np.zeros((8, 8, 3), np.uint8), device="cuda" if not torch.cuda.is_available() else "mps")
     assert "--" not in str(error.value)
+    (tmp_path / "photos" / "zebra").mkdir(parents=True)
+    for number in range(4):
+        Image.new("RGB", (8, 8), (60 * number, 90, 30)).save(tmp_path / "photos" / "zebra" / f"{number}.png")
+    with pytest.raises(VitrailError, match="or pass ignore_unknown_classes=True to skip its images"):
+        bundle.evaluate(tmp_path / "photos")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "report.html").touch()
+    with pytest.raises(VitrailError, match="Pass overwrite=True to replace it"):
+        bundle.evaluate("digits", out=tmp_path / "report")
+    with pytest.raises(VitrailError, match="Choose another name for out"):
+        bundle.inspect(out=tmp_path / "report" / "report.html")
     for top in (0, 1.5, "3"):
         with pytest.raises(VitrailError, match=f"top is {top!r}"):
             bundle.predict(np.zeros((8, 8, 3), np.uint8), top=top)  # type: ignore[arg-type]

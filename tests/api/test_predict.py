@@ -80,6 +80,7 @@ def test_stacked_arrays_folders_sources_and_splits(bundle: vitrail.Bundle, photo
     table = tmp_path / "table.csv"
     table.write_text("image,label\n" + "".join(f"{file},red\n" for file in sorted((photos / "val" / "red").glob("*.jpg"))))
     assert is_source(table) and is_source("digits") and is_source("digits?classes=0-4") and is_source("folder:x")
+    assert is_source(f"{table}?task=classify") and not is_source("x" * 300)
     assert not is_source(photos) and not is_source("photos") and not is_source(3) and not is_source("C:\\photos")
 
 

@@ -31,6 +31,14 @@ def row(library: str, mode: str, **fields: Any) -> Row:
     return Row(library=library, mode=mode, **{**values, **fields})
 
 
+def test_a_table_with_a_changed_cell_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bench.csv"
+    ResultsFile(file).put(row("timm", "eager"))
+    file.write_text(file.read_text().replace("3460.2", "fast"))
+    with pytest.raises(VitrailError, match="does not have the columns or the values of a benchmark"):
+        read_csv(file)
+
+
 def test_our_best_mode_is_compared_with_the_fastest_mode_of_the_fastest_library() -> None:
     rows = [
         row("vitrail", "default", images_per_s=4325.25, peak_memory_gib=26.0),

@@ -89,6 +89,12 @@ def test_split_writes_a_table_that_opens_again(tmp_path: Path, capsys: pytest.Ca
     assert "already exists" in capsys.readouterr().err
 
 
+def test_split_of_a_folder_with_a_question_mark_in_its_name(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "who?", {"cat": 4, "dog": 4})
+    assert run("data", "split", root, tmp_path / "split.csv", "--val", "0.25") == 0
+    assert {name: len(split) for name, split in open_source(str(tmp_path / "split.csv")).splits.items()} == {"train": 6, "val": 2}
+
+
 def test_split_keeps_existing_splits(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("data", "split", photos, tmp_path / "s.csv") == 2
     assert "already has a split 'val'" in capsys.readouterr().err

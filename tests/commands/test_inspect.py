@@ -188,8 +188,8 @@ def test_mistakes_give_clear_messages(tmp_path: Path, pictures: list[Path], caps
         ((ref, *pictures, "--out", pictures[0]), "is a file"),
         ((ref, *pictures, "--out", out, "--layers", 5), "no layer 5"),
         ((ref, *pictures, "--out", out, "--patch", 9, 9), "no patch in row 9, column 9"),
-        ((ref, "--data", "digits", "--count", 0, "--out", out), "--count is 0"),
-        ((ref, *pictures, "--show", 0, "--out", out), "--show is 0"),
+        ((ref, "--data", "digits", "--count", 0, "--out", out), "count is 0"),
+        ((ref, *pictures, "--show", 0, "--out", out), "show is 0"),
         ((ref, *pictures, "--compare", ref, "--out", out), "same checkpoint was given twice"),
         ((ref, *pictures, "--image-size", "1,2", "--out", out), "height and width such as 384x512"),
     ):

@@ -169,7 +169,7 @@ def test_other_sizes_and_images_that_keep_their_aspect_ratio(
     for options, text in (
         (("--image-size", "36"), "Image 36×36 is not a multiple of patch 8. Nearest: 32×32, 40×40."),
         (("--image-size", "48,48"), "--image-size is '48,48'; it takes a number of pixels, or height and width such as 384x512."),
-        (("--max-size", "64"), "add --any-size"),
+        (("--max-size", "64"), "Add any_size"),
         (("--any-size", "--max-size", "4"), "limited to 4 pixels, but the model's patches have 8: allow 8 or more"),
     ):
         status, out, err = run(capsys, *words, *options)

@@ -52,6 +52,16 @@ def test_without_rows_there_is_no_sheet(tmp_path: Path) -> None:
         augment_sheet(stored(4), preset("imagenet", size=16), Augment(), tmp_path / "sheet.png", rows=0)
 
 
+def test_bad_images_have_no_row_if_they_are_skipped(tmp_path: Path) -> None:
+    images: list[bytes | Array] = [picture(k, 40, 40) for k in range(4)]
+    images[1] = b"I am a text"
+    split, preprocess = MemorySplit(images), preset("deit", size=_CELL)
+    with pytest.raises(VitrailError, match="a text file"):
+        augment_sheet(split, preprocess, Augment(), tmp_path / "sheet.png", rows=4, columns=2)
+    augment_sheet(split, preprocess, Augment(), tmp_path / "sheet.png", rows=4, columns=2, bad_images="skip")
+    assert Image.open(tmp_path / "sheet.png").size[1] == _HEADER + 3 * (_CELL + _GAP) + 8
+
+
 def test_lines_break_between_words() -> None:
     assert shorten("crop none, erase 0.25, smoothing 0.1", 30, wrap=15) == "crop none,\nerase 0.25,…"
     assert shorten("n02102040-" * 5, 60, wrap=22).count("\n") == 2

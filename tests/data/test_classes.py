@@ -97,9 +97,9 @@ def test_duplicate_class_names_are_refused() -> None:
 
 @pytest.mark.parametrize("label", [6, -1])
 def test_a_label_outside_the_outputs_is_refused_before_the_device_sees_it(label: int) -> None:
-    split = split_of("train", tuple("abcdefg"), [0, 5, label])
-    with pytest.raises(VitrailError, match=rf"000002 has label {label}, but there are 6 outputs \(0–5\)\. 1 label is outside"):
-        check_range(split, 6)
+    split = split_of("train", tuple("abcdef"), [0, 5, label])
+    with pytest.raises(VitrailError, match=rf"000002 has label {label}, but there are 6 classes \(0 to 5\)\. 1 label is outside"):
+        check_range(split)
 
 
 def test_split_names() -> None:

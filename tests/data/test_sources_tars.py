@@ -133,6 +133,14 @@ def test_labels_in_json_and_folders_in_keys(tmp_path: Path) -> None:
         open_source(f"wds:{tmp_path}/" + wds(tmp_path, "t.tar?label=json.size"))
 
 
+def test_the_case_of_suffixes_does_not_matter(tmp_path: Path) -> None:
+    content = {"1.PNG": encoded(picture(1)), "1.CLS": b"0", "2.png": encoded(picture(2)), "2.cls": b"1"}
+    write_tar(tmp_path / "t.tar", content)
+    for options in ("", "?image=PNG", "?label=CLS"):
+        split = open_source(f"wds:{tmp_path}/" + wds(tmp_path, f"t.tar{options}")).splits["train"]
+        assert (split.classes, split.targets.tolist()) == (("0", "1"), [0, 1]), options
+
+
 def test_images_without_labels(tmp_path: Path) -> None:
     write_tar(tmp_path / "t.tar", {"1.png": encoded(picture(1)), "2.webp": encoded(picture(2), "WEBP")})
     split = open_source(f"wds:{tmp_path}/" + wds(tmp_path, "t.tar")).splits["train"]

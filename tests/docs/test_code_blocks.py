@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,14 @@ def _run_session(piece: Piece, names: dict[str, Any]) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     session = doctest.DocTestParser().get_doctest(f"{piece.code}\n", names, piece.page, piece.page, piece.line)
     report: list[str] = []
-    result = doctest.DocTestRunner(optionflags=flags).run(session, out=report.append, clear_globs=False)
+    result = doctest.DocTestRunner(_Checker(), optionflags=flags).run(session, out=report.append, clear_globs=False)
     assert not result.failed, "".join(report)
+
+
+class _Checker(doctest.OutputChecker):
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        same = super().check_output(_SHARE.sub("%", want), _SHARE.sub("%", got), optionflags)
+        return same and _close(_SHARE.findall(want), _SHARE.findall(got))
 
 
 @contextlib.contextmanager
@@ -165,13 +171,19 @@ def _wait_until_ready(thread: threading.Thread) -> None:
 
 
 def _compare(piece: Piece, shown: str) -> None:
-    """Compare what a command printed with the page. … stands for anything; shares may differ by a point, as CPUs round them."""
+    """Compare what a command printed with the page; … stands for anything."""
     assert piece.output is not None
     for line in piece.output.strip().splitlines():
         pattern = ".*".join(map(re.escape, line.strip().split("…")))
-        pattern = re.sub(r"\d+\\\.\d+%", r"(\\d+\\.\\d+)%", pattern)
-        expected = [float(number) for number in re.findall(r"(\d+\.\d+)%", line)]
+        pattern = re.sub(r"\d+\\\.\d+%", lambda share: _SHARE.pattern, pattern)
         match = re.search(pattern, shown)
         assert match, f"{piece.page}:{piece.line}: {line!r} is not in what {piece.code!r} prints:\n{shown}"
-        found = [float(number) for number in match.groups()]
-        assert all(abs(one - other) < 1 for one, other in zip(expected, found, strict=True)), f"{line!r}, but found {match[0]!r}"
+        assert _close(_SHARE.findall(line), match.groups()), f"{line!r}, but found {match[0]!r}"
+
+
+_SHARE = re.compile(r"(\d+\.\d+)%")
+
+
+def _close(expected: Sequence[str], found: Sequence[str]) -> bool:
+    """Whether shares differ by less than a point: devices round differently."""
+    return all(abs(float(one) - float(other)) < 1 for one, other in zip(expected, found, strict=True))

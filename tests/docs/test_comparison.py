@@ -1,4 +1,7 @@
-"""What docs/comparison.md and the README say about timm and transformers holds for the installed versions."""
+"""What docs/comparison.md and the README say about timm and transformers holds for the versions that the page names.
+
+pyproject.toml allows others. With those a check may fail, which is shown and does not fail the tests: then the page has to follow.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import csv
 import inspect
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 import timm
 import torch
 import transformers
+from packaging.requirements import Requirement
 from timm.layers import set_fused_attn, use_fused_attn
 from timm.utils import AttentionExtract
 from timm.utils.onnx import onnx_export
@@ -24,6 +29,7 @@ from vitrail.models import VARIANTS, create_model
 
 PAGE = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+NAMED = dict(re.findall(r"(timm|transformers) (\d+(?:\.\d+)+)", PAGE.partition("\n| ")[0]))
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -31,6 +37,13 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 64,
     "image_size": 32,
 }
+
+
+def about(package: Any) -> pytest.MarkDecorator:
+    """Mark a check of a library, which may fail with another version than the page's."""
+    installed, named = package.__version__, NAMED[package.__name__]
+    other = not f"{installed}.".startswith(f"{named}.")
+    return pytest.mark.xfail(other, reason=f"docs/comparison.md is about {package.__name__} {named}, not {installed}", strict=False)
 
 
 def sources(package: Any) -> list[Path]:
@@ -46,6 +59,8 @@ def google_file(tmp_path: Path) -> Path:
     return file
 
 
+@about(timm)
+@about(transformers)
 def test_sizes() -> None:
     assert len(timm.list_models()) > 1000 and "more than 1,000" in PAGE
     folders = [one for one in (Path(transformers.__file__).parent / "models").iterdir() if (one / "__init__.py").exists()]
@@ -53,6 +68,7 @@ def test_sizes() -> None:
     assert len(VARIANTS) == 52 and "52 variants" in PAGE
 
 
+@about(timm)
 def test_timm_reads_googles_files_and_does_not_write_them(google_file: Path) -> None:
     model = timm.create_model("vit_base_patch16_224", img_size=32, embed_dim=32, depth=1, num_heads=2, mlp_ratio=2, num_classes=10)
     before = model.head.weight.clone()
@@ -61,6 +77,7 @@ def test_timm_reads_googles_files_and_does_not_write_them(google_file: Path) -> 
     assert not [file for file in sources(timm) if "savez" in file.read_text(encoding="utf-8")]
 
 
+@about(transformers)
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_does_not_read_them(google_file: Path) -> None:
     for given in (google_file, google_file.parent):
@@ -70,6 +87,8 @@ def test_transformers_does_not_read_them(google_file: Path) -> None:
     assert {file.parent.name for file in named} <= {"bark"}
 
 
+@about(timm)
+@about(transformers)
 def test_where_preprocessing_is_stored(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=1)
     timm.models.save_for_hf(model, str(tmp_path / "timm"))
@@ -82,6 +101,7 @@ def test_where_preprocessing_is_stored(tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "preprocessor_config.json").exists()
 
 
+@about(timm)
 def test_attention_of_timm_needs_fused_attention_off() -> None:
     assert use_fused_attn()
     with pytest.raises(RuntimeError, match="No node names found"):
@@ -94,6 +114,7 @@ def test_attention_of_timm_needs_fused_attention_off() -> None:
     assert [tuple(one.shape) for one in found.values()] == [(1, 3, 197, 197)]
 
 
+@about(transformers)
 def test_attention_of_transformers_needs_eager() -> None:
     shapes = {}
     for kind in ("sdpa", "eager"):
@@ -106,7 +127,7 @@ def test_attention_of_transformers_needs_eager() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", [timm, transformers], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [pytest.param(one, marks=about(one), id=one.__name__) for one in (timm, transformers)])
 def test_what_was_not_found(package: Any) -> None:
     names = re.compile(
         r"^\s*(?:def|class) \w*(?:rollout_?attention|attention_?rollout|attention_?distance|few_?shot|mean_?color)\w*",
@@ -116,11 +137,14 @@ def test_what_was_not_found(package: Any) -> None:
     assert not found
 
 
+@about(transformers)
 def test_masked_image_modelling_of_transformers_predicts_pixels() -> None:
     model = transformers.ViTForMaskedImageModeling
     assert "SimMIM" in (model.__doc__ or "") and "l1_loss" in inspect.getsource(model.forward)
 
 
+@about(timm)
+@about(transformers)
 def test_export_to_onnx() -> None:
     assert inspect.signature(onnx_export).parameters["check_forward"].default is False
     assert "torch.randn" in inspect.getsource(onnx_export)
@@ -156,7 +180,9 @@ def test_speeds_on_a_cpu_are_those_of_the_csv_files() -> None:
         assert f"{theirs:.2f}" in page
 
 
-def test_the_versions_are_those_that_are_installed() -> None:
-    """Within the bounds of pyproject.toml a newer one may be installed: the checks above hold for it, and the page names ours."""
-    assert f"timm {timm.__version__}" in PAGE or timm.__version__ != "1.0.31"
-    assert "transformers 5.23" in PAGE.replace("\n", " ")
+def test_the_page_names_versions_that_the_tests_may_install() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    allowed = {one.name: one.specifier for one in map(Requirement, groups["dev"])}
+    assert NAMED.keys() == {"timm", "transformers"}
+    for name, version in NAMED.items():
+        assert allowed[name].contains(version), f"docs/comparison.md is about {name} {version}: check it with another one"

@@ -34,8 +34,6 @@ CASES = (
     at("api/run_report.py:check_only_a_page", lambda: check_only_a_page(Path("photos")),
        "photos would be replaced, but has other files (", "Move them, and run the same command again."),
     at("api/bundle.py:Bundle.predict", skipped_image, "text.jpg: a text file, not an image", "Replace or remove it."),
-    at("api/bundle.py:Bundle._context", lambda: bundle().predict("cat.jpg", max_size=64),
-       "max_size=64 limits the long side of images that keep their aspect ratio;", "add any_size=True."),
     at("api/finetuning.py:_reference", lambda: vitrail.finetune(bundle(), "photos"),
        "finetune starts from a checkpoint that can be loaded again, not from a loaded one.",
        "Pass its reference, such as 'model'; save a model that you changed, and pass the folder."),

@@ -41,6 +41,7 @@ CASES: tuple[Case, ...] = (
     at("bench/plan.py:BenchPlan._check_modes#3", "vitrail bench --mode timm:eagr",
        "--mode timm:eagr: there is no mode 'eagr' for train.", "Did you mean eager? Use one of eager, compiled, graphs."),
     at("bench/results.py:read_csv", lambda: read_csv(Path("table.csv")),
-       "table.csv does not have the columns of a benchmark.", "Choose another --out, or replace it with --overwrite."),
+       "table.csv does not have the columns or the values of a benchmark.",
+       "Choose another --out, or replace it with --overwrite."),
 )
 # fmt: on

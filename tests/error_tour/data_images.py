@@ -16,7 +16,7 @@ from tests.error_tour.case import Case, at
 from vitrail.data.augment.mix import check_targets
 from vitrail.data.augment.spec import Augment, augment_level
 from vitrail.data.augment_sheet import augment_sheet
-from vitrail.data.classes import align, check_range
+from vitrail.data.classes import align
 from vitrail.data.decode import decode, open_image, unwrap_npy
 from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.find_bad import image_error
@@ -139,9 +139,14 @@ CASES: tuple[Case, ...] = (
         "The training split has no classes.", "Check the data with `vitrail data check`.",
     ),
     at(
-        "data/augment_sheet.py:augment_sheet",
+        "data/augment_sheet.py:augment_sheet#1",
         lambda: augment_sheet(_split(), Preprocess(), Augment(), Path("sheet.png"), rows=0),
         "not 0 and 8.", "A sheet needs at least one row and one column",
+    ),
+    at(
+        "data/augment_sheet.py:augment_sheet#2",
+        lambda: augment_sheet(MemorySplit([b"text"]), Preprocess(), Augment(), Path("sheet.png"), bad_images="skip"),
+        "None of the images drawn for the sheet (1) can be read.", "Run `vitrail data check` to list all bad images.",
     ),
     at(
         "data/device_transforms.py:DeviceTransforms.__init__",
@@ -163,13 +168,8 @@ CASES: tuple[Case, ...] = (
         "Remove them, or pass --ignore-unknown-classes to skip their images.",
     ),
     at(
-        "data/classes.py:check_range", lambda: check_range(_wrong_label(), 3),
-        "picture-1.jpg has label 5, but there are 3 outputs (0–2). 1 label is outside.",
-        "Correct the labels, or create a model with more outputs.",
-    ),
-    at(
-        "data/loader.py:_check_labels", lambda: _loader(_wrong_label()),
-        "picture-1.jpg has label 5, but there are 3 classes (0 to 2).", "Check the labels of the dataset.",
+        "data/classes.py:check_range", lambda: _loader(_wrong_label()),
+        "picture-1.jpg has label 5, but there are 3 classes (0 to 2). 1 label is outside.", "Correct the labels of the dataset.",
     ),
     # Decoding.
     at(

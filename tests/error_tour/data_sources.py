@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import tarfile
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,15 +109,10 @@ def _incomplete_hub() -> Source:
     return open_source("hf:hub-incomplete")
 
 
-def _not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-
-
-def _svhn_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+def _svhn_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     import torchvision.datasets
 
     monkeypatch.setattr(torchvision.datasets.SVHN, "_check_integrity", lambda self: True)
-    _not_installed("scipy", monkeypatch)
 
 
 # fmt: off
@@ -328,7 +322,7 @@ CASES: tuple[Case, ...] = (
     at(
         "data/sources/tars.py:_file_system#1", lambda: _file_system(_URL),
         f"{_URL} is a URL, and reading it needs the `fsspec` package:", "pip install 'vitrail[web]'.",
-        patch=partial(_not_installed, "fsspec"),
+        hidden="fsspec",
     ),
     at(
         "data/sources/tars.py:_file_system#2", lambda: _file_system("htp://example.org/train.tar"),
@@ -350,7 +344,7 @@ CASES: tuple[Case, ...] = (
     ),
     at(
         "data/sources/torchvision.py:_dataset#1", lambda: open_source("torchvision:SVHN?root=empty"),
-        "SVHN needs the package scipy:", "pip install scipy.", patch=_svhn_without_scipy,
+        "SVHN needs the package scipy:", "pip install scipy.", hidden="scipy", patch=_svhn_is_complete,
     ),
     at(
         "data/sources/torchvision.py:_dataset#2", lambda: open_source("torchvision:CIFAR10?root=empty"),
@@ -367,7 +361,7 @@ CASES: tuple[Case, ...] = (
     ),
     at(
         "data/sources/hub.py:open_hub#1", lambda: open_source("hf:cifar10"),
-        "hf:cifar10 needs the `datasets` package:", "pip install 'vitrail[hub]'.", patch=partial(_not_installed, "datasets"),
+        "hf:cifar10 needs the `datasets` package:", "pip install 'vitrail[hub]'.", hidden="datasets",
     ),
     at(
         "data/sources/hub.py:open_hub#2", lambda: open_source(_saved("image", "label", splits=("train", "test")) + "?val=0.2"),

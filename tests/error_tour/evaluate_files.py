@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,10 +54,6 @@ def without_checkpoint() -> object:
 
 def of_another_size() -> object:
     return dataclasses.replace(embed(bundle(), ["cat.jpg"]), features=np.zeros((1, 7), np.float32)).with_images(["cat.jpg"])
-
-
-def no_pyarrow(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(sys.modules, "pyarrow", None)
 
 
 def folder(**files: str | bytes) -> Path:
@@ -207,9 +202,9 @@ CASES = (
     at("evaluate/embeddings.py:load_embeddings#2", lambda: load_embeddings("numbers.npz"),
        "numbers.npz is not an embeddings file (it has no 'about').", "Make one with `vitrail embed`."),
     at("evaluate/parquet.py:import_pyarrow", lambda: check_extension(Path("cats.parquet")),
-       "Parquet files need pyarrow:", "pip install 'vitrail[hub]'. Or use .npz.", patch=no_pyarrow),
+       "Parquet files need pyarrow:", "pip install 'vitrail[hub]'. Or use .npz.", hidden="pyarrow"),
     at("evaluate/nearest.py:check_vectors", lambda: check_vectors((2, 2, 4)),
-       "these features have the shape [2, 2, 4].", "Neighbours need one vector per image;", "Embed again with --feature mean."),
+       "these features have the shape [2, 2, 4].", "Neighbours need one vector per image;", "Embed again with the feature mean."),
     at("evaluate/nearest.py:nearest_rows", lambda: embeddings(float("nan")).nearest([2], 1),
        "The features of row 2 contain NaN or infinity;", "they have no neighbours. Embed again."),
     at("evaluate/settings.py:check_choice", lambda: embeddings().nearest([0], 1, "cos"),  # type: ignore[arg-type]
@@ -219,7 +214,6 @@ CASES = (
        "format is 'csv';", "it can be safetensors, parquet."),
     at("evaluate/settings.py:check_choice", lambda: predict_shards(bundle(), split(), "out", format="json"),  # type: ignore[arg-type]
        "format is 'json';", "it can be csv, parquet."),
-    at("evaluate/shards.py:predict_shards", lambda: predict_shards(bundle(), split(), "out", top=0), "top is 0;", "use 1 or more."),
     at("evaluate/shards.py:_Job._run#1", lambda: embed_shards(bundle(), split(), "out", shard_size=0),
        "The shard size is 0;", "use 1 or more."),
     at("evaluate/shards.py:_Job._run#2", lambda: embed_shards(bundle(), split(0), "out"),

@@ -88,7 +88,7 @@ def binary_list() -> str:
     return str(file)
 
 
-NOT_FINITE = ("Check the weights (`vitrail info`).", "use --precision bf16 or fp32")
+NOT_FINITE = ("Check the weights (`vitrail info`).", "use bf16 or fp32")
 AFTER = "use class, mean or patches."
 
 CASES = (
@@ -131,9 +131,9 @@ CASES = (
        "The number of workers is -1;", "it must be at least 0."),
     at("evaluate/context.py:EvalContext.prepare",
        lambda: EvalContext(world=World(torch.device("cuda")), precision="int8").prepare(bundle().model),
-       "--precision int8 needs a CPU;", "on cuda use fp32, bf16 or fp16."),
-    at("evaluate/context.py:EvalContext.preprocess_for", lambda: embed(bundle(), ["cat.jpg"], None, EvalContext(max_size=64)),
-       "--max-size limits the long side of images that keep their aspect ratio;", "add --any-size."),
+       "int8 needs a CPU;", "on cuda use fp32, bf16 or fp16."),
+    at("evaluate/context.py:EvalContext.__post_init__#3", lambda: bundle().predict("cat.jpg", max_size=64),
+       "max_size is 64: it limits the long side of images that keep their aspect ratio.", "Add any_size."),
     # evaluate
     at("evaluate/context.py:check_finite", lambda: evaluate(nan_bundle(), split()),
        "The model's output for 000000 contains NaN or infinity.", *NOT_FINITE),
@@ -190,7 +190,7 @@ CASES = (
     at("evaluate/probes.py:choose", lambda: choose(ROWS[:1], LABELS[:1], 2, ProbeSpec(), np.empty(0, np.int64)),
        "1 training image: too few to hold some out.", "Pass a single value of l2 or neighbours."),
     at("evaluate/probes.py:_finite", lambda: probe(nan_bundle(), "pre_logits"),
-       "The features of 2 of 2 images contain NaN or infinity (the first is image 0).", "use --precision bf16 or fp32."),
+       "The features of 2 of 2 images contain NaN or infinity (the first is image 0).", "use bf16 or fp32."),
     at("evaluate/ridge.py:RidgeClassifier.scores", lambda: fit_ridge(ROWS, LABELS, 2).scores(ROWS[:, :2]),
        "The test features have 2 channels, the support features 3.", "Compute both with the same model, layer and pooling."),
     at("evaluate/ridge.py:fit_ridge", lambda: fit_ridge(ROWS, LABELS, 2, l2=0),

@@ -277,7 +277,7 @@ CASES = (
     Case(
         'Training and studies', 'a run of no length', 'vitrail train digits --epochs 0',
         'epochs is 0;',
-        ('there would be nothing to train.',), at="train/config.py:check#6",
+        ('there would be nothing to train.',), at="train/config.py:check#5",
     ),
     Case(
         'Training and studies', 'a mistyped study', 'vitrail study data-sizes',

@@ -17,7 +17,7 @@ from vitrail.errors import VitrailError
 from vitrail.serve.errors import ServiceError
 
 ROOT = Path(vitrail.__file__).parent
-ERRORS = {"VitrailError", "ServiceError", "StoppedBySignal", "MissingData", "DiskError", "AmbiguousName", "BadImage"}
+ERRORS = {"VitrailError", "ServiceError", "StoppedBySignal", "MissingData", "DiskError", "AmbiguousName", "BadImage", "Diverged"}
 
 
 @dataclass(frozen=True)

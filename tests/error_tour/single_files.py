@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,6 @@ CASES: tuple[Case, ...] = (
     at("files.py:_in_use", lambda: write_text("new.txt", "text"), "Cannot replace new.txt: Access is denied.",
        "If a program has it open, or has loaded a model from it, close that first; or choose another name.", patch=file_in_use),
     at("notebook.py:data_frame", lambda: data_frame({}), "to_pandas() needs pandas, which is not installed:",
-       "pip install pandas.", patch=lambda monkeypatch: monkeypatch.setitem(sys.modules, "pandas", None)),
+       "pip install pandas.", hidden="pandas"),
 )
 # fmt: on

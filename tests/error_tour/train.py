@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import signal
-import sys
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +128,18 @@ def half_precision_shards() -> object:
 
 
 # Steps that fail
+
+
+def unreadable_validation() -> object:
+    folder = scratch()
+    for split in ("train", "val"):
+        for name in "ab":
+            (folder / split / name).mkdir(parents=True)
+            for number in range(4):
+                content = Path("cat.jpg").read_bytes() if split == "train" else b"not an image"
+                (folder / split / name / f"{number}.jpg").write_bytes(content)
+    data = {"data__source": f"folder:{folder}", "data__bad_images": "skip", "data__holdout": 0.0}
+    return train(small(**data, model__channels=3, batch=4, steps=3), folder / "run", curves=False)
 
 
 def diverging(**changes: Any) -> object:
@@ -285,9 +296,9 @@ CASES: tuple[Case, ...] = (
        "keep_best is 'acuracy';", "it can be accuracy, balanced_accuracy, loss.", "Did you mean accuracy?"),
     at("train/callbacks.py:TensorBoard.__init__", TensorBoard, "TensorBoard logs need tensorboard:",
        "install the extra with pip install 'vitrail[tensorboard]'.",
-       patch=lambda one: one.setitem(sys.modules, "torch.utils.tensorboard", None)),
+       hidden="torch.utils.tensorboard"),
     at("train/callbacks.py:WeightsAndBiases.__init__", lambda: WeightsAndBiases("vit"), "Logging to Weights & Biases needs wandb:",
-       "install the extra with pip install 'vitrail[wandb]'.", patch=lambda one: one.setitem(sys.modules, "wandb", None)),
+       "install the extra with pip install 'vitrail[wandb]'.", hidden="wandb"),
     at("train/fp8.py:use_fp8", lambda: use_fp8(create_model("ViT-Ti/16", depth=1, seed=0), Recipe(), World(CPU)),
        "and the device is cpu.", "it needs a GPU with fp8 matmuls (H100 and later)", "Use --precision auto."),
     at("train/parallel.py:_device_named#1", lambda: choose_device("gpu"), "There is no device 'gpu'.",
@@ -309,6 +320,8 @@ CASES: tuple[Case, ...] = (
        "--parallel is fsdp.", "Evaluators need the whole model on each device;", "Use --parallel ddp."),
     at("train/loop.py:total_steps", lambda: total_steps(Recipe(), 10), "The length of the run is missing:",
        "add --epochs or --steps."),
+    at("train/validate.py:validate", unreadable_validation, "No image of the split val can be read,",
+       "`vitrail data check` says why; hold out training images instead with --data.holdout 0.1."),
     at("train/captured_step.py:CapturedStep.__init__", lambda: CapturedStep(lambda: None, []),
        "There are no parameters to compute gradients for;", "pass model.parameters()."),
     at("train/captured_step.py:_detached", lambda: CapturedStep(lambda: 0.5, new_vit().parameters())(),
@@ -359,4 +372,6 @@ CASES: tuple[Case, ...] = (
        "add --lr-grid 0.001 0.003 0.01 0.03."),
     at("train/sweep.py:best_rate#2", lambda: best_rate(small(lr_grid=(0.01, 0.03)), scratch(), say=print),
        "The sweep was interrupted at learning rate 0.01;", "run the same command again to resume.", patch=stopped_sweep),
+    at("train/sweep.py:best_rate#3", lambda: best_rate(small(lr_grid=(1e30,)), scratch(), say=print),
+       "Training diverged with every learning rate of the grid.", "Try lower ones with --lr-grid."),
 )  # fmt: skip

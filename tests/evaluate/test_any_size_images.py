@@ -16,7 +16,18 @@ import vitrail
 from vitrail.checkpoints import Bundle, Prediction, load, save
 from vitrail.data import open_source
 from vitrail.errors import VitrailError
-from vitrail.evaluate import EvalContext, FeatureSpec, embed, evaluate, load_embeddings, predict
+from vitrail.evaluate import (
+    EvalContext,
+    FeatureSpec,
+    FewShotSpec,
+    ProbeSpec,
+    embed,
+    evaluate,
+    few_shot,
+    load_embeddings,
+    predict,
+    probe,
+)
 from vitrail.models import ViT, ViTConfig
 
 ANY = EvalContext(batch=4, workers=0, bad_images="skip", any_size=True)
@@ -79,10 +90,8 @@ def test_python_and_the_command_agree(bundle: vitrail.Bundle, mixed: Path) -> No
         expected = bundle.decode(copy.deepcopy(bundle.model).resize((16, 56))(tensor), 2)
     for ours, theirs in zip(bundle.predict(tensor, top=2, any_size=True), expected, strict=True):
         same(ours, theirs)
-    with pytest.raises(VitrailError, match="add any_size=True"):
+    with pytest.raises(VitrailError, match="Add any_size"):
         bundle.predict(files, max_size=40)
-    with pytest.raises(VitrailError, match="add --any-size"):
-        list(predict(bundle, files, context=dataclasses.replace(ANY, any_size=False, max_size=40)))
 
 
 def test_threads_and_worker_processes_give_the_same_in_the_same_order(bundle: Bundle, photos: Path) -> None:
@@ -147,3 +156,11 @@ def test_a_loaded_model_takes_any_size_and_a_saved_one_remembers_it(checkpoint: 
     save(tmp_path / "saved", anything.model, preprocess=anything.preprocess, classes=anything.classes)
     again = load(tmp_path / "saved", verify="full").model
     assert isinstance(again, ViT) and again.config.any_size and again.config.image_size == (32, 32)
+
+
+def test_results_record_the_preprocessing_that_was_used(bundle: vitrail.Bundle, photos: Path) -> None:
+    context, reference = dataclasses.replace(ANY, bad_images="error"), f"folder:{photos}"
+    probed = probe(bundle, reference, spec=ProbeSpec(l2=(1.0,)), context=context)
+    shots = few_shot(bundle, reference, protocol=FewShotSpec(shots=(1,), seeds=1), context=context)
+    assert probed.preprocess == shots.preprocess == evaluate(bundle, reference, context=context).preprocess
+    assert probed.preprocess.resize == "keep-aspect"

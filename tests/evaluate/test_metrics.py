@@ -15,8 +15,9 @@ from sklearn import metrics as sk
 
 from vitrail.evaluate import classification, multilabel, regression
 from vitrail.evaluate.classification import Predictions, calibration, confusion_matrix, per_class, worst_confusions
-from vitrail.evaluate.intervals import bootstrap, share_interval, wilson
+from vitrail.evaluate.intervals import bootstrap, share_interval
 from vitrail.tasks import Classify
+from vitrail.wilson import wilson
 
 Array = npt.NDArray[Any]
 

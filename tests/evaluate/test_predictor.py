@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,9 @@ def test_files_that_are_not_embeddings(tmp_path: Path, monkeypatch: pytest.Monke
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
     with pytest.raises(VitrailError, match="is not an embeddings file"):
         load_embeddings(tmp_path / "other.npz")
+    np.savez(tmp_path / "list.npz", features=np.zeros((1, 2), np.float32), names=np.array(["a"]), about=np.array("[1]"))
+    with pytest.raises(VitrailError, match=r"not an embeddings file \(its settings are not a JSON object"):
+        load_embeddings(tmp_path / "list.npz")
     with pytest.raises(VitrailError, match=r"\.npz or \.parquet"):
         load_embeddings(tmp_path / "x.csv")
     real = builtins.__import__
@@ -118,6 +122,25 @@ def test_files_that_are_not_embeddings(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(builtins, "__import__", without_arrow)
     with pytest.raises(VitrailError, match=r"vitrail\[hub\]"):
         load_embeddings(tmp_path / "x.parquet")
+
+
+def test_a_parquet_file_whose_parts_do_not_agree_is_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = arrow.FixedSizeListArray.from_arrays(arrow.array([1.0, 2.0, 3.0, 4.0], arrow.float32()), 2)
+    cases: list[tuple[Any, Any, Any]] = [
+        (["a", "b"], rows, {"shape": [4]}),  # was read as one row for two names
+        (["a", None], rows, {"shape": [2]}),
+        (["a", "b"], rows, {"shape": 2}),
+        (["a", "b"], [1, 2], {"shape": [1]}),
+        (["a", "b"], rows, [2]),
+    ]
+    for names, features, about in cases:
+        table = arrow.table({"name": names, "features": features}).replace_schema_metadata({"vitrail": json.dumps(about)})
+        parquet.write_table(table, tmp_path / "x.parquet")
+        with pytest.raises(VitrailError, match="is not an embeddings file"):
+            load_embeddings(tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])

@@ -35,7 +35,7 @@ def test_predict_says_what_it_computed_in(capsys: Any, checkpoint: Path, photos:
     exact, silence = predicted(capsys, checkpoint, photos, "--precision", "fp32")
     rounded, said = predicted(capsys, checkpoint, photos)
     assert silence == ""
-    assert said == "computed in int8: the CPU has VNNI, so int8 matmuls are its fastest; --precision fp32 computes exactly\n"
+    assert said == "computed in int8: the CPU has VNNI, so int8 matmuls are its fastest; fp32 computes exactly\n"
     apart = [
         abs(one["probability"] - two["probability"])
         for image, same in zip(exact, rounded, strict=True)

@@ -284,5 +284,6 @@ def test_a_resnet_with_other_stages_is_named_after_them() -> None:
     assert model_config("BiT-R50x1", layers=2) == model_config("BiT-R50x1", layers=(2,))
     assert model_config("R26+ViT-S/32", image_size=64, layers=(2, 2)).name == "R14+ViT-S/8"
     assert model_config("R+ViT-Ti/16", image_size=64, layers=(2, 2), patch=1).name == "R14+ViT-Ti/8"
+    assert model_config("R+ViT-Ti/16", image_size=64, layers=(2, 2), patch=(1, 2)).name == "R14+ViT-Ti/8x16"
     with pytest.raises(VitrailError, match="has no ResNet part"):
         model_config("ViT-B/16", layers=(1,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -52,6 +53,11 @@ def test_data_size_with_one_seed_says_so() -> None:
     assert outcome.agrees == "yes" and "one seed" in outcome.why
 
 
+def test_data_size_with_equal_ends_gives_one_reason() -> None:
+    (outcome,) = outcomes("data-size", by_data((0.3, 0.7), (0.5, 0.7)))
+    assert (outcome.agrees, outcome.why) == ("partly", "level with all data")
+
+
 def by_compute(lead: dict[str, float]) -> Accuracy:
     """Accuracy grows by a tenth with each decade of compute; families lead by some points."""
 
@@ -85,6 +91,13 @@ def test_shape(deep: float, wide: float, fine: float, agrees: str) -> None:
 
     (outcome,) = outcomes("shape", accuracy)
     assert outcome.agrees == agrees and "depth" in outcome.ours
+
+
+def test_shape_is_judged_by_the_metric_that_all_points_have() -> None:
+    rows = made_rows("shape", lambda row: 0.5 + (0.1 if row.point.label in ("×2", "×½") else 0))
+    rows = [dataclasses.replace(row, few_shot=None) if row.series == "base" else row for row in rows]
+    (finding,) = STUDIES["shape"].findings
+    assert "depth" in finding.judge(Summary(STUDIES["shape"], rows)).ours
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.study.made_rows import made_rows, plan_of
 from vitrail.errors import VitrailError
 from vitrail.study.claims import BEGIN, END, results, write_results
 from vitrail.study.definitions import STUDIES
+from vitrail.study.draw import draw
 from vitrail.study.plan import left_out_rows
 from vitrail.study.report import summaries, write_outputs
 from vitrail.study.rows import FAILED, Results
@@ -38,6 +39,14 @@ def test_every_study_is_drawn(tmp_path: Path) -> None:
     assert set(re.findall(r'src="([a-z]+:)', page)) == {"data:"} and "<link" not in page and "<script" not in page
     before = {file: file.read_bytes() for file in files}
     assert all(file.read_bytes() == before[file] for file in write_outputs(tmp_path))  # the same rows give the same files
+
+
+@pytest.mark.parametrize("name", ["compute", "shape"])
+def test_powers_of_ten_are_plain_text(name: str) -> None:
+    figure = draw(Summary(STUDIES[name], made_rows(name, lambda row: 0.5)))
+    figure.canvas.draw()
+    labels = [label.get_text() for axes in figure.axes for label in (*axes.get_xticklabels(), *axes.get_xticklabels(minor=True))]
+    assert any(re.fullmatch(r"\de\+\d\d", label) for label in labels) and not any("$" in label for label in labels)
 
 
 def test_a_table_shows_means_what_failed_and_what_is_missing(tmp_path: Path) -> None:

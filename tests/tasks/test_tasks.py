@@ -138,6 +138,8 @@ def test_regression_is_standardised_and_given_back():
 def test_regression_refuses_targets_that_cannot_be_learned():
     with pytest.raises(VitrailError, match="'b' is the same for every"):
         Regress(np.array([[1.0, 2.0], [3.0, 2.0]]), ("a", "b"))
+    with pytest.raises(VitrailError, match="'a' is the same for every"):
+        Regress(np.full((1000, 1), 0.1), ("a",))  # numpy's deviation of these is 1.4e-17
     with pytest.raises(VitrailError, match="training image 1 are"):
         Regress(np.array([[1.0], [np.nan]]), ("a",))
 

@@ -85,7 +85,7 @@ def test_patience_counts_validations_since_a_real_improvement() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"patience": -1}, "patience is -1; it must be 0 or more"),
+        ({"patience": -1}, "patience is -1; it must be at least 0"),
         ({"min_improvement": 0.1}, "add --patience"),
         ({"final_model": "best"}, "add --keep-best"),
         ({"keep_best": "accuracy", "eval_every": 0.0}, "eval_every is 0"),

@@ -11,7 +11,7 @@ from torch import nn
 
 from vitrail.errors import VitrailError
 from vitrail.models import create_model
-from vitrail.train.config import OptimSpec, Recipe
+from vitrail.train.config import OptimSpec, Recipe, ScheduleSpec
 from vitrail.train.optimizers import Optimizer, convert_decay, explain
 from vitrail.train.parameter_groups import is_kernel, parameter_groups
 
@@ -141,11 +141,22 @@ def test_frozen_parameters_are_left_out():
         ({"name": "adma"}, "Did you mean adam"),
         ({"clip": 0.0}, "None for no clipping"),
         ({"layer_decay": 1.5}, "at most 1"),
+        ({"beta1": 1.5}, "from 0 to below 1"),
+        ({"name": "sgd", "momentum": 0.0, "nesterov": True}, "needs momentum"),
+        ({"eps": -1.0}, r"optim\.eps is -1; it must be at least 0"),
     ],
 )
 def test_impossible_settings_are_sentences(changes, words):
     with pytest.raises(VitrailError, match=words):
         Recipe(epochs=1, optim=OptimSpec(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"eval_every": -1.0}, {"checkpoint_every": -1}, {"threads": 0}, {"schedule": ScheduleSpec(end=-1)}]
+)
+def test_numbers_below_their_least_are_sentences(changes: dict[str, Any]) -> None:
+    with pytest.raises(VitrailError, match=r"it must be at least [01]\."):
+        Recipe(epochs=1, **changes)
 
 
 @pytest.mark.parametrize("size", [0, -4])

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import vitrail
 from vitrail.errors import VitrailError
 from vitrail.models import create_model, model_config, parameters
 from vitrail.train.config import ModelSpec, OptimSpec, Recipe
 from vitrail.train.memory import SimulatedModel, simulate, simulate_sharded
-from vitrail.train.plan import communication, make_plan
+from vitrail.train.plan import communication, config_of, make_plan
+from vitrail.train.prepare import make_model
 
 TINY = model_config("ViT-Ti/16", image_size=64, depth=3)
+
+
+def test_the_plan_of_a_checkpoint_has_the_changes_that_training_makes(tmp_path: Path) -> None:
+    model = create_model("ViT-Ti/16", image_size=32, depth=1, pre_logits=16, seed=0)
+    vitrail.save(tmp_path / "model", model)
+    planned = config_of(ModelSpec(start=str(tmp_path / "model"), image_size=64, dropout=0.1, pre_logits=0), 5)
+    assert planned == model.config.replace(outputs=5, image_size=64, dropout=0.1, pre_logits=None)
+
+
+def test_an_image_size_of_zero_is_not_the_default() -> None:
+    with pytest.raises(VitrailError, match="image_size is"):
+        config_of(ModelSpec(image_size=0), 5)
+    with pytest.raises(VitrailError, match="image_size is"):
+        make_model(Recipe(model=ModelSpec(image_size=0)), 5, (), [])
 
 
 def test_weights_and_gradients_are_four_bytes_a_parameter() -> None:

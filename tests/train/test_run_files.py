@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,10 @@ def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path: Path) -> Non
     run.hold()
     run.release()
     assert (tmp_path / "old").exists()
+
+
+def test_a_run_folder_that_was_removed_meanwhile_is_released(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.hold()
+    shutil.rmtree(run.path)
+    run.release()

@@ -72,6 +72,8 @@ def test_an_endless_warm_up_is_refused():
         ("0ep", 0, 0),
         (0, 0, 0),
         ("0.0001%", "0.0001%", 1),  # a warm-up that is asked for is not rounded away
+        ("0.00001%", "1e-05%", 1),  # stored with an exponent, and read again
+        ("1e3", 1000, 1000),
     ],
 )
 def test_a_warm_up_in_steps_epochs_or_as_a_part_of_the_run(written, stored, steps):

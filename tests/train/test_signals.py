@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.train.small import Recorder, small
+from tests.train.test_loop import BadOnce
 from vitrail import cli
 from vitrail.commands.output import TolerantOutput
 from vitrail.data.worker_signals import STOP_SIGNALS, blocked, caught_signals, raise_worker_error
@@ -24,6 +25,7 @@ from vitrail.errors import StoppedBySignal, VitrailError
 from vitrail.train import loop
 from vitrail.train.loop import train
 from vitrail.train.parallel import World
+from vitrail.train.prepare import prepare
 from vitrail.train.result import Result
 from vitrail.train.snapshots import Snapshots, damage
 from vitrail.train.stopping import Stop
@@ -200,6 +202,22 @@ def test_the_exit_status_is_that_of_a_signal(
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "digits", "--json", "--out", str(tmp_path)])
     assert ended.value.code == (0 if number is None else 128 + number)
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_steps_after_a_bad_gradient_are_not_saved_as_taken(policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU gradients are checked only now and then; until then weights stay as they are, and a signal may come."""
+    monkeypatch.setattr(loop.Loop, "_checks_nonfinite", lambda self: False)
+    monkeypatch.setattr(loop.Loop, "_must_stop", lambda self, stop, **_: self.done == 5)
+    recipe = small(steps=8, checkpoint_every=2, log_every=8, on_nonfinite=policy)
+    prepared = prepare(recipe)
+    BadOnce(prepared, 4)
+    if policy == "stop":
+        with pytest.raises(VitrailError, match="not finite in step 4"):
+            train(recipe, tmp_path / "run", prepared=prepared)
+    else:
+        assert train(recipe, tmp_path / "run", prepared=prepared).steps == 4
+    assert max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()) == 4
 
 
 def test_a_sweep_ends_with_the_status_of_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,19 +18,18 @@ from vitrail.api.images import Images, is_source, open_images
 from vitrail.api.predictions import PredictionList
 from vitrail.api.prepared import CachingContext, KeptCopy
 from vitrail.api.progress import progress_bar
-from vitrail.api.wording import for_python, python_errors
+from vitrail.api.wording import python_errors
 from vitrail.checkpoints.conversion import write
 from vitrail.data.settings import BadImages
 from vitrail.data.trained_on import evaluation_split, overlap
 from vitrail.data.types import BadImage, Source, Split
-from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext
 from vitrail.evaluate.embeddings import Embeddings, embed, embed_tensor
 from vitrail.evaluate.evaluator import EvalResult, evaluate, open_data
 from vitrail.evaluate.predictor import predict, predict_tensor
 from vitrail.evaluate.real_labels import read_real
 from vitrail.evaluate.report import check_output_folder, write_report
-from vitrail.evaluate.settings import Feature, FeatureSpec, Match, Precision
+from vitrail.evaluate.settings import Feature, FeatureSpec, Match, Precision, no_progress
 from vitrail.inspect.images import PreprocessedImages, RawImages, denormalise, from_source, from_split, preprocess_images
 from vitrail.inspect.inspection import Inspected, Inspection, What, check_amounts, check_reconstruction, inspect_checkpoints
 from vitrail.inspect.reconstruction import own_source
@@ -97,7 +96,7 @@ class Bundle(checkpoints.Bundle):
         found = open_images(self, images, split=split, bad_images=bad_images)
         context = self._context(precision, device, batch, workers, any_size, max_size, bad_images)
         note = context.precision_note(self.model)
-        notes = [] if note is None else [for_python(note)]
+        notes = [] if note is None else [note]
         if len(found) == 0:
             return PredictionList([], [], task=self.task)
         with _progress("predicting", len(found), progress) as advance:
@@ -332,14 +331,9 @@ class Bundle(checkpoints.Bundle):
         any_size: bool,
         max_size: int | None,
         bad_images: BadImages,
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[int], None] = no_progress,
     ) -> EvalContext:
-        if max_size is not None and not any_size:
-            raise VitrailError(
-                f"max_size={max_size} limits the long side of images that keep their aspect ratio; add any_size=True."
-            )
         chosen = next(self.model.parameters()).device if device is None else choose_device(str(device))
-        options: dict[str, Any] = {} if progress is None else {"progress": progress}
         return CachingContext(
             world=World(chosen),
             batch=batch,
@@ -348,8 +342,8 @@ class Bundle(checkpoints.Bundle):
             max_size=max_size,
             precision=precision,
             bad_images=bad_images,
+            progress=progress,
             kept=self._kept,
-            **options,
         )
 
     def _images_to_inspect(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from vitrail.checkpoints import Bundle
 from vitrail.data.settings import BadImages
-from vitrail.data.sources import KINDS
 from vitrail.data.sources.chain import Chain
-from vitrail.data.sources.reference import parse_reference
 from vitrail.data.trained_on import evaluation_split, open_for
 from vitrail.data.types import Array, Payload, Source, Split
 from vitrail.errors import VitrailError
 from vitrail.evaluate.predictor import find_images
+from vitrail.evaluate.predictor import is_source as names_source
 
 EXPECTED = (
     "paths of images, folders or .txt lists, open files or their bytes, Pillow images, uint8 arrays [height, width, channels], "
@@ -122,16 +120,8 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def is_source(item: Any) -> bool:
-    """Whether a string names a data source: `digits`, `folder:photos`, `photos.csv`. A path to a folder means its images."""
-    if not isinstance(item, str | os.PathLike):
-        return False
-    text = os.fspath(item)
-    path = Path(text).expanduser()
-    if os.path.exists(path):  # noqa: PTH110 - False for a name that is too long, where Path raises
-        return path.suffix.lower() in (".csv", ".tsv", ".tar", ".parquet") or (path / "packed.json").is_file()
-    if not isinstance(item, str):
-        return False
-    return text.partition("?")[0] == "digits" or parse_reference(text)[0] in KINDS
+    """Whether this names a data source: `digits`, `folder:photos`, `photos.csv`. A path to a folder means its images."""
+    return isinstance(item, str | os.PathLike) and names_source(os.fspath(item))
 
 
 def _of_source(bundle: Bundle, item: Any, name: str | None, bad_images: BadImages) -> Split:
@@ -154,7 +144,7 @@ def _in_memory(item: Any, channels: int) -> list[Any]:
         return [content]
     array = item
     if isinstance(item, Tensor):  # as torchvision reads images: uint8 [channels, height, width]
-        array = item.detach().cpu().movedim(-3, -1).numpy() if item.ndim in (3, 4) else item.numpy()
+        array = (item.movedim(-3, -1) if item.ndim in (3, 4) else item).cpu().numpy()
     if not isinstance(array, np.ndarray):
         raise VitrailError(f"A value of type {type(item).__name__} is not an image. Pass {EXPECTED}.")
     if array.dtype not in (np.uint8, np.uint16) or array.ndim not in (2, 3, 4):

@@ -79,10 +79,10 @@ class PredictionList(list[list[Prediction]]):
         return predictions_text(row, self.task) if row else "could not be read"
 
     def _thumbnail(self, number: int) -> Markup:
-        from vitrail.evaluate.thumbnails import data_uri, split_thumbnail
+        from vitrail.data.thumbnails import jpeg_uri, split_thumbnail
 
         image = split_thumbnail(self._images, number, _THUMBNAIL) if self._images is not None else None
-        return Markup(f"<img src='{data_uri(image)}' alt=''>" if image is not None else "")
+        return Markup(f"<img src='{jpeg_uri(image)}' alt=''>" if image is not None else "")
 
 
 def predictions_text(row: Sequence[Prediction], task: str) -> str:

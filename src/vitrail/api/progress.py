@@ -40,12 +40,12 @@ def progress_bar(description: str, total: int, *, shown: bool | None = None) -> 
         yield no_progress
 
 
-def image_progress(console: Console) -> Progress:
+def image_progress(console: Console, *, hidden: bool = False) -> Progress:
     """Make bars that count images and disappear when they are done."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=hidden)
 
 
 @contextmanager

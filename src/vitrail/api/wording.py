@@ -11,12 +11,19 @@ from vitrail.errors import VitrailError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OPTION = re.compile(r"--(bad-images|device|precision) (\w+)")
+_VALUE = re.compile(r"--(bad-images|device|match|precision) (\w+)")
+_FLAG = re.compile(r"--(ignore-unknown-classes|overwrite)\b")
 
 
 def for_python(text: str) -> str:
-    """Write `--bad-images skip` as `bad_images='skip'`."""
-    return _OPTION.sub(lambda match: f"{match[1].replace('-', '_')}='{match[2]}'", text)
+    """Write `--bad-images skip` as `bad_images='skip'`, and `--overwrite` as `overwrite=True`."""
+    text = _VALUE.sub(lambda match: f"{_argument(match)}='{match[2]}'", text)
+    text = _FLAG.sub(lambda match: f"{_argument(match)}=True", text)
+    return text.replace("another name for --out", "another name for out")
+
+
+def _argument(match: re.Match[str]) -> str:
+    return match[1].replace("-", "_")
 
 
 def python_errors(method: Callable[P, T]) -> Callable[P, T]:

@@ -41,9 +41,7 @@ def comparable(config: ModelConfig) -> bool:
     if not isinstance(config, ViTConfig) or config.resnet is not None:
         return False
     square = config.image_size[0] == config.image_size[1] and config.patch[0] == config.patch[1]
-    if config.qk_norm:
-        return False
-    return square and config.pooling == "class" and config.prefix == 1 and config.position == "learned"
+    return square and config.pooling == "class" and config.prefix == 1 and config.position == "learned" and not config.qk_norm
 
 
 def _timm(config: ViTConfig) -> nn.Module:

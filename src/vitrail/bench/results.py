@@ -166,10 +166,12 @@ class ResultsFile:
 
 
 def read_csv(file: Path) -> list[Row]:
-    # Clock and power were added later.
-    rows = read_dataclasses(file, Row, optional=("clock_mhz", "watts"))
+    try:
+        rows = read_dataclasses(file, Row, optional=("clock_mhz", "watts"))  # added later
+    except (ValueError, KeyError):  # a cell that is not a number, a row with too many cells
+        rows = None
     if rows is None:
         raise VitrailError(
-            f"{file} does not have the columns of a benchmark. Choose another --out, or replace it with --overwrite."
+            f"{file} does not have the columns or the values of a benchmark. Choose another --out, or replace it with --overwrite."
         )
     return rows

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.class_names import set_classes
@@ -74,8 +74,7 @@ def _stem(weight: Tensor, channels: int, stem: Stem) -> Tensor:
     """Adapt a weight [filters, channels, height, width] to `channels`; `sum` and `repeat` keep the scale of the output."""
     old = weight.shape[1]
     if stem == "random":
-        new = weight.new_empty(weight.shape[0], channels, *weight.shape[2:])
-        return nn.Parameter(lecun_normal_(new), requires_grad=False).data
+        return lecun_normal_(weight.new_empty(weight.shape[0], channels, *weight.shape[2:]))
     if stem == "sum":
         return (weight.sum(dim=1, keepdim=True) / channels).repeat(1, channels, 1, 1)
     index = torch.arange(channels, device=weight.device) % old

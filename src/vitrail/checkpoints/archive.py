@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, reason_of
 from vitrail.regular_files import open_regular, utf8_path
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -64,9 +64,8 @@ def wrap_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except FileNotFoundError as error:
         raise VitrailError(f"There is no file {error.filename or path}. Check the path.") from error
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise VitrailError(f"Cannot read {path}: {reason}. Check the path and its permissions.") from error
-    except (Exception, RecursionError) as error:  # libraries raise many kinds of errors on corrupted files
+        raise VitrailError(f"Cannot read {path}: {reason_of(error)}. Check the path and its permissions.") from error
+    except Exception as error:  # libraries raise many kinds of errors on corrupted files
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else 'no details'}"
         raise VitrailError(
             f"Cannot read {path} as a checkpoint ({reason}). The file is corrupted or incomplete: download or copy it again."

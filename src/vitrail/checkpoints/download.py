@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, reason_of
 from vitrail.files import cache_folder, disk_errors
 
 TIMEOUT = 30.0  # seconds without a byte
@@ -72,6 +72,11 @@ def shown_url(url: str) -> str:
 def hide_secrets(text: str) -> str:
     """Replace each URL in the message of another library by `shown_url` of it."""
     return _URL.sub(lambda found: shown_url(found[0]), text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's message, without secrets."""
+    return hide_secrets(str(error).splitlines()[0]).rstrip(".") if str(error) else type(error).__name__
 
 
 def _host(url: str) -> str:
@@ -297,4 +302,4 @@ def _write_errors(target: Path) -> Iterator[None]:
         with disk_errors(target):
             yield
     except OSError as error:
-        raise VitrailError(f"Cannot write {target}: {error.strerror or error}. Check the permissions of its folder.") from error
+        raise VitrailError(f"Cannot write {target}: {reason_of(error)}. Check the permissions of its folder.") from error

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from vitrail.checkpoints.download import Checksum, fetch, hide_secrets
+from vitrail.checkpoints.download import Checksum, fetch, first_line
 from vitrail.checkpoints.download_progress import download_bar
 from vitrail.checkpoints.native import read_json, weight_files
 from vitrail.errors import VitrailError
@@ -218,15 +218,12 @@ def _sentences(repository: str, revision: str, label: str) -> Iterator[None]:
             f"{repository!r} is not a repository's name. Write it as hf:owner/name, such as hf:google/vit-base-patch16-224."
         ) from error
     except network as error:
-        raise VitrailError(f"Cannot download {label}: {_reason(error)}. {how_to_get(repository, revision)}") from error
+        raise VitrailError(f"Cannot download {label}: {first_line(error)}. {how_to_get(repository, revision)}") from error
     except (OSError, ValueError) as error:
         raise VitrailError(
-            f"Cannot download {label}: {_reason(error)}. Check the cache folder {cache_root()}, or set HF_HOME to another folder."
+            f"Cannot download {label}: {first_line(error)}. Check the cache folder {cache_root()}, or set HF_HOME to another "
+            "folder."
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    return hide_secrets(str(error).splitlines()[0]).rstrip(".") if str(error) else type(error).__name__
 
 
 def network_errors() -> tuple[type[Exception], ...]:

@@ -51,8 +51,8 @@ def model_card(bundle: Bundle, name: str = PLACEHOLDER, *, licence: str | None =
         _summary(bundle, provenance.get("licence_name") or licence),
         *_use(bundle, _reference(bundle, name)),
         *_model(bundle),
-        *_training(bundle, provenance),
-        *_evaluation(bundle, provenance),
+        *_training(provenance),
+        *_evaluation(provenance),
         *_limits(bundle, provenance),
         *card_notes(_included(bundle, name)),
     ]
@@ -195,7 +195,7 @@ def _classes(bundle: Bundle) -> list[str]:
     ]
 
 
-def _training(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
+def _training(provenance: Mapping[str, Any]) -> list[str]:
     keys = {
         "recipe": "recipe",
         "start": "started from",
@@ -222,7 +222,7 @@ def _training(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
     return ["## Training", markdown_table(("", ""), rows)]
 
 
-def _evaluation(bundle: Bundle, provenance: Mapping[str, Any]) -> list[str]:
+def _evaluation(provenance: Mapping[str, Any]) -> list[str]:
     metrics = _validation(provenance)
     images = int(metrics.pop("images", 0))
     metrics.pop("predicted_classes", None)

@@ -49,10 +49,9 @@ def save(
     """Write a checkpoint folder atomically. An existing checkpoint is replaced; a folder with other files is not touched.
 
     The model may be compiled, wrapped in DDP, on any device and in train or eval mode; it is not changed. LoRA adapters are merged
-    in the file. `classes` are the
-    names of the outputs in order, `provenance` is free information on where the weights come from. `store_dtype` rounds the
-    weights in the file, for instance to float16; they are loaded in the model's own dtype, and golden outputs are those of the
-    rounded weights. With `read_back` the folder is loaded and fully verified before the target is created.
+    in the file. `classes` are the names of the outputs in order, `provenance` is free information on where the weights come from.
+    `store_dtype` rounds the weights in the file, for instance to float16; they are loaded in the model's own dtype, and golden
+    outputs are those of the rounded weights. With `read_back` the folder is loaded and fully verified before the target is created.
     """
     bare, state = _unwrapped_state(model)
     config: ModelConfig = bare.config  # type: ignore[assignment]

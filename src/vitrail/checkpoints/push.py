@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.checkpoints import hub, native
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.download import hide_secrets
+from vitrail.checkpoints.download import first_line, hide_secrets
 from vitrail.checkpoints.loading import load
 from vitrail.checkpoints.model_card import PLACEHOLDER, is_generated, model_card
 from vitrail.checkpoints.public_provenance import public_provenance
@@ -191,8 +191,8 @@ def _sentences(name: str) -> Iterator[None]:
         raise VitrailError(_answer(error, name)) from error
     except others as error:
         raise VitrailError(
-            f"Cannot upload to {name}: {_reason(error)}. Check the network connection, and run again: files that are already there "
-            "are not uploaded twice."
+            f"Cannot upload to {name}: {first_line(error)}. Check the network connection, and run again: files that are already "
+            "there are not uploaded twice."
         ) from error
 
 
@@ -209,8 +209,4 @@ def _answer(error: Any, name: str) -> str:
         )
     if status in (409, 412):
         return f"Cannot upload to {name}: another commit was made meanwhile (HTTP {status}).{said} Run again."
-    return f"Cannot upload to {name}: HTTP {status}.{said or f' {_reason(error)}'} Nothing was committed; run again."
-
-
-def _reason(error: BaseException) -> str:
-    return hide_secrets(str(error).splitlines()[0]).rstrip(".") if str(error) else type(error).__name__
+    return f"Cannot upload to {name}: HTTP {status}.{said or f' {first_line(error)}'} Nothing was committed; run again."

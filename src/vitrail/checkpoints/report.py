@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from vitrail.errors import counted
@@ -21,10 +22,7 @@ class MappedTensor:
 
     @property
     def parameters(self) -> int:
-        count = 1
-        for side in self.ours_shape:
-            count *= side
-        return count
+        return math.prod(self.ours_shape)
 
 
 @dataclass

@@ -99,7 +99,7 @@ _REJECTED = {
     r"resnetv2_.*": "it is not a BiT: only names that end in _bit are",
 }
 
-_POOLS = {"token": "class", "avg": "mean", "map": "map"}
+POOLS = {"token": "class", "avg": "mean", "map": "map"}
 # Arguments that tensors show, or that change nothing at inference; then those that must have certain values.
 _SHOWN = set(
     "img_size patch_size in_chans num_classes embed_dim depth num_heads mlp_ratio qkv_bias qk_norm init_values class_token "
@@ -139,12 +139,12 @@ def function_of(config: Mapping[str, Any]) -> Function:
     is_bit = architecture.heads is None
     _check_arguments(name, arguments, *((_BIT_SHOWN, _BIT_VALUES) if is_bit else (_SHOWN, _VALUES)))
     pool = arguments.get("global_pool", _stored_pool(config) or architecture.pool or "token")
-    if not is_bit and (not isinstance(pool, str) or pool not in _POOLS):
-        raise VitrailError(f"config.json has global_pool={pool!r} for {name}; only {', '.join(_POOLS)} are supported.")
+    if not is_bit and (not isinstance(pool, str) or pool not in POOLS):
+        raise VitrailError(f"config.json has global_pool={pool!r} for {name}; only {', '.join(POOLS)} are supported.")
     act = arguments.get("act_layer")
     return Function(
         arguments.get("num_heads", architecture.heads),
-        "mean" if is_bit else _POOLS[pool],
+        "mean" if is_bit else POOLS[pool],
         _GELUS[act] if act else architecture.gelu,
         bool(arguments.get("pool_include_prefix", architecture.pool_include_prefix)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vitrail.checkpoints.timm_architectures import POOLS
 from vitrail.errors import VitrailError
 from vitrail.models import BiTConfig, ModelConfig, ViTConfig
 
@@ -14,16 +15,16 @@ _HYBRIDS = {
     "R50+ViT-B/16": "vit_base_r50_s16_224",
     "R50+ViT-L/32": "vit_large_r50_s32_224",
 }
+_POOLS = {ours: theirs for theirs, ours in POOLS.items()}
 
 
 def timm_config(config: ModelConfig, preprocess: dict[str, Any], classes: tuple[str, ...] | None) -> dict[str, Any]:
     """Return the config.json that timm reads for `local-dir:` and Hub models."""
     architecture, arguments = _bit(config) if isinstance(config, BiTConfig) else _vit(config)
-    pooling = {"class": "token", "mean": "avg", "map": "map"}.get(getattr(config, "pooling", "mean"))
     values: dict[str, Any] = {
         "architecture": architecture,
         "num_classes": config.outputs,
-        "global_pool": pooling,
+        "global_pool": _POOLS[getattr(config, "pooling", "mean")],
         "model_args": arguments,
         "pretrained_cfg": {
             "custom_load": False,
@@ -69,7 +70,7 @@ def _vit(config: ModelConfig) -> tuple[str, dict[str, Any]]:
         "reg_tokens": config.registers,
         "pos_embed": "learn" if config.position == "learned" else "none",
         "fc_norm": config.final_norm == "after-pool",
-        "global_pool": {"class": "token", "mean": "avg", "map": "map"}[config.pooling],
+        "global_pool": _POOLS[config.pooling],
         "init_values": config.layer_scale,
     }
     return ("deit_base_distilled_patch16_224" if config.distill_token else "vit_base_patch16_224"), arguments

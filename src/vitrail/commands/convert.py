@@ -17,7 +17,7 @@ from vitrail.checkpoints.report import MappedTensor, shape_text
 from vitrail.commands.options import Json
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, reason_of
 from vitrail.regular_files import read_bytes
 from vitrail.text import to_json
 
@@ -107,8 +107,9 @@ def _class_names(path: Path) -> tuple[str, ...]:
     try:
         return tuple(line.strip() for line in read_bytes(path).decode("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise VitrailError(f"Cannot read class names from {path}: {reason}. Give a text file with one name per line.") from error
+        raise VitrailError(
+            f"Cannot read class names from {path}: {reason_of(error)}. Give a text file with one name per line."
+        ) from error
 
 
 def _table(report: Report, title: str, *, all_rows: bool) -> Table:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.commands.options import Json
+from vitrail.commands.options import Json, progress_bar
 from vitrail.commands.output import check_output_file, check_place
 from vitrail.commands.terminal import Console, say
 from vitrail.data.settings import Duplicates, Fit, Store
@@ -71,7 +70,7 @@ def check(
         report = Report(source=source, splits={}, problems=problems, notes=notes)
     else:
         console.print(opened.describe(), highlight=False, soft_wrap=True)
-        with _progress(console, "checking", sum(map(len, opened.splits.values()))) as advance:
+        with progress_bar(console, "checking", sum(map(len, opened.splits.values()))) as advance:
             report = check_source(opened, duplicates=duplicates, workers=workers, progress=advance)
         report.problems[:0] = problems
         report.notes[:0] = notes
@@ -111,7 +110,8 @@ def split(
     """
     import numpy as np
 
-    from vitrail.data.sources import open_source
+    from vitrail.data.sources import open_source, resolve
+    from vitrail.data.sources.reference import format_reference
     from vitrail.data.split import rename, stratified, write_table
 
     check_place(table)
@@ -119,7 +119,8 @@ def split(
         raise VitrailError(f"{table} already exists. Delete it, or choose another name.")
     if not (0 <= val < 1 and 0 <= test < 1 and val + test < 1 and val + test > 0):
         raise VitrailError(f"val {val:g} and test {test:g}: expected fractions from 0 to below 1, with a sum above 0 and below 1.")
-    opened = open_source(f"{source}{'&' if '?' in source else '?'}val=0")
+    kind, location, options = resolve(source)
+    opened = open_source(format_reference(kind, location, {**options, "val": "0"}))
     parts = dict(opened.splits)
     for name, fraction in (("test", test), ("val", val)):
         if fraction and name in parts:
@@ -188,7 +189,7 @@ def pack(
     settings = choose_settings(opened, size=image_size, fit=fit, store=store, channels=channels, bits=bits, quality=quality)
     start = time.perf_counter()
     try:
-        with _progress(console, "packing", sum(map(len, opened.splits.values()))) as advance:
+        with progress_bar(console, "packing", sum(map(len, opened.splits.values()))) as advance:
             description = pack_source(opened, destination, settings, bad_images=bad_images, workers=workers, progress=advance)
     except KeyboardInterrupt:
         console.print("Stopped. Run the same command again to resume.")
@@ -247,14 +248,6 @@ def _warnings_as_notes() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagated
-
-
-@contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 def _show(report: Report, sheet: Path | None, console: Console) -> None:

@@ -63,7 +63,16 @@ def draw_sheet(recipe: Recipe, options: Options) -> None:
 
     train, _ = chosen_splits(recipe, opened_source(recipe))
     _, preprocess = make_model(recipe, len(train.classes), train.classes, [], on_meta=True)
-    augment_sheet(train, preprocess, recipe.augment, options.out, rows=options.rows, columns=options.columns, seed=recipe.seed)
+    augment_sheet(
+        train,
+        preprocess,
+        recipe.augment,
+        options.out,
+        rows=options.rows,
+        columns=options.columns,
+        seed=recipe.seed,
+        bad_images=recipe.data.bad_images,
+    )
     if options.json:
         say(to_json({"out": str(options.out), "preprocess": preprocess.to_dict(), "augment": recipe.augment.to_dict()}))
     else:

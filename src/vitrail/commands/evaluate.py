@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Json, Options, data_or_own, progress_bar, show_trained_on
+from vitrail.commands.options import (
+    DEFAULT,
+    Checkpoint,
+    Json,
+    Options,
+    data_or_own,
+    progress_bar,
+    show_skipped,
+    show_trained_on,
+)
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
-from vitrail.errors import VitrailError, counted
+from vitrail.errors import VitrailError
 from vitrail.evaluate.settings import Match
 from vitrail.text import to_json
 
@@ -124,10 +133,7 @@ def _show(console: Console, result: EvalResult, split: Split) -> None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if result.predictions is not None:
         _show_lowest_f1(console, result)
-    for one in result.bad[:10]:
-        console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)
-    if len(result.bad) > 10:
-        console.print(f"skipped {counted(len(result.bad) - 10, 'more image')}", highlight=False)
+    show_skipped(console, result.bad)
 
 
 def _show_lowest_f1(console: Console, result: EvalResult) -> None:

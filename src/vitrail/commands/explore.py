@@ -139,8 +139,9 @@ def _file_of(split: Split, number: int) -> bytes:
 
 
 def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...], preprocess: str | None, device: str) -> None:
+    from vitrail.data.embedded import PHOTO_CREDIT
     from vitrail.data.types import BadImage
-    from vitrail.serve.explorations import EXAMPLE_CREDIT, example_images
+    from vitrail.serve.explorations import example_images
     from vitrail.serve.saved_page import saved_page
     from vitrail.serve.service import models_of
     from vitrail.train.parallel import choose_device
@@ -150,7 +151,7 @@ def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...],
     for bundle in models.values():
         bundle.model.to(choose_device(device))
     try:
-        page, notes = saved_page(models, images or example_images()[:1], "" if images else EXAMPLE_CREDIT)
+        page, notes = saved_page(models, images or example_images()[:1], "" if images else PHOTO_CREDIT)
     except BadImage as bad:
         raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
     write_text(path, page)

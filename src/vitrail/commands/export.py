@@ -169,13 +169,13 @@ def _images(
     """Return images, their labels and what they are. The source is divided as for training; where the accuracy is `measured` on
     images that the model was trained on, or cannot be, a message says so. `rectangles`: see `sample_photos`."""
     from vitrail.data.trained_on import evaluation_split, open_for, overlap
-    from vitrail.export.verify import PHOTOS, images_of, sample_photos
+    from vitrail.export.verify import SAMPLE_NAME, images_of, sample_photos
 
     if count < 1:
         option = "--images" if measured else "--calibrate-images"
         raise VitrailError(f"{option} is {count}; it must be at least 1.")
     if reference is None:
-        return sample_photos(rectangles=rectangles), None, PHOTOS
+        return sample_photos(rectangles=rectangles), None, SAMPLE_NAME
     source = open_for(bundle.trained_on, reference)
     split = evaluation_split(bundle.trained_on, source, name)
     examples, labels = images_of(split, count, bundle.classes)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, data_or_own, progress_bar, show_trained_on
+from vitrail.commands.feature_scores import show_settings, write_scores
+from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, data_or_own, progress_bar
 from vitrail.commands.output import check_output_file
-from vitrail.commands.terminal import Console, say
+from vitrail.commands.terminal import Console
 from vitrail.evaluate.settings import FeatureSpec, FewShotSpec
-from vitrail.files import write_text
 
 if TYPE_CHECKING:
     from vitrail.evaluate.fewshot import FewShotResult
@@ -74,19 +73,9 @@ def fewshot(
             result = replace(evaluator.run(bundle.model, options.eval_context(world, advance)), trained_on=seen)
         if not world.main:
             return
-    about: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "model": bundle.model.config.name,
-        "data": data,
-        "train": train_split,
-        "test": test_split.name,
-    }
-    about["assumptions"] = bundle.report.assumptions
-    content = json.dumps({**about, **result.to_dict()}, indent=2)
-    if out is not None:
-        write_text(out, content + "\n")
+    about = {"checkpoint": checkpoint, "data": data, "train": train_split, "test": test_split.name}
+    write_scores(result, bundle, about, out, as_json=json_)
     if json_:
-        say(content)
         return
     _show(console, result, len(train_images.classes), test_split.name)
     if out is not None:
@@ -105,7 +94,4 @@ def _show(console: Console, result: FewShotResult, classes: int, test: str) -> N
         table.add_row(str(shots), f"{result.mean(shots):.2%}", std_text, each, str(dropped) if dropped else "–")
     console.print(table)
     console.print(f"features: {result.features.describe()}", highlight=False)
-    console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
-    show_trained_on(console, result.trained_on)
-    for one in result.bad:
-        console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)
+    show_settings(console, result)

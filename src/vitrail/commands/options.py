@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +16,20 @@ import tyro
 from vitrail.api.progress import terminal_bar
 from vitrail.commands.terminal import Console
 from vitrail.data.settings import BadImages
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.settings import FeatureSpec, Precision, no_progress
+from vitrail.text import printable
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import Bundle
     from vitrail.data.trained_on import Overlap
+    from vitrail.data.types import BadImage
     from vitrail.evaluate.context import EvalContext
     from vitrail.train.parallel import World
 
 
 _FIRST, _PAUSE = 5.0, 10.0  # seconds to the first plain line, and between the others
+_SKIPPED = 10  # bad images that are listed
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Checkpoint = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
 CheckpointAndImages = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT] IMAGE|DIR|LIST.txt …")]
@@ -146,6 +149,14 @@ def show_trained_on(console: Console, seen: Overlap | None) -> None:
         console.print(f"none of these images was among the training images of this model{partly}", highlight=False, soft_wrap=True)
     for note in seen.notes if seen is not None else ():
         console.print(f"warning: {note}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_skipped(console: Console, bad: Sequence[BadImage]) -> None:
+    """List images that could not be read: the first ten, and how many more there are."""
+    for one in bad[:_SKIPPED]:
+        console.print(printable(f"skipped {one.name}: {one.reason}", one_line=True), highlight=False, soft_wrap=True)
+    if len(bad) > _SKIPPED:
+        console.print(f"skipped {counted(len(bad) - _SKIPPED, 'more image')}", highlight=False)
 
 
 class PlainProgress:

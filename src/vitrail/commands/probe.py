@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich import box
 from rich.table import Table
 
-from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, data_or_own, progress_bar, show_trained_on
+from vitrail.commands.feature_scores import show_settings, write_scores
+from vitrail.commands.options import DEFAULT, Checkpoint, Features, Json, Options, data_or_own, progress_bar
 from vitrail.commands.output import check_output_file
-from vitrail.commands.terminal import Console, say
+from vitrail.commands.terminal import Console
 from vitrail.evaluate.settings import FeatureSpec, ProbeSpec
-from vitrail.files import write_text
 
 if TYPE_CHECKING:
     from vitrail.evaluate.probes import ProbeResult
@@ -74,19 +73,9 @@ def probe(
             result = replace(probe_splits(bundle, train_images, test_split, settings, features, context), trained_on=seen)
         if not world.main:
             return
-    about: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "model": bundle.model.config.name,
-        "data": data,
-        "train": train_split,
-        "test": test_split.name,
-    }
-    about["assumptions"] = bundle.report.assumptions
-    content = json.dumps({**about, **result.to_dict()}, indent=2)
-    if out is not None:
-        write_text(out, content + "\n")
+    about = {"checkpoint": checkpoint, "data": data, "train": train_split, "test": test_split.name}
+    write_scores(result, bundle, about, out, as_json=json_)
     if json_:
-        say(content)
         return
     _show(console, result, test_split.name)
     if out is not None:
@@ -110,7 +99,4 @@ def _show(console: Console, result: ProbeResult, test: str) -> None:
         f"features: {result.features.describe()}; images: {result.train_images:,} training, {result.images:,} test",
         highlight=False,
     )
-    console.print(f"preprocessing: {result.preprocess.describe()}", highlight=False, soft_wrap=True)
-    show_trained_on(console, result.trained_on)
-    for one in result.bad:
-        console.print(f"skipped {one.name}: {one.reason}", highlight=False, soft_wrap=True)
+    show_settings(console, result)

@@ -11,7 +11,7 @@ import tyro
 
 from vitrail.commands.arguments import parse
 from vitrail.commands.help import HELP, HELP_ALL, Option, Section, dataclass_sections
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, reason_of
 from vitrail.recipes import recipe_named
 from vitrail.regular_files import read_json_object
 from vitrail.train.config import Recipe
@@ -75,9 +75,9 @@ def read_recipe(file: Path) -> Recipe:
     except VitrailError as error:
         raise VitrailError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise VitrailError(
-            f"{path} holds no recipe ({reason}). --config takes the config.json of a run, or what --explain --json printed."
+            f"{path} holds no recipe ({reason_of(error)}). "
+            "--config takes the config.json of a run, or what --explain --json printed."
         ) from error
 
 

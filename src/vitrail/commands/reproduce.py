@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vitrail.api.progress import image_progress
 from vitrail.checkpoints.published import FIGURES, published_weights
 from vitrail.commands.options import DEFAULT, Json, Options
 from vitrail.commands.output import check_output_file
@@ -83,8 +83,7 @@ def reproduce(
     folders = {key: folder for key, folder in given.items() if folder is not None}
     console = Console(stderr=json_)
     with joined(options.device) as world:
-        bars = _bars(console, hidden=not world.main)
-        with bars:
+        with image_progress(console, hidden=not world.main or not console.is_terminal) as bars:
             task = bars.add_task("loading")
 
             def announce(title: str, images: int) -> None:
@@ -108,11 +107,6 @@ def reproduce(
         say(to_json(found.to_dict(), indent=2))
     else:
         _show(console, found)
-
-
-def _bars(console: Console, *, hidden: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal)
 
 
 def _show(console: Console, found: Reproduction) -> None:

@@ -100,13 +100,13 @@ def _run(
     run: Callable[[Bundle, Split, EvalContext, Progress], ShardResult | None],
 ) -> int:
     from vitrail.commands.default_model import default_note
-    from vitrail.evaluate.shards import open_images
+    from vitrail.evaluate.shards import find_images_by_machine
     from vitrail.train.parallel import joined
 
     console = Console(stderr=True)
     with joined(settings.options.device) as world:
         bundle = settings.options.bundle(settings.checkpoint, world)
-        split = open_images(world, settings.images)
+        split = find_images_by_machine(world, settings.images)
         context = settings.options.eval_context(world)
         if world.main and settings.default_model:
             console.print(default_note(bundle), highlight=False, soft_wrap=True)

@@ -13,6 +13,8 @@ from vitrail.data.augment.spec import Augment
 from vitrail.data.contact_sheet import BACKGROUND, MUTED, TEXT, font, mention_missing, shorten
 from vitrail.data.loader import EvalLoader, TrainLoader
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.settings import BadImages
+from vitrail.data.thumbnails import fit_square
 from vitrail.data.types import Array, Split
 from vitrail.errors import VitrailError
 from vitrail.files import atomic_file
@@ -21,22 +23,33 @@ _CELL, _GAP, _MARGIN, _HEADER = 112, 4, 130, 76
 
 
 def augment_sheet(
-    split: Split, preprocess: Preprocess, augment: Augment, path: Path, *, rows: int = 8, columns: int = 8, seed: int = 0
+    split: Split,
+    preprocess: Preprocess,
+    augment: Augment,
+    path: Path,
+    *,
+    rows: int = 8,
+    columns: int = 8,
+    seed: int = 0,
+    bad_images: BadImages = "error",
 ) -> None:
     """Write a PNG with images of different classes: preprocessed as in evaluation, then as in `columns` epochs of training.
 
-    With mixing, an image is mixed with that of the row above.
+    With mixing, an image is mixed with that of the row above. With `bad_images="skip"` a bad image has no row.
     """
     if rows < 1 or columns < 1:
         raise VitrailError(f"A sheet needs at least one row and one column, not {rows} and {columns}.")
     part = split.subset(_spread(split, rows, seed))
+    plain = next(iter(EvalLoader(part, preprocess=preprocess, batch=len(part), workers=0, bad_images=bad_images)), None)
+    if plain is None:
+        raise VitrailError(
+            f"None of the images drawn for the sheet ({len(part)}) can be read. Run `vitrail data check` to list all bad images."
+        )
+    part = part.subset(plain.indices.numpy())
     once = dataclasses.replace(augment, repeats=1)
-    loader = TrainLoader(
-        part, preprocess=preprocess, augment=once, batch=len(part), seed=seed, sampling="in-order", workers=0, bad_images="skip"
-    )
+    loader = TrainLoader(part, preprocess=preprocess, augment=once, batch=len(part), seed=seed, sampling="in-order", workers=0)
     loader.set_total_steps(2**40)  # mixing has not ended yet
-    plain = next(iter(EvalLoader(part, preprocess=preprocess, batch=len(part), workers=0))).images
-    batches = [plain] + [batch.images for batch, _ in zip(loader, range(columns), strict=False)]
+    batches = [plain.images] + [batch.images for batch, _ in zip(loader, range(columns), strict=False)]
 
     width = _MARGIN + len(batches) * (_CELL + _GAP) + 16
     sheet = Image.new("RGB", (width, _HEADER + len(part) * (_CELL + _GAP) + 8), BACKGROUND)
@@ -50,7 +63,7 @@ def augment_sheet(
             top = _HEADER + row * (_CELL + _GAP)
             if column == 0 and part.task == "classify":
                 draw.multiline_text((12, top + 8), shorten(part.classes[part.targets[row]], 60, wrap=15), TEXT, font(14))
-            sheet.paste(_thumbnail(pixels), (left, top))
+            sheet.paste(fit_square(pixels, _CELL), (left, top))
     mention_missing(part.classes[k] for k in np.unique(part.targets) if part.task == "classify")
     with atomic_file(path) as temporary:
         sheet.save(temporary, "PNG")
@@ -73,15 +86,6 @@ def _pixels(images: torch.Tensor, preprocess: Preprocess) -> Array:
     """Undo the normalisation: uint8 [n, height, width, channels]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (preprocess.mean, preprocess.std))
     return (images * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-
-def _thumbnail(pixels: Array) -> Image.Image:
-    height, width, channels = pixels.shape
-    image = Image.fromarray(pixels[:, :, :3] if channels >= 3 else pixels[:, :, 0]).convert("RGB")
-    scale = _CELL / max(height, width)
-    small = width * 3 < _CELL  # show the pixels of tiny images
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    return image.resize(size, Image.Resampling.NEAREST if small else Image.Resampling.BICUBIC)
 
 
 def _describe(augment: Augment) -> str:

@@ -117,7 +117,7 @@ def _select(split: Split, indices: Array) -> Split:
 def _used(split: Split) -> Array:
     if split.task == "multilabel":
         return np.asarray(split.targets.any(0))
-    check_range(split, len(split.classes))
+    check_range(split)
     return np.bincount(split.targets, minlength=len(split.classes)) > 0
 
 
@@ -129,17 +129,17 @@ def _warn_about_missing(split: Split) -> None:
         log.warning("%s", text, extra={"kind": "missing-class"})
 
 
-def check_range(split: Split, outputs: int) -> None:
-    """Refuse a label outside the model's outputs here, with the image's name; in a GPU kernel it would be a device assert."""
+def check_range(split: Split) -> None:
+    """Refuse a label outside the classes here, with the image's name; in a GPU kernel it would be a device assert."""
     if split.task != "classify" or not len(split):
         return
-    wrong = np.flatnonzero((split.targets < 0) | (split.targets >= outputs))
+    wrong = np.flatnonzero((split.targets < 0) | (split.targets >= len(split.classes)))
     if len(wrong):
         first = int(wrong[0])
         raise VitrailError(
-            f"{split.image_name(first)} has label {int(split.targets[first])}, but there are {counted(outputs, 'output')} "
-            f"(0–{outputs - 1}). {counted(len(wrong), 'label is', 'labels are')} outside. "
-            "Correct the labels, or create a model with more outputs."
+            f"{split.image_name(first)} has label {int(split.targets[first])}, but there are "
+            f"{counted(len(split.classes), 'class', 'classes')} (0 to {len(split.classes) - 1}). "
+            f"{counted(len(wrong), 'label is', 'labels are')} outside. Correct the labels of the dataset."
         )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.data.decode import decode, unwrap_npy
-from vitrail.data.types import Array, BadImage, Source, Split
+from vitrail.data.thumbnails import split_thumbnail
+from vitrail.data.types import Array, Source, Split
 from vitrail.files import atomic_file
 from vitrail.text import printable
 
@@ -67,21 +67,13 @@ def _members(split: Split, label: int | None, count: int, seed: int) -> Array:
 
 def _paste(sheet: Image.Image, split: Split, index: int, corner: tuple[int, int]) -> None:
     draw = ImageDraw.Draw(sheet)
-    try:
-        payload = unwrap_npy(split.payload(index), name=split.image_name(index))
-        channels = payload.shape[2] if isinstance(payload, np.ndarray) and payload.ndim == 3 else 3
-        pixels = decode(payload, channels=channels, min_size=(_CELL, _CELL), name=split.image_name(index))
-    except BadImage:
+    image = split_thumbnail(split, index, _CELL)
+    if image is None:
         box = (*corner, corner[0] + _CELL - 1, corner[1] + _CELL - 1)
         draw.rectangle(box, outline=_ERROR, width=2)
         draw.text((corner[0] + 10, corner[1] + 38), "unreadable", _ERROR, font(13))
         return
-    image = Image.fromarray(pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]).convert("RGB")
-    scale = _CELL / max(image.size)
-    small = image.size[0] * 3 < _CELL  # show the pixels of tiny images
-    size = (max(1, round(image.size[0] * scale)), max(1, round(image.size[1] * scale)))
-    image = image.resize(size, Image.Resampling.NEAREST if small else Image.Resampling.BICUBIC)
-    sheet.paste(image, (corner[0] + (_CELL - size[0]) // 2, corner[1] + (_CELL - size[1]) // 2))
+    sheet.paste(image, (corner[0] + (_CELL - image.size[0]) // 2, corner[1] + (_CELL - image.size[1]) // 2))
 
 
 def shorten(text: str, limit: int, wrap: int | None = None) -> str:

@@ -12,12 +12,12 @@ import multiprocessing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import Batch, HostBatch
+from vitrail.data.classes import check_range
 from vitrail.data.data_wait import DataWaitTimer, worker_count
 from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.eval_reader import EvalReader, eval_slices
@@ -112,7 +112,7 @@ class TrainLoader(_Loader):
         `batch` is the global batch, over all ranks and micro-batches. `micro_batch` is the maximum per rank and forward pass.
         `local_ranks` is the number of ranks on this machine, which divide its CPUs among them (default: `ranks`).
         """
-        _check_labels(split)
+        check_range(split)
         self.reader = TrainReader(split, preprocess, augment, seed, skip_bad=_skip_bad(bad_images), num_buffers=prefetch + 2)
         super().__init__(
             split,
@@ -241,7 +241,7 @@ class EvalLoader(_Loader):
 
         `slices` are the batches to read instead of this rank's part of the split; they are taken from the iterable as needed.
         """
-        _check_labels(split)
+        check_range(split)
         if batch < 1:
             raise VitrailError(f"The batch size is {batch}; it must be at least 1.")
         self.reader = EvalReader(split, preprocess, skip_bad=_skip_bad(bad_images), num_buffers=prefetch + 2)
@@ -363,19 +363,6 @@ def _skip_bad(bad_images: str) -> bool:
     if bad_images not in ("error", "skip"):
         raise VitrailError(f"bad_images is {bad_images!r}; it must be 'error' or 'skip'.")
     return bad_images == "skip"
-
-
-def _check_labels(split: Split) -> None:
-    """Refuse a label outside the classes here, where its image can be named; on a GPU it would be a device assert."""
-    if split.task != "classify" or len(split) == 0:
-        return
-    outside = np.flatnonzero((split.targets < 0) | (split.targets >= len(split.classes)))
-    if len(outside):
-        index = int(outside[0])
-        raise VitrailError(
-            f"{split.image_name(index)} has label {int(split.targets[index])}, but there are "
-            f"{counted(len(split.classes), 'class', 'classes')} (0 to {len(split.classes) - 1}). Check the labels of the dataset."
-        )
 
 
 def _unchanged(batch: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from vitrail.data.augment.rng import Purpose, generator
 from vitrail.data.classes import abbreviate
 from vitrail.data.types import Array, Split
-from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.errors import VitrailError, counted, did_you_mean, reason_of
 from vitrail.regular_files import read_json_object
 
 Sampling = Literal["shuffle", "balanced", "in-order"]
@@ -177,9 +177,9 @@ def _weights_file(path: Path) -> dict[str, float]:
         values = read_json_object(path)
         return {str(name): float(value) for name, value in values.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise VitrailError(
-            f'Cannot read class weights from {path} ({reason}). Pass `auto`, or a JSON file such as {{"cat": 1.0, "lynx": 8.5}}.'
+            f"Cannot read class weights from {path} ({reason_of(error)}). "
+            'Pass `auto`, or a JSON file such as {"cat": 1.0, "lynx": 8.5}.'
         ) from error
 
 

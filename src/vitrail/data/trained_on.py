@@ -23,6 +23,7 @@ import numpy as np
 from vitrail.data.settings import BY_NAME, BadImages
 from vitrail.data.sources import open_source, resolve
 from vitrail.data.sources.files import FileSplit
+from vitrail.data.sources.reference import format_reference
 from vitrail.data.split import divide, name_hash
 from vitrail.data.types import BadImage, PackedStrings, Payload, Source, Split, Subset
 from vitrail.errors import VitrailError, counted
@@ -234,7 +235,7 @@ def _overlap(known: TrainedOn, source: Source, split: Split) -> Overlap:
         return _in_packed_copy(known, source, split)
     root = _folder_of(known, split)
     if root is not None:
-        trained = _trained_images(known, "folder", str(root), source.classes)
+        trained = _trained_images(known, "folder", str(root))
         if trained is not None:
             paths = set(_real_paths(trained))
             return _exact(known, sum(path in paths for path in _real_paths(split)), len(split))
@@ -248,7 +249,7 @@ def _in_same_source(known: TrainedOn, source: Source, split: Split) -> Overlap:
     if same_options and same_rule:
         trained: Split | None = known.divide(source)[0] if known.train in source.splits else None
     else:
-        trained = _trained_images(known, kind, location, source.classes)
+        trained = _trained_images(known, kind, location)
     if trained is None:
         return _by_content(known, split)
     notes: tuple[str, ...] = ()
@@ -289,7 +290,7 @@ def _in_packed_copy(known: TrainedOn, source: Source, split: Split) -> Overlap:
     """Search a packed copy of the source by names, which it keeps: its contents are other ones."""
     assert source.made_from is not None
     kind, location, _ = resolve(source.made_from)
-    trained = _trained_images(known, kind, location, source.classes)
+    trained = _trained_images(known, kind, location)
     if trained is not None:
         names = {trained.image_name(k) for k in range(len(trained))}
         return _exact(known, sum(split.image_name(k) in names for k in range(len(split))), len(split))
@@ -349,17 +350,16 @@ def _some(known: TrainedOn, found: int, looked_for: int, split: Split, same: str
     return Overlap(found, False, (note,))
 
 
-def _trained_images(known: TrainedOn, kind: str, location: str, classes: tuple[str, ...]) -> Split | None:
+def _trained_images(known: TrainedOn, kind: str, location: str) -> Split | None:
     """Open the source of a record where it is found now, with the options of then, and choose its training images."""
-    options = "&".join(f"{name}={value}" for name, value in (_options(known) or {}).items())
     try:
-        source = open_source(f"{kind}:{location}{'?' if options else ''}{options}", rule=known.rule, bad_images="skip")
+        source = open_source(format_reference(kind, location, _options(known)), rule=known.rule, bad_images="skip")
         return known.divide(source)[0]
     except VitrailError:
         return None
 
 
-def _options(known: TrainedOn) -> dict[str, str] | None:
+def _options(known: TrainedOn) -> dict[str, str]:
     try:
         return resolve(known.source)[2]
     except VitrailError:  # it is not there any more, or somewhere else
@@ -407,21 +407,22 @@ def _sample(split: Split) -> str:
     positions = np.unique(np.linspace(0, max(len(split) - 1, 0), _SAMPLE).astype(int)) if len(split) else ()
     words = []
     for k in positions:
-        content = _content(split, int(k))
-        if content is not None:
-            words.append(f"{name_hash(split, int(k)):016x}{content}{_payload_length(split, int(k)):016x}")
+        try:
+            payload = split.payload(int(k))
+        except BadImage:
+            continue
+        length = len(payload) if isinstance(payload, bytes) else payload.nbytes
+        words.append(f"{name_hash(split, int(k)):016x}{_hash_content(payload)}{length:016x}")
     return " ".join(words)
-
-
-def _payload_length(split: Split, index: int) -> int:
-    payload = split.payload(index)
-    return len(payload) if isinstance(payload, bytes) else payload.nbytes
 
 
 def _content(split: Split, index: int) -> str | None:
     try:
-        payload: Payload = split.payload(index)
+        return _hash_content(split.payload(index))
     except BadImage:
         return None
+
+
+def _hash_content(payload: Payload) -> str:
     content = payload if isinstance(payload, bytes) else str(payload.shape).encode() + np.ascontiguousarray(payload).tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()

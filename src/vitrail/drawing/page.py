@@ -5,13 +5,13 @@ A page needs no other file, except the figures that an inspection links to. Valu
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.notebook import png_uri
 from vitrail.text import printable
 
 if TYPE_CHECKING:
@@ -165,10 +165,6 @@ class Page:
         blocks = [block for section in self.sections for block in section.blocks]
         sortable = any(isinstance(block, Table) and block.sortable for block in blocks)
         return printable(_template().render(page=self, style=style, sortable=sortable))
-
-
-def png_uri(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 @cache

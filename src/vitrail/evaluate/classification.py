@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.evaluate.intervals import Interval, bootstrap, share_interval, wilson
+from vitrail.evaluate.intervals import bootstrap, share_interval
 from vitrail.tasks.ranking import ranked
+from vitrail.wilson import Interval, wilson
 
 Array = npt.NDArray[Any]
 TOP_K = 5

@@ -58,6 +58,10 @@ class EvalContext:
             raise VitrailError(f"The batch size is {self.batch}; it must be at least 1.")
         if self.workers is not None and self.workers < 0:
             raise VitrailError(f"The number of workers is {self.workers}; it must be at least 0.")
+        if self.max_size is not None and not self.any_size:
+            raise VitrailError(
+                f"max_size is {self.max_size}: it limits the long side of images that keep their aspect ratio. Add any_size."
+            )
 
     def prepare(self, model: Model) -> Model | InferenceModel:
         """Move the model to the device, as an inference copy where one is faster; otherwise returns the model itself."""
@@ -65,7 +69,7 @@ class EvalContext:
         if self._uses_inference_copy:
             return for_inference(model, self.precision, device)  # type: ignore[arg-type]
         if self.precision == "int8":
-            raise VitrailError(f"--precision int8 needs a CPU; on {device.type} use fp32, bf16 or fp16.")
+            raise VitrailError(f"int8 needs a CPU; on {device.type} use fp32, bf16 or fp16.")
         return model.to(device)
 
     def precision_note(self, model: Model) -> str | None:
@@ -75,7 +79,7 @@ class EvalContext:
         chosen = choose(model.config, self.precision, self.world.device)  # type: ignore[arg-type]
         if chosen.precision == "fp32" and self.precision in ("fp32", "auto"):
             return None
-        exact = "" if chosen.precision == "fp32" else "; --precision fp32 computes exactly"
+        exact = "" if chosen.precision == "fp32" else "; fp32 computes exactly"
         return f"computed in {chosen.precision}: {chosen.why}{exact}"
 
     @property
@@ -97,7 +101,7 @@ class EvalContext:
 
     def run_tensor(self, images: Tensor, model: Model | InferenceModel, compute: Callable[[Tensor], T]) -> Iterator[T]:
         """Apply `compute` to each batch of images that are preprocessed already, [images, channels, height, width]."""
-        for part in images.split(self.batch or (8 if self.world.device.type == "cpu" else 128)):
+        for part in images.split(self.batch_size):
             with evaluating(model):
                 result = self.apply(model, compute, part.to(self.world.device))
             yield result
@@ -116,8 +120,6 @@ class EvalContext:
 
     def preprocess_for(self, preprocess: Preprocess, model: Model | InferenceModel) -> Preprocess:
         """Return the preprocessing that images get: the model's own, or with `any_size` one that keeps the aspect ratio."""
-        if self.max_size is not None and not self.any_size:
-            raise VitrailError("--max-size limits the long side of images that keep their aspect ratio; add --any-size.")
         if not self.any_size or preprocess.resize == "keep-aspect":
             return preprocess
         return preprocess.keep_aspect(stride_of(model.config), self.max_size)
@@ -295,5 +297,5 @@ def check_features(features: npt.NDArray[Any], names: Sequence[str]) -> None:
 def not_finite(name: str) -> str:
     return (
         f"The model's output for {name} contains NaN or infinity. Check the weights (`vitrail info`). "
-        "If they are finite, use --precision bf16 or fp32: fp16 overflows sooner."
+        "If they are finite, use bf16 or fp32: fp16 overflows sooner."
     )

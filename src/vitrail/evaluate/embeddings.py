@@ -20,17 +20,16 @@ from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.references import without_download
 from vitrail.data.contact_sheet import font, mention_missing
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.thumbnails import thumbnail
 from vitrail.data.types import BadImage, Split
-from vitrail.errors import VitrailError, counted, did_you_mean
+from vitrail.errors import VitrailError, counted, did_you_mean, reason_of
 from vitrail.evaluate.context import EvalContext, check_features, default_context
 from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.nearest import check_vectors, nearest_rows
 from vitrail.evaluate.parquet import as_text, import_pyarrow, name_column, opened_table, write_table
 from vitrail.evaluate.predictor import file_split, find_images
 from vitrail.evaluate.settings import FeatureSpec, Metric
-from vitrail.evaluate.shard_folder import reason
 from vitrail.evaluate.sharded_embeddings import ShardNames, open_shards
-from vitrail.evaluate.thumbnails import thumbnail
 from vitrail.files import atomic_file
 from vitrail.notebook import data_frame, html_lines, html_table, short_path
 from vitrail.npy import read_npz
@@ -293,13 +292,11 @@ def load_embeddings(path: str | os.PathLike[str]) -> Embeddings:
         content = read_npz(file, _MAX_FILE)
         about = parse_json(str(content["about"]))
         features, names = content["features"], content["names"]
-        if names.ndim != 1 or names.dtype.kind != "U" or features.ndim < 1 or len(features) != len(names):
-            raise ValueError("its features and names do not agree")
-        return Embeddings(features, tuple(names.tolist()), about)
+        return _checked(features, names.tolist(), about)
     except OSError as error:
-        raise VitrailError(f"Cannot read the embeddings {file}: {error.strerror or error}. Check the path.") from error
-    except (ValueError, KeyError) as error:
-        raise VitrailError(f"{file} is not an embeddings file ({reason(error)}). Make one with `vitrail embed`.") from error
+        raise VitrailError(f"Cannot read the embeddings {file}: {reason_of(error)}. Check the path.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last two: a column of another type than ours
+        raise VitrailError(f"{file} is not an embeddings file ({reason_of(error)}). Make one with `vitrail embed`.") from error
 
 
 def check_extension(file: Path) -> None:
@@ -329,10 +326,20 @@ def _read_parquet(file: Path) -> Embeddings:
     with opened_table(file) as opened:
         table = opened.read()
     about = parse_json((table.schema.metadata or {})[b"vitrail"])
-    shape = about.pop("shape")
+    shape = about.pop("shape") if isinstance(about, dict) else ()
     flat = table["features"].combine_chunks()
     values = flat.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-    return Embeddings(values.reshape(-1, *shape), tuple(map(as_text, table["name"].to_pylist())), about)
+    return _checked(values.reshape(-1, *shape), list(map(as_text, table["name"].to_pylist())), about)
+
+
+def _checked(features: Array, names: Any, about: Any) -> Embeddings:
+    """Return what was read from a file; raise a ValueError if its parts do not belong together."""
+    if not isinstance(about, dict):
+        raise ValueError("its settings are not a JSON object")
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not texts or features.ndim < 1 or len(features) != len(names):
+        raise ValueError("its features and names do not agree")
+    return Embeddings(features, tuple(names), about)
 
 
 def contact_sheet(
@@ -364,8 +371,8 @@ def contact_sheet(
 
 def _thumbnail(name: str) -> Image.Image | None:
     try:
-        return thumbnail(read_bytes(name), _CELL, name)
-    except OSError:
+        return thumbnail(read_bytes(name), _CELL, name=name)
+    except (OSError, BadImage):
         return None
 
 

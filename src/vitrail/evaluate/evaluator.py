@@ -21,10 +21,10 @@ from vitrail.evaluate import classification, multilabel, regression
 from vitrail.evaluate.classification import Predictions
 from vitrail.evaluate.context import EvalContext, check_finite, default_context, gather_bad_images, none_read
 from vitrail.evaluate.flip_average import flip_average
-from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import real_hits
 from vitrail.evaluate.settings import TARGETS, Match, check_choice
 from vitrail.notebook import data_frame, html_image, html_lines, html_table
+from vitrail.wilson import Interval, wilson
 
 if TYPE_CHECKING:
     from vitrail.drawing.figure import Figure
@@ -73,7 +73,7 @@ class EvalResult:
 
         rows = [[METRIC_NAMES[name], format_metric(name, value), interval_text(self, name)] for name, value in self.metrics.items()]
         seen = list(self.trained_on.notes) if self.trained_on is not None else []
-        bad = [f"{counted(len(self.bad), 'image')} could not be read and skipped"] if self.bad else []
+        bad = [f"skipped {counted(len(self.bad), 'image')} that could not be read"] if self.bad else []
         table = html_table(["metric", "value", "95 % interval"], rows)
         figures = "".join(html_image(figure._repr_png_(), name) for name, figure in self.figures.items() if name == "confusion")
         return html_lines([repr(self), *seen, *self.notes, *bad]) + table + figures
@@ -210,7 +210,8 @@ def open_data(
     except VitrailError:
         if classes is None or not bundle.classes_assumed:
             raise
-        source = open_for(records, reference, bad_images=bad_images)  # other classes than assumed: matched by order, and noted
+        # Other classes than assumed: matched by order, and noted.
+        source = open_for(records, reference, bad_images=bad_images, ignore_unknown=ignore_unknown)
     chosen = evaluation_split(records, source, split)
     return chosen, overlap(records, source, chosen)
 

@@ -164,11 +164,12 @@ class FewShotEvaluator:
 
     def run(self, model: Model, context: EvalContext) -> FewShotResult:
         strict = dataclasses.replace(context, bad_images="error")  # a support set must have exactly k images per class
-        train = extract_features(model, self.train.subset(self.drawn), self.preprocess, self.features, strict)
-        test = extract_features(model, self.test, self.preprocess, self.features, context)
+        preprocess = context.preprocess_for(self.preprocess, model)
+        train = extract_features(model, self.train.subset(self.drawn), preprocess, self.features, strict)
+        test = extract_features(model, self.test, preprocess, self.features, context)
         targets = self.test.targets[test.indices]
         trials = tuple(self._trial(support, train.features, test.features, targets) for support in self.support_sets)
-        return FewShotResult(trials, self.protocol, self.features, self.preprocess, tuple(test.bad))
+        return FewShotResult(trials, self.protocol, self.features, preprocess, tuple(test.bad))
 
     def _trial(self, support: SupportSet, train_features: Array, test_features: Array, targets: Array) -> Trial:
         names = self.train.classes

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.wilson import LEVEL as LEVEL
-from vitrail.wilson import Interval as Interval
-from vitrail.wilson import wilson as wilson
+from vitrail.wilson import LEVEL, Interval, wilson
 
 Array = npt.NDArray[Any]
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.evaluate.intervals import Interval, share_interval, wilson
+from vitrail.evaluate.intervals import share_interval
 from vitrail.tasks.multilabel import average_precision, best_threshold
+from vitrail.wilson import Interval, wilson
 
 Array = npt.NDArray[Any]
 

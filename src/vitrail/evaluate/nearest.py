@@ -24,7 +24,7 @@ def check_vectors(shape: Sequence[int]) -> None:
     """Refuse features of an image that are not one vector."""
     if len(shape) != 1:
         raise VitrailError(
-            f"Neighbours need one vector per image; these features have the shape {list(shape)}. Embed again with --feature mean."
+            f"Neighbours need one vector per image; these features have the shape {list(shape)}. Embed again with the feature mean."
         )
 
 

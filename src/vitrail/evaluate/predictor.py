@@ -17,7 +17,7 @@ from vitrail.data.sources import KINDS, open_source, resolve
 from vitrail.data.sources.chain import Chain, MissingImages
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.sources.layout import images_under, warn_of_skipped
-from vitrail.data.sources.reference import parse_reference
+from vitrail.data.sources.reference import format_reference, parse_reference
 from vitrail.data.types import BadImage, Split, Subset
 from vitrail.errors import VitrailError
 from vitrail.evaluate.context import EvalContext, Pass, default_context, not_finite
@@ -124,9 +124,10 @@ def is_source(word: str) -> bool:
     if kind is not None:
         return kind in KINDS
     path = Path(location).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - False for a name that is too long, where Path raises
         return (path / "packed.json").is_file()
-    return path.suffix.lower() in (".csv", ".tsv", ".tar", ".parquet") or (location == "digits" and not path.exists())
+    is_file = os.path.exists(path)  # noqa: PTH110
+    return path.suffix.lower() in (".csv", ".tsv", ".tar", ".parquet") or (location == "digits" and not is_file)
 
 
 # Options under which a source keeps the order of its images and needs no labels.
@@ -136,8 +137,7 @@ _UNLABELLED = {"csv": {"task": "unlabelled", "val": "0"}, "folder": {"labels": "
 def _source_splits(word: str) -> list[Split]:
     kind, location, options = resolve(word)
     options = {**_UNLABELLED.get(kind, {}), **options}
-    tail = "&".join(f"{name}={value}" for name, value in options.items())
-    source = open_source(f"{kind}:{location}{'?' if tail else ''}{tail}", bad_images="skip")
+    source = open_source(format_reference(kind, location, options), bad_images="skip")
     splits = [_with_paths(split) for split in source.splits.values() if len(split)]
     missing = [one for one in source.skipped if one.kind == "missing"]
     return [*splits, MissingImages(missing)] if missing else splits
@@ -158,7 +158,7 @@ def file_split(files: Sequence[str]) -> Split:
 
 def _images_at(given: str) -> list[str]:
     path = Path(given).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - False for a name that is too long, where Path raises
         skipped: list[BadImage] = []
         files = [str(path / name) for name in images_under(path, special=skipped)]
         warn_of_skipped(given, skipped)
@@ -167,7 +167,7 @@ def _images_at(given: str) -> list[str]:
         return files
     if path.suffix.lower() == ".txt":
         return _read_list(path)
-    if not path.exists():
+    if not os.path.exists(path):  # noqa: PTH110
         raise VitrailError(f"There is no file or folder {given}. Check the path.")
     return [str(path)]
 

@@ -27,9 +27,9 @@ from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, default_context
 from vitrail.evaluate.features import extract_features
 from vitrail.evaluate.fewshot import open_train_and_test
-from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.settings import FeatureSpec, ProbeSpec
 from vitrail.tasks.ranking import ranked
+from vitrail.wilson import Interval, wilson
 
 Array = npt.NDArray[Any]
 _CHUNK = 4096
@@ -92,7 +92,7 @@ def probe_splits(
     """Fit a probe on the features of `train` and test it on `test`."""
     if features.feature == "patches":
         raise VitrailError("A probe needs one vector per image; use mean instead of patches.")
-    preprocess = bundle.stored_preprocess()
+    preprocess = context.preprocess_for(bundle.stored_preprocess(), bundle.model)
     train_features = extract_features(bundle.model, train, preprocess, features, context)
     test_features = extract_features(bundle.model, test, preprocess, features, context)
     device = context.world.device if context.world.device.type == "cuda" else torch.device("cpu")
@@ -181,6 +181,6 @@ def _finite(features: Array) -> Array:
     if len(bad):
         raise VitrailError(
             f"The features of {len(bad)} of {len(features)} images contain NaN or infinity (the first is image {bad[0]}). "
-            "Check these images and the weights (`vitrail info`). If they are finite, use --precision bf16 or fp32."
+            "Check these images and the weights (`vitrail info`). If they are finite, use bf16 or fp32."
         )
     return features

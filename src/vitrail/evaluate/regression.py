@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.evaluate.intervals import Interval, bootstrap
+from vitrail.evaluate.intervals import bootstrap
+from vitrail.wilson import Interval
 
 Array = npt.NDArray[Any]
 

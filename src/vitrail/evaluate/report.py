@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vitrail.data.thumbnails import jpeg_uri, split_thumbnail
 from vitrail.data.types import Split
 from vitrail.drawing.page import PageSection, Paragraph, Plot, Strip, Table
 from vitrail.drawing.style import rendered
@@ -15,7 +16,6 @@ from vitrail.evaluate.classification import calibration, confusion_matrix, worst
 from vitrail.evaluate.evaluator import EvalResult
 from vitrail.evaluate.report_page import METRIC_NAMES, format_metric, page
 from vitrail.evaluate.result_tables import IMAGE_HEADINGS, class_table, image_rows, result_figures
-from vitrail.evaluate.thumbnails import data_uri, split_thumbnail
 from vitrail.files import atomic_folder
 from vitrail.text import to_csv, to_json
 
@@ -112,7 +112,7 @@ def _confusions(result: EvalResult, split: Split) -> list[Strip | Paragraph]:
             index = int(predictions.indices[row])
             image = split_thumbnail(split, index, _THUMBNAIL)
             caption = f"{split.image_name(index)} ({predictions.confidence[row]:.0%})"
-            examples.append((data_uri(image) if image is not None else "", caption))
+            examples.append((jpeg_uri(image) if image is not None else "", caption))
         text = f"{counted(one.count, 'image')}, {one.fraction:.1%} of the class"
         blocks.append(Strip(classes[one.true], classes[one.predicted], text, examples))
     note = "Examples are the errors with the highest confidence. Hover over an image for name and confidence."

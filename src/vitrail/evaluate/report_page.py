@@ -78,4 +78,4 @@ def _bad_images(result: EvalResult) -> list[str]:
         return []
     more = [f"and {len(result.bad) - _MAX_LISTED} more"] if len(result.bad) > _MAX_LISTED else []
     listed = [f"{one.name}: {one.reason}" for one in result.bad[:_MAX_LISTED]]
-    return [f"{counted(len(result.bad), 'image')} could not be read and skipped", *listed, *more]
+    return [f"skipped {counted(len(result.bad), 'image')} that could not be read", *listed, *more]

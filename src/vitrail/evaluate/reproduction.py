@@ -27,8 +27,8 @@ from vitrail.evaluate.imagenet_sets import (
     open_corruptions,
     open_set,
 )
-from vitrail.evaluate.intervals import Interval, wilson
 from vitrail.evaluate.real_labels import read_real, real_hits
+from vitrail.wilson import Interval, wilson
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class _Run:
             )
         self.bundle, self.announce = bundle, announce
         self.context = context or default_context(bundle.model)
-        self.preprocess = bundle.stored_preprocess()
+        self.preprocess = self.context.preprocess_for(bundle.stored_preprocess(), bundle.model)
         note = self.context.precision_note(bundle.model)
         self.notes = [*([note] if note else []), *(f"assumed: {one}" for one in bundle.report.assumptions)]
         self._model = self.context.prepare(bundle.model)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import VitrailError, counted
+from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.files import atomic_file, sha256, write_text
 from vitrail.regular_files import read_json_object
 from vitrail.text import to_bytes, to_json
@@ -201,15 +201,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise VitrailError(f"{folder} has no {MANIFEST}; {why}.") from None
     except (OSError, ValueError, KeyError) as error:
         raise VitrailError(
-            f"{folder / MANIFEST} cannot be read ({reason(error)}). "
+            f"{folder / MANIFEST} cannot be read ({reason_of(error)}). "
             "Run the same command again; it is written anew, without computing."
         ) from error
-
-
-def reason(error: Exception) -> str:
-    """Return what an error says; a KeyError says only the key."""
-    key = error.args[0] if isinstance(error, KeyError) else ""
-    return f"it has no {key.decode() if isinstance(key, bytes) else key!r}" if key else str(error)
 
 
 def hash_names(names: Iterable[str]) -> str:

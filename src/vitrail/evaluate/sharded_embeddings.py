@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.data.types import PackedStrings
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, reason_of
 from vitrail.evaluate.parquet import as_text, opened_table
-from vitrail.evaluate.shard_folder import read_manifest, reason
+from vitrail.evaluate.shard_folder import read_manifest
 from vitrail.regular_files import parse_json
 from vitrail.text import to_bytes
 
@@ -185,7 +185,7 @@ def open_shards(folder: Path) -> tuple[dict[str, Any], list[Shard]]:
         return {key: manifest[key] for key in ABOUT}, [_shard(folder, entry) for entry in manifest["shards"]]
     except (KeyError, TypeError, ValueError) as error:
         raise VitrailError(
-            f"{folder}/manifest.json is corrupted ({reason(error)}). Run the command that wrote it again."
+            f"{folder}/manifest.json is corrupted ({reason_of(error)}). Run the command that wrote it again."
         ) from error
 
 

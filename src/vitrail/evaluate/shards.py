@@ -30,7 +30,7 @@ from vitrail.data.sampler import BatchSlice
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
 from vitrail.evaluate.context import EvalContext, Pass, default_context
-from vitrail.evaluate.predictor import find_images
+from vitrail.evaluate.predictor import check_prediction, find_images
 from vitrail.evaluate.settings import FeatureFormat, FeatureSpec, TableFormat, check_choice
 from vitrail.evaluate.shard_folder import BadRow, ShardFolder, hash_names
 from vitrail.evaluate.shard_output import FeatureOutput, OpenShard, PredictionOutput, ShardOutput
@@ -38,7 +38,7 @@ from vitrail.evaluate.shard_queue import ShardQueue, default_store
 from vitrail.files import atomic_file
 from vitrail.models import Model
 from vitrail.models.inference import InferenceModel
-from vitrail.text import printable
+from vitrail.text import has_surrogates, printable
 from vitrail.train.parallel import World
 
 log = logging.getLogger("vitrail.evaluate")
@@ -135,9 +135,7 @@ def predict_shards(
 ) -> ShardResult | None:
     """Write the `top` predictions of images to a folder of shards, as `embed_shards` does features."""
     check_choice("format", format, TableFormat)
-    bundle.check_head()
-    if top < 1:
-        raise VitrailError(f"top is {top}; use 1 or more.")
+    check_prediction(bundle, top)
     context = context or default_context(bundle.model, bad_images="skip")
 
     def output(model: Model | InferenceModel, name_bytes: bool) -> PredictionOutput:
@@ -150,8 +148,8 @@ def predict_shards(
     return job.run(f".{format}", output)
 
 
-def open_images(world: World, words: Sequence[str | os.PathLike[str]]) -> Split:
-    """List the images of a command. The first rank of each machine is first: it downloads, and indexes tars, for the others."""
+def find_images_by_machine(world: World, words: Sequence[str | os.PathLike[str]]) -> Split:
+    """Call `find_images` on all ranks. The first rank of each machine is first: it downloads, and indexes tars, for the others."""
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not first:
         world.gather(None)  # not a barrier, which would start NCCL on GPUs: nothing else needs it
@@ -186,7 +184,7 @@ class _Job:
         if self.shard_size < 1:
             raise VitrailError(f"The shard size is {self.shard_size}; use 1 or more.")
         began, world = time.monotonic(), self.context.world
-        split = self.images if isinstance(self.images, Split) else open_images(world, self.images)
+        split = self.images if isinstance(self.images, Split) else find_images_by_machine(world, self.images)
         if len(split) == 0:
             raise VitrailError(f"The split {split.name!r} has no images. Choose another one.")
         with _one_thread(world.device):
@@ -353,7 +351,7 @@ def _hash_names(split: Split) -> tuple[str, bool]:
         nonlocal name_bytes
         for index in range(len(split)):
             name = split.image_name(index)
-            name_bytes = name_bytes or (not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name))
+            name_bytes = name_bytes or has_surrogates(name)
             yield name
 
     return hash_names(names()), name_bytes

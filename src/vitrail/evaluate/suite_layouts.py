@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vitrail.data.sources.arrays import ArraySplit
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.types import Split
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, reason_of
 from vitrail.evaluate.suites import SuiteTask
 from vitrail.regular_files import parse_json, read_bytes
 
@@ -177,5 +177,4 @@ def _json(file: Path) -> Any:
     try:
         return parse_json(read_bytes(file))
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise VitrailError(f"Cannot read the annotations {file} ({why}). Download the dataset again.") from error
+        raise VitrailError(f"Cannot read the annotations {file} ({reason_of(error)}). Download the dataset again.") from error

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +10,18 @@ from statistics import mean, stdev
 from typing import Any
 
 from vitrail.errors import StoppedBySignal, VitrailError
-from vitrail.evaluate.intervals import wilson
 from vitrail.evaluate.settings import SuiteSettings
 from vitrail.evaluate.suite_layouts import MissingData
 from vitrail.evaluate.suite_sources import TaskData, open_task
 from vitrail.evaluate.suites import GROUPS, SuiteTask
-from vitrail.files import write_text
+from vitrail.files import atomic_file, write_text
 from vitrail.recipes import recipe_named
+from vitrail.text import to_csv, to_json
 from vitrail.train.callbacks import Callback
 from vitrail.train.config import Recipe
 from vitrail.train.loop import train
 from vitrail.train.prepare import Prepared, make_model, make_task
+from vitrail.wilson import wilson
 
 _VTAB_CROP = (384 / 448) ** 2
 """Area of VTAB's random crops: 384×384 pixels of an image resized to 448×448 (BiT, which the paper follows)."""
@@ -174,10 +172,7 @@ def _run_once(
 
 def write_results(out: Path, result: SuiteResult, about: dict[str, Any]) -> None:
     """Write scores.csv and results.json."""
-    buffer = io.StringIO()
-    rows = csv.writer(buffer, lineterminator="\n")
     names = [field.name for field in dataclasses.fields(TaskScore) if field.name != "interval"]
-    rows.writerow(names)
-    rows.writerows([[getattr(one, name) for name in names] for one in result.scores])
-    write_text(out / "scores.csv", buffer.getvalue())
-    write_text(out / "results.json", json.dumps({**about, **result.to_dict()}, indent=2) + "\n")
+    with atomic_file(out / "scores.csv") as temporary:
+        temporary.write_bytes(to_csv([names, *([getattr(one, name) for name in names] for one in result.scores)]))
+    write_text(out / "results.json", to_json({**about, **result.to_dict()}, indent=2) + "\n")

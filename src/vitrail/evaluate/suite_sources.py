@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.data import open_source
+from vitrail.data.sources.chain import Chain
 from vitrail.data.sources.files import FileSplit
 from vitrail.data.types import Split
-from vitrail.errors import VitrailError, counted
+from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.evaluate.settings import TARGETS
 from vitrail.evaluate.suite_layouts import MissingData, open_layout
 from vitrail.evaluate.suites import SuiteTask
@@ -46,7 +47,7 @@ def open_task(task: SuiteTask, root: Path, sources: Mapping[str, str] | None = N
         return TaskData(splits["train"], splits["test"], origin, official=True)
     _check_classes(task, splits, origin)
     if task.group is None:
-        return TaskData(*_train_and_test(task, splits, origin), origin, official=False)
+        return TaskData(*_train_and_test(splits, origin), origin, official=False)
     train, validation, test = split_task(task, splits, origin)
     thousand = [_first(train, TRAIN, task, "training"), _first(validation, VALIDATION, task, "validation")]
     return TaskData(concat_splits(thousand), test, origin, official=False)
@@ -109,8 +110,9 @@ def _read_list(file: Path) -> list[tuple[str, int]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise VitrailError(f"Cannot read {file} ({why}). VTAB's lists are train800val200.txt and test.txt; copy both.") from error
+        raise VitrailError(
+            f"Cannot read {file} ({reason_of(error)}). VTAB's lists are train800val200.txt and test.txt; copy both."
+        ) from error
     rows = []
     for number, line in enumerate(lines, start=1):
         words = line.rsplit(maxsplit=1)
@@ -148,7 +150,7 @@ def split_task(task: SuiteTask, splits: dict[str, Split], origin: str) -> tuple[
     return train.subset(np.arange(first)), train.subset(np.arange(first, len(train))), test
 
 
-def _train_and_test(task: SuiteTask, splits: dict[str, Split], origin: str) -> tuple[Split, Split]:
+def _train_and_test(splits: dict[str, Split], origin: str) -> tuple[Split, Split]:
     """Return (train, test) of a full dataset. Without a test split, val is the test (ImageNet); else val joins train (Flowers)."""
     train = _require(splits, "train", origin)
     if "test" not in splits:
@@ -189,20 +191,14 @@ def concat_splits(parts: list[Split]) -> Split:
     return parts[0] if len(parts) == 1 else _ConcatSplit(parts)
 
 
-class _ConcatSplit(Split):
-    def __init__(self, parts: list[Split]) -> None:
-        self.parts, self.name, self.task, self.classes = parts, parts[0].name, parts[0].task, parts[0].classes
-        self.targets = np.concatenate([part.targets for part in parts])
-        self.ends = np.cumsum([len(part) for part in parts])
+class _ConcatSplit(Chain):
+    """Splits with the same classes as one, with their labels. Names begin with that of the split, so that they are unique."""
 
-    def _locate(self, index: int) -> tuple[Split, int]:
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        return self.parts[number], index - (int(self.ends[number - 1]) if number else 0)
+    def __init__(self, parts: list[Split]) -> None:
+        super().__init__(parts)
+        self.name, self.task, self.classes = parts[0].name, parts[0].task, parts[0].classes
+        self.targets = np.concatenate([part.targets for part in parts])
 
     def image_name(self, index: int) -> str:
-        part, local_index = self._locate(index)
-        return f"{part.name}/{part.image_name(local_index)}"
-
-    def payload(self, index: int) -> Any:
-        part, local_index = self._locate(index)
-        return part.payload(local_index)
+        part, position = self._find(index)
+        return f"{part.name}/{part.image_name(position)}"

@@ -80,8 +80,8 @@ def _onnx_outputs(file: Path, artefact: Artefact, batch: Array) -> dict[str, Arr
     import onnxruntime
 
     model = onnx.load(str(file), load_external_data=False)
-    there = {name for node in model.graph.node for name in node.output}
-    blocks = {name: tensor for name, tensor in artefact.metadata.get("blocks", {}).items() if tensor in there}
+    computed = {name for node in model.graph.node for name in node.output}
+    blocks = {name: tensor for name, tensor in artefact.metadata.get("blocks", {}).items() if tensor in computed}
     if not blocks:
         return {}
     del model.graph.output[:]

@@ -167,7 +167,7 @@ def batched(items: Sequence[Any], size: int = BATCH) -> Iterator[list[Any]]:
         yield batch
 
 
-PHOTOS = "the two embedded photos"
+SAMPLE_NAME = "the two embedded photos"
 
 
 def sample_photos(count: int = 24, *, rectangles: bool = False) -> list[Image.Image]:

@@ -18,7 +18,7 @@ from vitrail.export.module import Exported, exported_module
 from vitrail.export.onnx_file import need_onnx, write_onnx
 from vitrail.export.quantise import quantise
 from vitrail.export.settings import MAX_DROP, ExportSettings
-from vitrail.export.verify import PHOTOS, THRESHOLDS, Comparison, batched, compare, sample_photos
+from vitrail.export.verify import SAMPLE_NAME, THRESHOLDS, Comparison, batched, compare, sample_photos
 from vitrail.files import atomic_folder
 from vitrail.regular_files import utf8_path
 from vitrail.text import to_json
@@ -65,7 +65,7 @@ def export_model(
         _write(module, file, bundle, settings, metadata, calibrate)
         artefact = Artefact.open(file)
         photos = sample_photos(rectangles=settings.resize_in_graph) if images is None else []
-        given, named = (photos, PHOTOS) if images is None else (images, data or "your data")
+        given, named = (photos, SAMPLE_NAME) if images is None else (images, data or "your data")
         comparison = compare(bundle, artefact, given, labels, data=named)
         problems = comparison.problems(settings.precision, max_drop)
         blocks = block_errors(bundle, artefact, given) if problems else None

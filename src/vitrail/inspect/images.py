@@ -54,10 +54,7 @@ def from_split(split: Split, count: int | None, seed: int) -> RawImages:
     if count is not None:
         split = split.subset(sorted(np.random.default_rng(seed).permutation(len(split))[:count].tolist()))
     names = [printable(Path(split.image_name(k)).name, one_line=True) for k in range(len(split))]
-    try:
-        return RawImages(names, [split.payload(k) for k in range(len(split))])
-    except BadImage as bad:
-        raise _unusable(bad) from bad
+    return RawImages(names, _payloads(split))
 
 
 def from_source(bundle: Bundle, reference: str, split: str | None, count: int, seed: int) -> RawImages:
@@ -69,7 +66,14 @@ def from_source(bundle: Bundle, reference: str, split: str | None, count: int, s
     indices = np.random.default_rng(seed).permutation(len(chosen))[:count].tolist()
     drawn = chosen.subset(indices)
     names = [printable(drawn.image_name(k), one_line=True) for k in range(len(drawn))]  # for figures
-    return RawImages(names, [drawn.payload(k) for k in range(len(drawn))], source, drawn)
+    return RawImages(names, _payloads(drawn), source, drawn)
+
+
+def _payloads(split: Split) -> list[Payload]:
+    try:
+        return [split.payload(k) for k in range(len(split))]
+    except BadImage as bad:
+        raise _unusable(bad) from bad
 
 
 def preprocess_images(bundle: Bundle, raw: RawImages, shown: int) -> PreprocessedImages:

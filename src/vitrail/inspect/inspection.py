@@ -139,7 +139,7 @@ def check_reconstruction(references: Sequence[str], *, has_images: bool, resized
             f"There is no folder {missing}. Reconstructions need a run with --task.kind masked-patch or masked-autoencoder."
         )
     if not has_images:
-        raise VitrailError("Reconstructions need images: pass image files, or --data such as folder:DIR.")
+        raise VitrailError("Reconstructions need images: pass image files, or a data source such as folder:DIR.")
     if resized:
         raise VitrailError(
             "--image-size does not work with reconstructions: the prediction head has a fixed input size. Leave it out."
@@ -149,4 +149,4 @@ def check_reconstruction(references: Sequence[str], *, has_images: bool, resized
 def check_amounts(*, count: int, show: int) -> None:
     for name, value in (("count", count), ("show", show)):
         if value < 1:
-            raise VitrailError(f"--{name} is {value}; use 1 or more.")
+            raise VitrailError(f"{name} is {value}; use 1 or more.")

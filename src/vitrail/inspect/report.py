@@ -101,7 +101,7 @@ def inspect_model(
         progress("positions")
         _positions(bundle.model, section)
         if inputs is None:
-            section.notes.append("No images were given. Pass image files or --data to see attention distance, rollout and heads.")
+            section.notes.append("No images were given. Pass images to see attention distance, rollout and heads.")
         else:
             info["images"] = f"{len(inputs.names)}: {', '.join(inputs.names[:3])}{' …' if len(inputs.names) > 3 else ''}"
             _attention(bundle, bundle.model, inputs, options, section, progress)

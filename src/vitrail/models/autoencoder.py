@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError, counted
 from vitrail.models.config import ViTConfig
+from vitrail.models.cost import embedding_flops, encoder_flops, unread_flops
 from vitrail.models.fused.dispatch import ResidualStream
 from vitrail.models.initialisation import initialise_parts, small_normal_
-from vitrail.models.masked import Pretraining, gather_tokens, num_masked_of, prefix_indices, unread_flops
+from vitrail.models.masked import Pretraining, gather_tokens, num_masked_of, prefix_indices
 from vitrail.models.resample import sincos_table
 from vitrail.models.vit import Block, ViT
 
@@ -90,10 +91,9 @@ class MaskedAutoencoder(Pretraining):
 
     def flops(self) -> int:
         config, seen = self.config, self.config.tokens - self.num_masked
-        embedding = 2 * self.patches * config.patch_channels * config.patch[0] * config.patch[1] * config.width
         between = 2 * seen * config.width * self.decoder.width + 2 * self.num_masked * self.decoder.width * self.head.out_features
-        decoding = _block_flops(self.decoder, config.tokens) - unread_flops(self.decoder, config.tokens, self.num_masked)
-        return embedding + between + _block_flops(config, seen) + decoding
+        decoding = encoder_flops(self.decoder, config.tokens) - unread_flops(self.decoder, config.tokens, self.num_masked)
+        return embedding_flops(config) + encoder_flops(config, seen) + between + decoding
 
 
 def check_droppable(config: ViTConfig) -> None:
@@ -123,8 +123,3 @@ def decoder_config(config: ViTConfig, width: int, depth: int) -> ViTConfig:
         name="decoder", width=width, depth=depth, heads=width // _HEAD, mlp=4 * width, layer_scale=None,
         dropout=0.0, attention_dropout=0.0, stochastic_depth=0.0, position="sincos2d", position_prefix=False, pre_logits=None,
     )  # fmt: skip
-
-
-def _block_flops(config: ViTConfig, tokens: int) -> int:
-    dense = 2 * tokens * config.width * (4 * config.width + 2 * config.mlp)
-    return config.blocks * (dense + 4 * config.width * tokens**2)

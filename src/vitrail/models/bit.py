@@ -11,7 +11,6 @@ from vitrail.errors import VitrailError
 from vitrail.models import surgery
 from vitrail.models.config import BiTConfig, Pair, ResNetConfig
 from vitrail.models.features import Features, check_images, chosen_layers, in_precision_of
-from vitrail.models.layers import Float32Linear
 from vitrail.models.recompute import Keep, Recompute
 from vitrail.models.resnet import StandardisedConv, build_stages, group_norm, max_pool
 
@@ -45,7 +44,7 @@ class BiT(nn.Module):
         self.root = StandardisedConv(resnet, config.channels, resnet.width, 7, 2)
         self.stages = build_stages(resnet, PreActivationUnit)
         self.norm = group_norm(resnet, resnet.out_channels)
-        self.head = Float32Linear(resnet.out_channels, config.outputs) if config.outputs else nn.Identity()
+        self.head = surgery.new_head(config)
         self.recompute = Recompute()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -72,12 +71,7 @@ class BiT(nn.Module):
 
     def replace_head(self, outputs: int) -> BiT:
         """Put on a new zero-initialised head, as fine-tuning does; the old one is discarded."""
-        self.config = self.config.replace(outputs=outputs)
-        head = Float32Linear(self.config.resnet.out_channels, outputs) if outputs else nn.Identity()
-        for parameter in head.parameters():
-            nn.init.zeros_(parameter)
-        self.head = head.to(self.norm.weight)
-        return self
+        return surgery.replace_head(self, outputs)
 
     def checkpoint_activations(self, blocks: int | None = None, keep: Keep = "nothing") -> int:
         """Recompute the first `blocks` units (None: all) in the backward pass; returns how many it covers."""

@@ -33,11 +33,9 @@ def flops(config: ModelConfig) -> int:
     if isinstance(config, BiTConfig):
         return _resnet_flops(config) + 2 * config.resnet.out_channels * config.outputs
     assert isinstance(config, ViTConfig)
-    width, tokens, patches = config.width, config.tokens, config.grid[0] * config.grid[1]
-    total = 2 * patches * config.patch_channels * config.patch[0] * config.patch[1] * width
-    total += _resnet_flops(config) if config.resnet else 0
-    dense = 2 * tokens * width * (4 * width + 2 * config.mlp)
-    total += config.blocks * dense + sum(4 * width * _attended(config, block) for block in range(config.blocks))
+    width, tokens = config.width, config.tokens
+    total = embedding_flops(config) + (_resnet_flops(config) if config.resnet else 0)
+    total += sum(_block_flops(config, tokens, _attended(config, block)) for block in range(config.blocks))
     if config.pooling == "map":
         total += 2 * width * (2 * width + 2 * config.mlp) + 4 * width * tokens * (width + 1)
     represented = config.pre_logits or width
@@ -53,10 +51,30 @@ def needed_flops(config: ModelConfig) -> int:
     total = flops(config)
     if not isinstance(config, ViTConfig) or config.pooling != "class":
         return total
-    unread = config.tokens - 1 - config.distill_token
+    return total - unread_flops(config, config.tokens, 1 + config.distill_token, _attended(config, config.blocks - 1))
+
+
+def embedding_flops(config: ViTConfig) -> int:
+    """Return the FLOPs of the linear map of all patches."""
+    return 2 * config.grid[0] * config.grid[1] * config.patch_channels * config.patch[0] * config.patch[1] * config.width
+
+
+def encoder_flops(config: ViTConfig, tokens: int) -> int:
+    """Return the FLOPs of all blocks, with full attention, over so many tokens."""
+    return config.blocks * _block_flops(config, tokens, tokens**2)
+
+
+def unread_flops(config: ViTConfig, tokens: int, read: int, pairs: int | None = None) -> int:
+    """Return the FLOPs that the last block saves when only `read` of its tokens are computed, which attend to all.
+
+    `pairs` are those of query and key in that block; None: full attention.
+    """
     own = 2 * config.width * (2 * config.width + 2 * config.mlp)  # query, output projection, MLP
-    pairs = _attended(config, config.blocks - 1) - (1 + config.distill_token) * config.tokens
-    return total - unread * own - 4 * config.width * pairs
+    return (tokens - read) * own + 4 * config.width * ((tokens**2 if pairs is None else pairs) - read * tokens)
+
+
+def _block_flops(config: ViTConfig, tokens: int, pairs: int) -> int:
+    return 2 * tokens * config.width * (4 * config.width + 2 * config.mlp) + 4 * config.width * pairs
 
 
 def _attended(config: ViTConfig, block: int) -> int:

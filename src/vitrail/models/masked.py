@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
-from vitrail.models.cost import flops
+from vitrail.models.cost import flops, unread_flops
 from vitrail.models.features import other_grid
 from vitrail.models.fused import whitelist
 from vitrail.models.initialisation import lecun_normal_, small_normal_
@@ -184,12 +184,6 @@ class _GatherTokens(torch.autograd.Function):
         covers_all = len(rows) == images * count
         grad = (grad_out.new_empty if covers_all else grad_out.new_zeros)(images * count, width)
         return grad.index_copy_(0, rows, grad_out.reshape(-1, width)).reshape(ctx.shape), None
-
-
-def unread_flops(config: ViTConfig, tokens: int, read: int) -> int:
-    """Return the FLOPs that the last block saves when only `read` of its tokens are computed."""
-    own = 2 * config.width * (2 * config.width + 2 * config.mlp)  # query, output projection, MLP
-    return (tokens - read) * (own + 4 * config.width * tokens)
 
 
 def num_masked_of(rate: float, config: ViTConfig) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from vitrail.models.attention import AxialAttention
-from vitrail.models.config import Pair, PositionRule, ViTConfig
+from vitrail.models.config import BiTConfig, Pair, PositionRule, ViTConfig
 from vitrail.models.layers import Float32Linear
 from vitrail.models.recompute import Keep, Recompute
 
@@ -44,17 +44,18 @@ def accepting_any_size(model: T) -> T:
     return shared
 
 
-def new_head(config: ViTConfig) -> nn.Module:
+def new_head(config: ViTConfig | BiTConfig) -> nn.Module:
     """Return the last layer, or nothing where a model has no outputs."""
-    return Float32Linear(config.pre_logits or config.width, config.outputs) if config.outputs else nn.Identity()
+    inputs = config.resnet.out_channels if isinstance(config, BiTConfig) else config.pre_logits or config.width
+    return Float32Linear(inputs, config.outputs) if config.outputs else nn.Identity()
 
 
-def replace_head(model: ViT, outputs: int) -> ViT:
+def replace_head(model: T, outputs: int) -> T:
     """Put on a new zero-initialised head, as fine-tuning does (§3.2); the old one is discarded, pre-logits are kept."""
     like = next(model.parameters())
     model.config = model.config.replace(outputs=outputs)
     for name in ("head", "distill_head"):
-        if getattr(model, name) is not None:
+        if getattr(model, name, None) is not None:
             head = new_head(model.config).to(like)
             for parameter in head.parameters():
                 nn.init.zeros_(parameter)

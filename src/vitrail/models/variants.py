@@ -51,8 +51,7 @@ def model_config(name: str, *, outputs: int = 1000, image_size: int | Pair = 224
     if isinstance(plain, ViTConfig):
         changes = {**_consequences(changes), **changes}
     if "patch" in changes and isinstance(plain, ViTConfig) and plain.resnet is None:
-        sides = changes["patch"] if isinstance(changes["patch"], (tuple, list)) else (changes["patch"],)
-        changes["name"] = f"{plain.name.split('/')[0]}/{'x'.join(str(side) for side in dict.fromkeys(sides))}"
+        changes["name"] = f"{plain.name.split('/')[0]}/{_patch_text(changes['patch'])}"
     if changes.get("layers") is not None and "name" not in changes:
         changes["name"] = _renamed(plain, ResNetConfig(layers=changes["layers"]).layers, changes.get("patch"))
     return plain.replace(outputs=outputs, image_size=image_size, **changes)
@@ -109,14 +108,21 @@ def _vit(name: str, size: str, patch: int, resnet: ResNetConfig | None) -> ViTCo
     )
 
 
-def _renamed(config: ModelConfig, layers: tuple[int, ...], patch: int | None) -> str:
+def _renamed(config: ModelConfig, layers: tuple[int, ...], patch: int | Pair | None) -> str:
     """Name a model with other stages as the paper does: a block has three convolutions, and root and head make two layers more."""
     depth = f"R{3 * sum(layers) + 2}" if layers else "R"
     if isinstance(config, BiTConfig):
         return f"BiT-{depth}x{config.resnet.multiplier}"
     if not isinstance(config, ViTConfig) or config.resnet is None:
         return config.name  # `replace` refuses the change
-    return f"{depth}+{config.name.split('+')[1].split('/')[0]}/{(patch or config.patch[0]) * ResNetConfig(layers=layers).stride}"
+    stride = ResNetConfig(layers=layers).stride
+    return f"{depth}+{config.name.split('+')[1].split('/')[0]}/{_patch_text(patch or config.patch, stride)}"
+
+
+def _patch_text(patch: int | Pair, stride: int = 1) -> str:
+    """Return the pixels of a patch of a map with this stride: 16, or 16x32 if its sides differ."""
+    sides = patch if isinstance(patch, (tuple, list)) else (patch,)
+    return "x".join(str(side * stride) for side in dict.fromkeys(sides))
 
 
 def _consequences(changes: dict[str, Any]) -> dict[str, Any]:

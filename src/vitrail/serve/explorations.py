@@ -12,7 +12,6 @@ from vitrail.serve.exploration import Exploration
 
 MAX_IMAGES = 24
 MAX_BYTES = 768 << 20
-EXAMPLE_CREDIT = embedded.PHOTO_CREDIT
 
 
 @dataclass(frozen=True)

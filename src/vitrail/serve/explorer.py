@@ -10,13 +10,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from torch import Tensor
 
+from vitrail.data.embedded import PHOTO_CREDIT
 from vitrail.inspect.inputs import Array
 from vitrail.inspect.rollout import Fusion
 from vitrail.serve import exploration as compute
 from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
-from vitrail.serve.explorations import EXAMPLE_CREDIT, Explorations, NamedImage, content_key, example_images
+from vitrail.serve.explorations import Explorations, NamedImage, content_key, example_images
 from vitrail.serve.guard import read_body
 from vitrail.serve.images import ROTATED, stays_rotated
 from vitrail.serve.json_body import json_schema, parse_json
@@ -75,7 +76,7 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
     def start() -> dict[str, Any]:
         """List the models and the images that the page offers. `ready` is false while a model loads."""
         ready = all(worker.state != "loading" for worker in service.workers.values())
-        credit = "" if service.explorer_images else EXAMPLE_CREDIT
+        credit = "" if service.explorer_images else PHOTO_CREDIT
         return {"ready": ready, "models": list(service.workers), "images": [one.name for one in images()], "credit": credit}
 
     @router.get("/images/{number}", response_class=Response)

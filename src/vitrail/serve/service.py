@@ -18,6 +18,7 @@ from vitrail.errors import VitrailError
 from vitrail.serve.errors import ClientLeft, ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
 from vitrail.serve.images import decode, decoding_pool
+from vitrail.serve.json_process import JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
@@ -35,8 +36,6 @@ class Service:
     """Models by name, one worker each, and a pool of threads that decode images."""
 
     def __init__(self, models: Mapping[str, Callable[[], Bundle]], settings: ServeSettings) -> None:
-        from vitrail.serve.json_process import JsonProcess  # needs pydantic, which a saved page does not
-
         self.settings, self.metrics = settings, Metrics()
         self.workers = {name: ModelWorker(name, load, settings, self.metrics) for name, load in models.items()}
         self.pool = decoding_pool(settings)

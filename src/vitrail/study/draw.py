@@ -6,7 +6,7 @@ import math
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from vitrail.drawing.style import COLOURS, MARKERS, WIDTH, styled
 from vitrail.study.definition import Metric
@@ -57,6 +57,8 @@ def _lines(axes: Axes, summary: Summary, metric: Metric, *, first: bool) -> None
         ticks |= set(x)
     if plot.x_log:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))  # matplotlib's own needs math text
+        axes.xaxis.set_minor_formatter(NullFormatter())
     if plot.x == "x":
         axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
         axes.xaxis.set_minor_locator(NullLocator())

@@ -33,6 +33,11 @@ def caution(values: Sequence[Value]) -> str:
     return ""
 
 
+def reasons(*parts: str) -> str:
+    """Join what there is to say about a verdict; empty parts are left out."""
+    return "; ".join(filter(None, parts))
+
+
 def best(summary: Summary, series: str, metric: Metric, *, lowest: bool = False) -> tuple[str, Value] | None:
     """Return the best (or the weakest) point of a series, with its label."""
     points = [(entry.label, value) for entry in summary.entries if entry.series == series and (value := entry.value(metric))]

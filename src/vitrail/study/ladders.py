@@ -49,6 +49,11 @@ class Ladder:
             return 16
         return _power_below(self.image_size / {"tiny": 4, "small": 8}[self.name])
 
+    @property
+    def stride(self) -> int:
+        """The largest patch or stride of its models: image sizes must be multiples of it."""
+        return max(self.patch, 32 if self.name == "paper" else 4)
+
     def model(self, family: Family = "ViT", rung: int = 1) -> dict[str, Any]:
         """Return the settings of a family's model, `rung` from 0 (the smallest); 1 is the study's usual size."""
         fields = {"ViT": self._vit, "hybrid": self._hybrid, "BiT": self._bit}[family](rung)
@@ -179,7 +184,7 @@ def ladder_for(
         epochs=epochs or _EPOCHS[name][0],
         finetune_epochs=finetune_epochs or _EPOCHS[name][1],
     )
-    stride = max(ladder.patch, 32 if name == "paper" else 4)
+    stride = ladder.stride
     if image_size % stride:
         nearest = dict.fromkeys((max(image_size // stride, 1) * stride, -(-image_size // stride) * stride))
         raise VitrailError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data import open_source
-from vitrail.errors import VitrailError, counted
+from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.files import write_text
 from vitrail.regular_files import read_json_object
 from vitrail.study.definition import Point, Study, changed
@@ -176,8 +176,9 @@ def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | Non
         fields = {name: content[name] for name in ("images", "target_images", "scale", "estimate")}
         plan = Plan(study=study, settings=settings, ladder=Ladder(**content["ladder"]), kept=tuple(content["kept"]), **fields)
     except (ValueError, KeyError, TypeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise VitrailError(f"{file} is not the plan of a study ({reason}). Choose another --out, or remove it.") from error
+        raise VitrailError(
+            f"{file} is not the plan of a study ({reason_of(error)}). Choose another --out, or remove it."
+        ) from error
     changes = [f"{name} {before.get(name)!r} → {now[name]!r}" for name in now if before.get(name) != now[name]]
     if changes:
         raise VitrailError(

@@ -302,8 +302,5 @@ def _short_run(planned: PlannedRow, steps: int, job: Job, world: World) -> tuple
 
 
 def late_text(late: int) -> str:
-    return (
-        f"The budget is over: {counted(late, 'row was', 'rows were')} not started. Run the same command again to finish the study."
-        if late
-        else ""
-    )
+    rows = counted(late, "row was", "rows were")
+    return f"The budget is over: {rows} not started. Run the same command again to finish the study."

@@ -61,10 +61,10 @@ class StudySettings:
     def __post_init__(self) -> None:
         if self.target is None:
             object.__setattr__(self, "target", TARGET if self.data == DATA else self.data)
-        for name, least in (("seeds", 1), ("shots", 1), ("jobs", 1), ("workers", 0)):
+        for name, least in (("seeds", 1), ("shots", 1), ("jobs", 1), ("image_size", 1), ("channels", 1), ("workers", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise VitrailError(f"--{name} is {value}; it must be at least {least}.")
+                raise VitrailError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
         for name in ("budget", "epochs", "finetune_epochs"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -28,8 +28,9 @@ class Regress(Task):
                 "Correct or remove that row."
             )
         deviation = targets.std(0)
-        if (deviation == 0).any():
-            name = names[int(np.flatnonzero(deviation == 0)[0])]
+        constant = (targets == targets[:1]).all(0) | (deviation == 0)  # the deviation of equal numbers is seldom exactly 0
+        if constant.any():
+            name = names[int(np.flatnonzero(constant)[0])]
             raise VitrailError(f"The target {name!r} is the same for every training image: there is nothing to learn. Remove it.")
         self.outputs, self.names = targets.shape[1], names
         self.mean = torch.as_tensor(targets.mean(0), dtype=torch.float32)

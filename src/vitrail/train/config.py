@@ -97,6 +97,10 @@ class ModelSpec:
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in other}
         return {name: value for name, value in values.items() if value is not None}
 
+    def config_changes(self) -> dict[str, Any]:
+        """Return `changes` as the model's config has them, where None means that there is no tanh layer."""
+        return {name: value or None if name == "pre_logits" else value for name, value in self.changes().items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
@@ -309,6 +313,8 @@ class Recipe:
 
 
 SELF_SUPERVISED = ("masked-patch", "masked-autoencoder")
+CHANGEABLE = ("init", "dropout", "attention_dropout", "stochastic_depth")
+"""Settings of the model that may be changed in a trained checkpoint: its weights do not depend on them."""
 
 # What may differ when a run is resumed: it changes speed, devices or logging, not what is computed.
 FREE = (
@@ -318,9 +324,17 @@ FREE = (
 )  # fmt: skip
 
 
+_LEAST = {
+    "batch": 1, "keep": 1, "log_every": 1, "threads": 1, "eval_every": 0, "checkpoint_every": 0, "patience": 0,
+    "min_improvement": 0, "data.workers": 0, "optim.weight_decay": 0, "optim.momentum": 0, "optim.eps": 0, "schedule.timescale": 1,
+    "schedule.end": 0,
+}  # fmt: skip
+
+
 def check(recipe: Recipe) -> None:
     """Refuse what cannot work before anything is opened; the sentence says what to do instead."""
-    for name, values in flatten(recipe).items():
+    settings = flatten(recipe)
+    for name, values in settings.items():
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, float) and not math.isfinite(value):
                 raise VitrailError(f"{name} is {value:g}; it must be a finite number.")
@@ -328,11 +342,9 @@ def check(recipe: Recipe) -> None:
         _check_choices(getattr(recipe, path) if path else recipe, f"{path}." if path else "")
     if recipe.epochs is not None and recipe.steps is not None:
         raise VitrailError(f"Both epochs={recipe.epochs:g} and steps={recipe.steps} are given; one of them decides. Leave one out.")
-    for name in ("batch", "keep", "log_every"):
-        if getattr(recipe, name) < 1:
-            raise VitrailError(f"{name} is {getattr(recipe, name)}; it must be at least 1.")
-    if recipe.data.workers is not None and recipe.data.workers < 0:
-        raise VitrailError(f"data.workers is {recipe.data.workers}; it must be at least 0.")
+    for name, least in _LEAST.items():
+        if settings[name] is not None and settings[name] < least:
+            raise VitrailError(f"{name} is {settings[name]:g}; it must be at least {least}.")
     if recipe.micro_batch != "auto" and int(recipe.micro_batch) < 1:
         raise VitrailError(f"micro_batch is {recipe.micro_batch}; it must be at least 1, or auto for what fits.")
     for name in ("epochs", "steps"):
@@ -344,14 +356,14 @@ def check(recipe: Recipe) -> None:
     if recipe.epochs is not None and isinstance(warmup, str) and warmup.endswith("ep") and float(warmup[:-2]) >= recipe.epochs:
         length = describe_length(f"{recipe.epochs:g}ep")
         raise VitrailError(f"schedule.warmup is {warmup}, but the run has only {length}. Train longer, or use a shorter warm-up.")
-    if recipe.schedule.timescale < 1:
-        raise VitrailError(f"schedule.timescale is {recipe.schedule.timescale}; it must be at least 1.")
     check_rule(recipe.data.split_rule)
     check_rule(recipe.data.holdout_rule, "data.holdout_rule")
     if not 0 <= recipe.data.holdout < 1:
         raise VitrailError(f"data.holdout is {recipe.data.holdout}; it is a fraction of the training split, from 0 to below 1.")
     if not 0 < recipe.data.fraction <= 1:
         raise VitrailError(f"data.fraction is {recipe.data.fraction}; it is a part of the training split, above 0 and at most 1.")
+    if not 0 < recipe.sweep_holdout < 1:
+        raise VitrailError(f"sweep_holdout is {recipe.sweep_holdout}; it is a part of the training split, above 0 and below 1.")
     _check_selection(recipe)
     _check_optimiser(recipe.optim)
     _check_distillation(recipe.task)
@@ -383,9 +395,6 @@ def _literals(hint: Any) -> tuple[Any, ...]:
 
 
 def _check_selection(recipe: Recipe) -> None:
-    for name in ("patience", "min_improvement"):
-        if getattr(recipe, name) < 0:
-            raise VitrailError(f"{name} is {getattr(recipe, name):g}; it must be 0 or more.")
     if recipe.min_improvement and not recipe.patience:
         raise VitrailError(
             f"min_improvement is {recipe.min_improvement:g}, but it is for early stopping, which is off: add --patience, the "
@@ -408,8 +417,11 @@ def _check_optimiser(optim: OptimSpec) -> None:
         raise VitrailError(f"optim.clip is {optim.clip:g}; it is a norm above 0, or None for no clipping.")
     if not 0 < optim.layer_decay <= 1:
         raise VitrailError(f"optim.layer_decay is {optim.layer_decay:g}; it is above 0 and at most 1, such as 0.75.")
-    if optim.weight_decay < 0:
-        raise VitrailError(f"optim.weight_decay is {optim.weight_decay:g}; it must be 0 or more.")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optim, name) < 1:
+            raise VitrailError(f"optim.{name} is {getattr(optim, name):g}; it is from 0 to below 1, such as 0.9.")
+    if optim.nesterov and not optim.momentum:
+        raise VitrailError("optim.nesterov needs momentum, but optim.momentum is 0. Leave one of them out.")
     check_patterns(optim)
 
 

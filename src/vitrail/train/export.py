@@ -66,13 +66,13 @@ def export_model(
         "task": task_info,
         "vitrail": our_version(),
     }
-    alone = isinstance(task, Masked)  # there were no labels, and there is no head to name
+    unlabelled = isinstance(task, Masked)
     save(
         folder,
         model,
         preprocess=prepared.preprocess,
-        classes=None if alone else prepared.classes,
-        task="unlabelled" if alone else task.kind,
+        classes=None if unlabelled else prepared.classes,
+        task="unlabelled" if unlabelled else task.kind,
         provenance=provenance,
     )
 

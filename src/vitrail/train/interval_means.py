@@ -17,7 +17,7 @@ class IntervalMeans:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.peak = peak_flops(loop.world.device, loop.precision)
+        self.peak = peak_flops(loop.world.device)
         self.records = 0
         self.restart()
         self.fresh = True

@@ -10,9 +10,8 @@ from vitrail.errors import VitrailError, counted
 Length = int | str
 """500 (steps), "10ep" (epochs) or "5%" (of the run)."""
 
-_WRITTEN = re.compile(r"(?P<number>\d+\.?\d*|\.\d+)\s*(?P<unit>%|ep|epochs?|steps?|)")
-
-
+# With an exponent, since very small and very large numbers are stored so: 1e-05%.
+_WRITTEN = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)\s*(?P<unit>%|ep|epochs?|steps?|)")
 _EXAMPLES = "a number of steps such as 500, of epochs such as 10ep, or a part of the run such as 5%"
 
 

@@ -428,13 +428,11 @@ class Loop:
     def _interrupted(self, stop: Stop) -> Result:
         took_all = self.done == self.total or self.selection.stops  # and then the last step is saved
         if not took_all:
+            handle_nonfinite(self)  # on a GPU not checked at every step: those after a bad one changed nothing and are not saved
             self._save()
         self.snapshots.finish()
-        then = "before model/ was written; run the same command again to write it"
-        self.say(
-            f"stopped at step {self.done} of {self.total} and saved"
-            f"{f', {then}' if took_all else '; run the same command again to resume'}"
-        )
+        stopped, again = f"stopped at step {self.done} of {self.total} and saved", "run the same command again to"
+        self.say(f"{stopped}, before model/ was written; {again} write it" if took_all else f"{stopped}; {again} resume")
         return Result(self.run.path, self.done, self.prepared.task.headline, {}, ended_by=stop.signal)
 
     def _finish(self, stop: Stop) -> Result:

@@ -29,7 +29,7 @@ from vitrail.train.parallel import Runner, World, blocks_of, mesh_of
 from vitrail.train.parameter_groups import freeze
 from vitrail.train.pretext import pretext, with_defaults
 
-_FAKE_RANKS = 8  # ranks
+_FAKE_RANKS = 8
 _GRAIN = 512  # bytes: the allocator's smallest piece
 
 

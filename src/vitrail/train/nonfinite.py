@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.errors import VitrailError
 from vitrail.train.shards import local
 
 _LARGEST = {torch.float16: 65504.0}
 
 NOT_AGAIN = "it did not occur again when the step was repeated, so it depends on the order of additions or on faulty memory"
 _IN_GRADIENT = "forward is finite; first in the gradient of"
+
+
+class Diverged(VitrailError):
+    """A run ended because a loss, a gradient or a weight was not finite."""
 
 
 def first_fault(model: nn.Module, compute: Callable[[], Tensor], *, computes_all: bool = False) -> str:

@@ -3,9 +3,9 @@
 Papers and code bases mean different things by "weight decay 0.1". With s(t) the schedule from 0 to 1, lr the peak learning
 rate and u the optimiser's own direction, a parameter p moves by
 
-    scaled-by-lr         −s·lr·(u + wd·p)        the paper's tables, torch's AdamW
+    scaled-by-lr        −s·lr·(u + wd·p)        the paper's tables, torch's AdamW
     independent-of-lr   −s·(lr·u + wd·p)        big_vision's configurations: its 1e-4 at lr 1e-3 is 0.1 above
-    coupled          wd·p joins the gradient before the optimiser sees it: torch's SGD and Adam
+    coupled             wd·p joins the gradient before the optimiser sees it: torch's SGD and Adam
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from vitrail.errors import VitrailError
 from vitrail.models import ModelConfig, ViTConfig, model_config
 from vitrail.models.masked import Pretraining
-from vitrail.train.config import SELF_SUPERVISED, ModelSpec, Recipe
+from vitrail.train.config import CHANGEABLE, SELF_SUPERVISED, ModelSpec, Recipe
 from vitrail.train.memory import Footprint, SimulatedModel, simulate, simulate_sharded
 from vitrail.train.parallel import blocks_of, fits_gathered
 from vitrail.train.parameter_groups import Group, all_groups
@@ -83,9 +83,9 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
             f"A batch of {recipe.batch} cannot be split over {gpus} GPUs; each needs at least one image. Use fewer --gpus or a "
             "larger --batch."
         )
-    alone = recipe.task.kind in SELF_SUPERVISED
-    config = config_of(recipe.model, 0 if alone else outputs)
-    if alone and not isinstance(config, ViTConfig):
+    self_supervised = recipe.task.kind in SELF_SUPERVISED
+    config = config_of(recipe.model, 0 if self_supervised else outputs)
+    if self_supervised and not isinstance(config, ViTConfig):
         raise VitrailError(
             f"{config.name} is a ResNet without patches; {recipe.task.kind} needs a Vision Transformer, such as "
             "--model.name ViT-B/16."
@@ -123,10 +123,12 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
     if spec.start is not None:
         from vitrail.checkpoints import load
 
-        config = load(spec.start, verify="none").model.config.replace(outputs=outputs)
-        return config if spec.image_size is None else config.replace(image_size=spec.image_size)
-    changes = {name: value or None if name == "pre_logits" else value for name, value in spec.changes().items()}
-    return model_config(spec.name, outputs=outputs, image_size=spec.image_size or 224, **changes)
+        config, changes = load(spec.start, verify="none").model.config, spec.config_changes()
+        kept = (*CHANGEABLE, "channels", *(("pre_logits",) if isinstance(config, ViTConfig) else ()))
+        size = config.image_size if spec.image_size is None else spec.image_size
+        return config.replace(outputs=outputs, image_size=size, **{name: changes[name] for name in kept if name in changes})
+    size = 224 if spec.image_size is None else spec.image_size
+    return model_config(spec.name, outputs=outputs, image_size=size, **spec.config_changes())
 
 
 def _need(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,15 +19,13 @@ from vitrail.models import Model, ViT, ViTConfig, create_model, initialise
 from vitrail.models.lora import add_lora
 from vitrail.models.masked import Pretraining
 from vitrail.tasks import Classify, Distill, MultiLabel, Regress, Task
-from vitrail.train.config import SELF_SUPERVISED, Recipe
+from vitrail.train.config import CHANGEABLE, SELF_SUPERVISED, Recipe
 from vitrail.train.pretext import make_pretext
 from vitrail.train.sharded_init import Initialise
 from vitrail.train.speed import training_flops
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import Bundle
-
-log = logging.getLogger("vitrail.train")
 
 
 @dataclass
@@ -165,14 +162,13 @@ def make_model(
 ) -> tuple[Model, Preprocess]:
     spec = recipe.model
     if spec.start is None:
-        changes = {name: _meant(name, value) for name, value in spec.changes().items()}
         model = create_model(
             spec.name,
             outputs=outputs,
-            image_size=spec.image_size or 224,
+            image_size=224 if spec.image_size is None else spec.image_size,
             device="meta" if on_meta else None,
             seed=recipe.seed,
-            **changes,
+            **spec.config_changes(),
         )
         size, channels = model.config.image_size, model.config.channels
         named = "google-vit" if recipe.data.preprocess == "auto" else recipe.data.preprocess
@@ -194,10 +190,10 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
     spec = recipe.model
     assert spec.start is not None
     changes = spec.changes()
-    fixed = sorted(set(changes) - {*_INERT, "channels", "pre_logits"})
+    fixed = sorted(set(changes) - {*CHANGEABLE, "channels", "pre_logits"})
     if fixed:
         raise VitrailError(f"model.{fixed[0]} cannot be changed in a trained checkpoint; leave it out, or train from scratch.")
-    fields = {name: value for name, value in changes.items() if name in _INERT}
+    fields = {name: value for name, value in changes.items() if name in CHANGEABLE}
     channels = changes.get("channels")
     given = None if recipe.data.preprocess == "auto" else recipe.data.preprocess
     stem: Literal["sum"] | None = "sum" if channels else None
@@ -248,9 +244,6 @@ def _teacher_classes(bundle: Bundle, classes: tuple[str, ...]) -> tuple[str, ...
     return () if bundle.classes_assumed else tuple(bundle.classes or ())
 
 
-_INERT = ("init", "dropout", "attention_dropout", "stochastic_depth")
-
-
 def make_distillation(
     recipe: Recipe, labels: Task, model: Model, preprocess: Preprocess, classes: tuple[str, ...], notes: list[str]
 ) -> Task:
@@ -285,7 +278,7 @@ def make_distillation(
 
 
 def _validation_notes(recipe: Recipe, validation: Split | None) -> list[str]:
-    """Tell that the test split is validated on, for want of another; and warn where a choice depends on it."""
+    """Say that the test split is validated on because there is no val, and warn if the best checkpoint is chosen on it."""
     if recipe.data.validate != "auto" or validation is None or validation.name != "test":
         return []
     if recipe.keep_best is None and not recipe.patience:
@@ -318,7 +311,3 @@ def warnings_for(recipe: Recipe, model: Model, images: int) -> list[str]:
             "`vitrail finetune` starts from a trained one."
         )
     return warnings
-
-
-def _meant(name: str, value: Any) -> Any:
-    return None if name == "pre_logits" and value == 0 else value

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.errors import VitrailError, counted
 from vitrail.text import to_bytes
-from vitrail.train.nonfinite import NOT_AGAIN, advice, earliest_fault, first_fault
+from vitrail.train.nonfinite import NOT_AGAIN, Diverged, advice, earliest_fault, first_fault
 from vitrail.train.parallel import World, blocks_of
 from vitrail.train.precision import autocast
 from vitrail.train.step import seed_part
@@ -37,11 +37,11 @@ def handle_nonfinite(loop: Loop) -> bool:
         return False
     explained = _explain(loop, bad)
     if policy == "stop" or loop.rollbacks >= _ROLLBACKS:
-        raise VitrailError(f"{explained} {advice(loop.precision, loop.recipe.optim.lr, policy)}")
+        raise Diverged(f"{explained} {advice(loop.precision, loop.recipe.optim.lr, policy)}")
     loop.rollbacks += 1
     state = loop.snapshots.load(loop.step.tensors())
     if state is None:
-        raise VitrailError(
+        raise Diverged(
             f"{explained} There is no valid checkpoint to return to. {advice(loop.precision, loop.recipe.optim.lr, policy)}"
         )
     loop.return_to(state)
@@ -57,7 +57,7 @@ def refuse_to_save(loop: Loop, name: str) -> None:
     kept = f"the last good one is that of step {good[0]}" if good else "there is none before it"
     text = f"The weight {name} is not finite after step {loop.done}. This checkpoint was not saved; {kept}."
     if loop.recipe.on_nonfinite != "rollback" or loop.done == loop.total:
-        raise VitrailError(f"{text} {advice(loop.precision, loop.recipe.optim.lr, loop.recipe.on_nonfinite)}")
+        raise Diverged(f"{text} {advice(loop.precision, loop.recipe.optim.lr, loop.recipe.on_nonfinite)}")
     loop.say(f"warning: {text}")
 
 

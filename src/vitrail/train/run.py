@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vitrail.data.settings import BY_NAME
-from vitrail.errors import VitrailError, did_you_mean
+from vitrail.errors import VitrailError, did_you_mean, reason_of
 from vitrail.files import disk_errors, restore_folders, take_lock, write_text
 from vitrail.regular_files import parse_json, read_bytes, read_json_object
 from vitrail.train.config import FREE, Recipe
@@ -102,8 +102,8 @@ class RunFolder:
         """Unlock the folder; remove it if it was made for this run and nothing was written there."""
         if self._lock is None:
             return
-        if self._is_new and [path.name for path in self.path.iterdir()] == [".lock"]:
-            with suppress(OSError):
+        with suppress(OSError):  # the folder may have been removed meanwhile
+            if self._is_new and [path.name for path in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
         self._lock.close()
@@ -159,8 +159,7 @@ class RunFolder:
         except VitrailError as error:
             raise VitrailError(f"{file}: {error} For a new run, choose another --out.") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise VitrailError(f"{file} is not a run's configuration ({reason}). Choose another --out.") from error
+            raise VitrailError(f"{file} is not a run's configuration ({reason_of(error)}). Choose another --out.") from error
 
     def check_unchanged(self, recipe: Recipe, allowed: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
         """Refuse to resume a run with other settings than it started with, unless these are named; return what changed."""

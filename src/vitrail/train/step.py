@@ -80,19 +80,17 @@ class Step:
         self._not_captured = ""
         self._captured = self._make_captured()
 
-    def take(self, batches: Iterable[Batch], number: int) -> int:
-        """Step `number`, over this rank's micro-batches; returns how many images this rank saw."""
+    def take(self, batches: Iterable[Batch], number: int) -> None:
+        """Take step `number`, over this rank's micro-batches."""
         self.optimizer.set_rate(self.rate(number))
         self.runner.reshard()
-        images, loss = 0, torch.zeros((), device=self.world.device)
+        loss = torch.zeros((), device=self.world.device)
         for batch in batches:
             seed_part(self.recipe.seed, number, batch.micro_step, self.world)
             loss += self.backward(batch)
-            images += len(batch)
         self._update(loss, number)
         if self.average is not None:
             self.average.update(number)
-        return images
 
     def backward(self, batch: Batch) -> Tensor:
         """Add a micro-batch's gradient; returns its part of the step's mean loss."""

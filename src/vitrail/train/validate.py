@@ -12,6 +12,7 @@ import torch
 from vitrail.data.loader import EvalLoader
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Split
+from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.models.features import evaluating
 from vitrail.tasks import Meter, Task
@@ -106,25 +107,31 @@ def validate(
         bad_images=bad_images,  # type: ignore[arg-type]
         device=world.device,
     )
-    meter, steps = task.meter(), 0
+    meter, steps, images = task.meter(), 0, 0
     with evaluating(runner.model):
         for part in loader:
             with autocast(precision, world.device):
                 outputs = task.predict(runner, part.images, part.indices)
             meter.update(outputs, part.targets)
-            steps += 1
+            steps, images = steps + 1, images + len(part)
         if world.sharded:
-            _keep_step(runner, task, preprocess, max(world.gather(steps)) - steps)
+            _join_others(runner, task, preprocess, precision, max(world.gather(steps)) - steps)
             runner.reshard()
-    states = world.gather(meter.state())
-    for rank, state in enumerate(states):
+    found = world.gather((meter.state(), images))
+    if not any(count for _, count in found):
+        raise VitrailError(
+            f"No image of the split {split.name} can be read, so there is nothing to validate on. `vitrail data check` says why; "
+            "hold out training images instead with --data.holdout 0.1."
+        )
+    for rank, (state, _) in enumerate(found):
         if rank != world.rank:
             meter.add(state)
     return meter
 
 
-def _keep_step(runner: Runner, task: Task, preprocess: Preprocess, missing: int) -> None:
-    """Run empty batches: all ranks gather shards together, so one that has no batch left must still take part."""
-    nothing = torch.zeros(1, preprocess.channels, *preprocess.size, device=runner.world.device)
-    for _ in range(missing):
-        task.predict(runner, nothing, torch.zeros(1, dtype=torch.int64))
+def _join_others(runner: Runner, task: Task, preprocess: Preprocess, precision: str, batches: int) -> None:
+    """Run batches of one black image: all ranks gather shards together, so one that has no images left must still take part."""
+    black = torch.zeros(1, preprocess.channels, *preprocess.size, device=runner.world.device)
+    for _ in range(batches):
+        with autocast(precision, runner.world.device):  # gathered weights are in low precision
+            task.predict(runner, black, torch.zeros(1, dtype=torch.int64))

@@ -26,7 +26,7 @@ KINDS = {
     "hf": "vitrail.data.sources.hub:open_hub",
     "wds": "vitrail.data.sources.tars:open_tars",
 }
-EMBEDDED = ("digits", "example")  # in the package, or in one that it needs: for trying out
+_EXPECTED = f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name not in ('digits', 'example'))} or a path."
 
 
 def open_source(
@@ -70,10 +70,7 @@ def resolve(reference: str) -> tuple[str, str, dict[str, str]]:
     if kind is None:
         kind = _infer_kind(location)
     elif kind not in KINDS:
-        raise VitrailError(
-            f"{reference!r}: there is no source kind {kind!r}.{did_you_mean(kind, KINDS)} "
-            f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name not in EMBEDDED)} or a path."
-        )
+        raise VitrailError(f"{reference!r}: there is no source kind {kind!r}.{did_you_mean(kind, KINDS)} {_EXPECTED}")
     return kind, location, options
 
 
@@ -92,7 +89,4 @@ def _infer_kind(location: str) -> str:
             f"{location} is not a table (.csv), a tar (.tar) or a .parquet file. "
             "A data source is one of these, or a folder of images."
         )
-    raise VitrailError(
-        f"{location!r} is neither an existing path nor a source.{did_you_mean(location, KINDS)} "
-        f"A source is digits, {', '.join(f'{name}:…' for name in KINDS if name not in EMBEDDED)} or a path."
-    )
+    raise VitrailError(f"{location!r} is neither an existing path nor a source.{did_you_mean(location, KINDS)} {_EXPECTED}")

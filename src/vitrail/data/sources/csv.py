@@ -22,6 +22,7 @@ from vitrail.data.split import hold_out, older_name, rename
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError, counted
 from vitrail.regular_files import read_bytes
+from vitrail.text import has_surrogates
 
 log = logging.getLogger("vitrail.data")
 _COLUMNS = {
@@ -89,7 +90,7 @@ def _read(file: Path, request: Request) -> Table:
     first = next(rows, None)
     if first is None:
         raise VitrailError(f"{file} is empty. The first line should be path,label or path,label,split.")
-    if not all(map(_is_unicode, first[1])):
+    if any(map(has_surrogates, first[1])):
         raise _not_utf8(file, first[0])
     columns, header = _columns(first[1], file, request)
     body = list(rows) if header else [first, *rows]
@@ -97,7 +98,7 @@ def _read(file: Path, request: Request) -> Table:
         raise VitrailError(f"{file} has a header but no rows. Add a row with path and label for each image.")
     path, labels, split = columns["path"][0], columns["label"], columns["split"]
     for line, cells in body:
-        if not all(map(_is_unicode, cells)) and _is_unicode(cells[min(path, len(cells) - 1)]):
+        if any(map(has_surrogates, cells)) and not has_surrogates(cells[min(path, len(cells) - 1)]):
             raise _not_utf8(file, line)  # a class has another encoding only if it is a part of the path, as `data split` writes it
         if len(cells) != len(first[1]):
             raise VitrailError(
@@ -115,10 +116,6 @@ def _read(file: Path, request: Request) -> Table:
     if blank:
         raise VitrailError(f"{file}, line {blank}: the path is empty. Add it, or remove the row.")
     return table
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else True
 
 
 def _not_utf8(file: Path, line: int) -> VitrailError:
@@ -191,7 +188,7 @@ def _missing_files(table: Table, root: Path, file: Path, request: Request) -> tu
     if not missing:
         return ()
     if request.bad_images == "error":
-        if not _is_unicode(table.paths[missing[0]]):
+        if has_surrogates(table.paths[missing[0]]):
             raise _not_utf8(file, table.lines[missing[0]])
         listing = "\n".join(f"  line {table.lines[row]}: {table.paths[row]}" for row in missing[:5])
         more = f"\n  … and {len(missing) - 5} more" if len(missing) > 5 else ""

@@ -1,9 +1,10 @@
-"""Parse source strings: `kind:location?option=value&option=value`."""
+"""Parse and write source strings: `kind:location?option=value&option=value`."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vitrail.data.settings import BadImages
@@ -75,3 +76,9 @@ def parse_reference(reference: str) -> tuple[str | None, str, dict[str, str]]:
         location = reference
     kind = re.match(r"([a-z][a-z]+):(?!//)", location)
     return (kind[1], location[kind.end() :], options) if kind else (None, location, options)
+
+
+def format_reference(kind: str, location: str, options: Mapping[str, str]) -> str:
+    """Invert `parse_reference`."""
+    tail = "&".join(f"{name}={value}" for name, value in options.items())
+    return f"{kind}:{location}{'?' if tail else ''}{tail}"

@@ -29,11 +29,11 @@ from vitrail.data.sources.labels import drop_unused_classes, infer_task, parse_t
 from vitrail.data.sources.read_ahead import ReadAhead, with_retries
 from vitrail.data.sources.reference import OpenResult, Request
 from vitrail.data.types import Array, BadImage, PackedStrings, Payload, Split, Task
-from vitrail.errors import VitrailError, counted
+from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.files import cache_folder, write_text
 from vitrail.regular_files import parse_json, read_bytes
 
-_INDEX_VERSION = 2  # 1: tars without an end block were accepted
+_INDEX_VERSION = 3  # 1: tars without an end block were accepted; 2: labels in files such as 0001.CLS were not read
 _MAX_TARS = 1_000_000
 _MAX_BRACES = 100
 _MAX_LABEL = 1 << 24
@@ -80,7 +80,7 @@ class TarSplit(Split):
             else:
                 content = _read(tar, offset, size)
         except OSError as error:
-            raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({error.strerror or error})") from error
+            raise BadImage(f"{tar}: {self._keys[index]}", f"cannot be read ({reason_of(error)})") from error
         if len(content) != size:
             raise BadImage(f"{tar}: {self._keys[index]}", "the tar ends before the image is complete", "Copy the tar again.")
         return content
@@ -200,9 +200,8 @@ def _with_names(numbers: tuple[str, ...], targets: Array, request: Request) -> t
         text = read_bytes(file).decode("utf-8-sig")
         names = parse_json(text) if text.lstrip().startswith("[") else text.splitlines()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise VitrailError(
-            f"Cannot read the class names from {file}: {reason}. Expected one name per line, or a JSON list."
+            f"Cannot read the class names from {file}: {reason_of(error)}. Expected one name per line, or a JSON list."
         ) from error
     wrong = [number for number in numbers if not number.isdecimal() or len(number) > 18 or int(number) >= len(names)]
     if wrong:
@@ -273,7 +272,7 @@ Part = tuple[int, int, bytes]
 
 
 def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
-    extension = (label or "cls").partition(".")[0]
+    extension = (label or "cls").partition(".")[0].lower()
     samples: dict[str, dict[str, Part]] = {}
     special: list[str] = []
     try:
@@ -281,6 +280,7 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
             for member in archive:
                 folder, _, base = member.name.rpartition("/")
                 stem, dot, ending = base.partition(".")
+                ending = ending.lower()
                 plain = member.isfile() and not member.issparse()  # holes of a sparse file are not stored
                 if not plain and not member.isdir():
                     special.append(member.name)
@@ -292,7 +292,7 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
                         raise tarfile.ReadError(f"the label {member.name} has {member.size:,} bytes")
                     text = archive.extractfile(member).read()  # type: ignore[union-attr]
                 key = f"{folder}/{stem}" if folder else stem
-                samples.setdefault(key, {})[ending.lower()] = (member.offset_data, member.size, text)
+                samples.setdefault(key, {})[ending] = (member.offset_data, member.size, text)
             file.seek(archive.offset)
             if file.read(512) != bytes(512):  # tarfile ends silently at a wrong header, or where a copy stopped
                 raise tarfile.ReadError(f"it has no end block after byte {archive.offset:,}")
@@ -314,14 +314,13 @@ def _samples(tar: str, label: str | None) -> dict[str, dict[str, Part]]:
 
 def _image_part(parts: dict[str, Part], extension: str | None) -> str | None:
     if extension is not None:
-        return extension if extension in parts else None
+        return extension.lower() if extension.lower() in parts else None
     return next((ending for ending in parts if f".{ending}" in SUFFIXES), None)
 
 
 def _label(parts: dict[str, Part], member: str | None, where: str) -> str | None:
     extension, _, key = (member or "").partition(".")
-    if not extension:
-        extension = "cls" if "cls" in parts else "json"
+    extension = extension.lower() or ("cls" if "cls" in parts else "json")
     if extension not in parts:
         return None
     text = parts[extension][2].decode("utf-8", "replace").strip()

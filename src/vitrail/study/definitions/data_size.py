@@ -6,7 +6,7 @@ vitrail study data-size --budget 2
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, caution, difference, percent, written
+from vitrail.study.judge import NOT_MEASURED, caution, difference, percent, reasons, written
 from vitrail.study.ladders import FAMILIES, Ladder
 from vitrail.study.summary import Summary
 
@@ -40,7 +40,7 @@ def judge(summary: Summary) -> Outcome:
         ours = f"BiT − ViT: {written(small[0])} at {percent(least)} of the data, {written(large[0])} at {percent(most)}"
         why = caution([at["BiT"][least], at["ViT"][most]])
         if small[0] > 0 and small[1] and large[0] <= 0:
-            return Outcome(ours, "yes" if large[1] else "partly", why if large[1] else "level with all data; " + why)
+            return Outcome(ours, "yes" if large[1] else "partly", why if large[1] else reasons("level with all data", why))
         if small[0] > 0 and small[1] and small[0] > large[0]:
             return Outcome(ours, "partly", "the gap closes with more data, ViT does not overtake at this size")
         if small[0] < 0 and small[1]:

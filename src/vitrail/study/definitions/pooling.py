@@ -6,7 +6,7 @@ vitrail study pooling --budget 5
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, best, caution, difference, written
+from vitrail.study.judge import NOT_MEASURED, best, caution, difference, reasons, written
 from vitrail.study.ladders import Ladder, with_model
 from vitrail.study.summary import Summary
 
@@ -38,7 +38,7 @@ def judge(summary: Summary) -> Outcome:
         points, clear = difference(mean[1], token[1])
         ours = f"at its best learning rate each: class token {token[1].text()}, mean {mean[1].text()}"
         if abs(points) < 1 or not clear:
-            return Outcome(ours, "yes", "; ".join(filter(None, (f"mean − token: {written(points)}", caution([token[1]])))))
+            return Outcome(ours, "yes", reasons(f"mean − token: {written(points)}", caution([token[1]])))
         return Outcome(ours, "no", f"mean − token: {written(points)}, more than noise")
     return NOT_MEASURED
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, written
+from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, reasons, written
 from vitrail.study.ladders import Ladder, with_model
 from vitrail.study.summary import Summary
 
@@ -47,7 +47,7 @@ def judge_kinds(summary: Summary) -> Outcome:
             if len(values) > 1
             else written(smallest[0])
         )
-        return Outcome(ours, verdict, "; ".join(filter(None, (why, caution([without, *values.values()])))))
+        return Outcome(ours, verdict, reasons(why, caution([without, *values.values()])))
     return NOT_MEASURED
 
 
@@ -65,7 +65,7 @@ def judge_similarity(summary: Summary) -> Outcome:
         return Outcome(ours, "no", "the table is still near its random start")
     weak = "" if near - mean > 0.2 else "adjacent patches are only a little more similar than any two"
     lines = "" if line > off else "rows and columns do not show"
-    return Outcome(ours, "partly" if weak or lines else "yes", "; ".join(filter(None, (weak, lines))))
+    return Outcome(ours, "partly" if weak or lines else "yes", reasons(weak, lines))
 
 
 def judge_distance(summary: Summary) -> Outcome:

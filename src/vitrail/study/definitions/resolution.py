@@ -6,7 +6,7 @@ vitrail study resolution --budget 5
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, written
+from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, reasons, written
 from vitrail.study.ladders import FAMILIES, Ladder
 from vitrail.study.summary import Summary
 
@@ -14,8 +14,7 @@ _FACTORS = {1.0: 0, 1.5: 1, 2.0: 0}
 
 
 def points(ladder: Ladder) -> list[Point]:
-    stride = max(ladder.patch, 32 if ladder.name == "paper" else 4)
-    sizes = {round(factor * ladder.image_size / stride) * stride: priority for factor, priority in _FACTORS.items()}
+    sizes = {round(factor * ladder.image_size / ladder.stride) * ladder.stride: priority for factor, priority in _FACTORS.items()}
     return [
         Point(
             series=family,
@@ -37,9 +36,7 @@ def judge(summary: Summary) -> Outcome:
     (low, _, first), (high, _, last) = line[0], line[-1]
     gain = difference(last, first)
     ours = f"ViT fine-tuned at {low.label} {first.text()}, at {high.label} {last.text()}: {written(gain[0])}"
-    return Outcome(
-        ours, agreement(gain), "; ".join(filter(None, (_detail(summary, high.first.finetune_size), caution([first, last]))))
-    )
+    return Outcome(ours, agreement(gain), reasons(_detail(summary, high.first.finetune_size), caution([first, last])))
 
 
 def _detail(summary: Summary, size: int | None) -> str:

@@ -6,7 +6,7 @@ vitrail study self-supervision --budget 5
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, written
+from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, reasons, written
 from vitrail.study.ladders import Ladder, with_model
 from vitrail.study.summary import Summary
 
@@ -43,7 +43,7 @@ def judge(summary: Summary) -> Outcome:
     why = f"{written(over[0])} over scratch, {written(-below[0])} against supervised"
     if verdict == "no" and ((over[0] > 0 and over[1]) or (below[0] > 0 and below[1])):
         verdict = "partly"
-    return Outcome(ours, verdict, "; ".join(filter(None, (why, caution([scratch, masked, supervised])))))
+    return Outcome(ours, verdict, reasons(why, caution([scratch, masked, supervised])))
 
 
 STUDY = Study(

@@ -38,7 +38,7 @@ def judge(summary: Summary) -> Outcome:
     for metric in summary.metrics:
         start = base.value(metric) if base else None
         if base is None or start is None:
-            break
+            continue
         gains, values = {}, [start]
         for series in _SCALED:
             larger = [(x, value) for entry, x, value in summary.line(series, metric) if x > (base.first.forward_flops or 0)]
@@ -47,18 +47,14 @@ def judge(summary: Summary) -> Outcome:
                 gains[series] = 100 * (value.mean - start.mean) / math.log2(x / (base.first.forward_flops or x))
                 values.append(value)
         if not {"depth", "width", "patch size"} <= gains.keys():
-            break
+            continue
         ours = "points per doubling of compute: " + ", ".join(f"{name} {gain:+.1f}" for name, gain in gains.items())
         noise = 200 * max(value.error for value in values)
-        if gains["depth"] > gains["width"] and gains["patch size"] > 0:
-            clear = gains["depth"] - gains["width"] > noise and gains["patch size"] > noise
-            return Outcome(
-                ours, "yes" if clear else "unclear", caution(values) if clear else f"differences up to {noise:.1f} points are noise"
-            )
-        clear = gains["width"] - gains["depth"] > noise or gains["patch size"] < -noise
-        return Outcome(
-            ours, "no" if clear else "unclear", caution(values) if clear else f"differences up to {noise:.1f} points are noise"
-        )
+        if gains["depth"] - gains["width"] > noise and gains["patch size"] > noise:
+            return Outcome(ours, "yes", caution(values))
+        if gains["width"] - gains["depth"] > noise or gains["patch size"] < -noise:
+            return Outcome(ours, "no", caution(values))
+        return Outcome(ours, "unclear", f"differences up to {noise:.1f} points are noise")
     return NOT_MEASURED
 
 

@@ -1,0 +1,21 @@
+"""Benchmarks that drive the training loop by hand: their tiny form still runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [["parallel.py", "--only", "loop", "ddp", "own"], ["self_supervision.py", "--cost"], ["train_loop.py"]]
+)
+def test_a_benchmark_of_the_training_step_runs(words: list[str]) -> None:
+    command = [sys.executable, str(FOLDER / words[0]), *words[1:], "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

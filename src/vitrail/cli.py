@@ -9,7 +9,7 @@ import errno
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from vitrail.commands.table import COMMANDS
 from vitrail.errors import StoppedBySignal, VitrailError, did_you_mean
@@ -95,6 +95,9 @@ def _run(arguments: list[str]) -> int:
     name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
     if name is None:
         group = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
+        if group and arguments[1:2] in (["-h"], ["--help"]):
+            print(_overview(group))  # noqa: T201
+            return 0
         if group:
             given = " ".join(arguments[:2])
             hint = did_you_mean(given, group) if len(arguments) > 1 else ""
@@ -108,9 +111,9 @@ def _run(arguments: list[str]) -> int:
     return call(command, name, words) or 0
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+def _overview(names: Collection[str] = COMMANDS) -> str:
+    width = max(map(len, names))
+    rows = "\n".join(f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names)
     return (
         f"Vitrail: the Vision Transformer paper as working software.\n\nCommands:\n{rows}\n\nEach command has --help with examples."
     )

@@ -157,6 +157,26 @@ def test_common_options_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--augment.mixup" in help_of("train", capsys, "--help-all")
 
 
+def test_the_list_of_commands_fits_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert not end.value.code and [line for line in lines if len(line) > 80] == []
+
+
+def test_a_group_of_commands_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("data", capsys)
+    assert "  data check  Check every image" in text and "data sheet" in text and "predict" not in text
+
+
+def test_finetune_shows_no_default_that_depends_on_the_images(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_of("finetune", capsys).split())
+    assert "default: 500" not in text and "default: 512" not in text
+    assert "Default: by the number of images, at most 512." in text and "Default: runs/START-on-DATA." in text
+    with_recipe = " ".join(help_of("finetune --recipe finetune-cifar10", capsys).split())
+    assert "(default: 512)" in with_recipe
+
+
 def test_a_plan_lists_what_it_uses(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of("plan", capsys, "--help-all")
     assert text.startswith("usage: vitrail plan RECIPE ")

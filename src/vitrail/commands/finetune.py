@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,14 @@ _OWN = (
         ("auto", "all", "none"),
     ),
 )
+# Defaults that follow the start and the number of training images (`any_folder`).
+_BY_IMAGES = {
+    "--steps": "by the number of images: 500 for 2,000 to 20,000, fewer below, more above",
+    "--batch": "by the number of images, at most 512",
+    "--eval-every": "a tenth of the run",
+    "--schedule.warmup": "10%, or less for 20,000 images and more",
+    "--out": "runs/START-on-DATA",
+}
 
 
 def finetune(words: list[str]) -> int:
@@ -67,9 +76,20 @@ def finetune(words: list[str]) -> int:
 
 
 def sections(words: list[str]) -> list[Section]:
-    """Return the options of `vitrail finetune`. Without a recipe, the number of steps is that for 10,000 images."""
+    """Return the options of `vitrail finetune`. Without a recipe, some defaults depend on the images, which are not opened here."""
     given, _ = extract_flags(words, _FLAGS)
-    return recipe_sections(_settings(given) or any_folder("CHECKPOINT", "SOURCE", images=10_000), Options(), own=_OWN)
+    settings = _settings(given)
+    found = recipe_sections(settings or any_folder("CHECKPOINT", "SOURCE", images=10_000), Options(), own=_OWN)
+    if settings is not None:
+        return found
+    return [replace(section, options=tuple(_without_recipe(option) for option in section.options)) for section in found]
+
+
+def _without_recipe(option: Option) -> Option:
+    default = _BY_IMAGES.get(option.flags[0]) if option.flags else None
+    if default is None:
+        return option
+    return replace(option, text=f"{option.text.partition(' Default: ')[0]} Default: {default}.", default="")
 
 
 finetune.sections = sections  # type: ignore[attr-defined]  # its options are those of the recipe that its words lead to

@@ -69,7 +69,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock: Any = None
-        self._is_new = False
+        self._new_folders: list[Path] = []
         self._bad_lines: set[bytes] = set()
 
     @property
@@ -87,7 +87,7 @@ class RunFolder:
     def hold(self) -> None:
         """Lock the folder, so that no second process writes into it. The system unlocks it when this process ends."""
         try:
-            self._is_new = not self.path.exists()
+            self._new_folders = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path / ".lock")
         except OSError as error:
@@ -99,13 +99,14 @@ class RunFolder:
         restore_folders(self.path)
 
     def release(self) -> None:
-        """Unlock the folder; remove it if it was made for this run and nothing was written there."""
+        """Unlock the folder; remove it, and parents made with it, if nothing was written there."""
         if self._lock is None:
             return
         with suppress(OSError):  # the folder may have been removed meanwhile
-            if self._is_new and [path.name for path in self.path.iterdir()] == [".lock"]:
+            if self._new_folders and [path.name for path in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
-                self.path.rmdir()
+                for folder in self._new_folders:
+                    folder.rmdir()
         self._lock.close()
         self._lock = None
 

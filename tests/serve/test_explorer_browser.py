@@ -366,7 +366,7 @@ def test_saved_page(included: Bundle, bundle: Bundle, open_page: Any, tmp_path: 
         page.wait_for_timeout(150)
         assert page.locator(".map-title strong").first.inner_text() != "Nothing to show here"
     page.get_by_role("button", name="Show coffee").click()
-    wait(page, "document.querySelector('.bars .label').textContent === 'mushroom'")
+    wait(page, "document.querySelector('.bars .label').textContent === 'espresso'")
     assert page.locator("#error").is_hidden()
 
 

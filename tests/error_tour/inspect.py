@@ -132,7 +132,7 @@ CASES = (
        lambda: check_reconstruction(["model", "nowhere"], has_images=True, resized=False),
        "There is no folder nowhere.", "Reconstructions need a run with --task.kind masked-patch or masked-autoencoder."),
     at("inspect/inspection.py:check_reconstruction#2", lambda: check_reconstruction(["model"], has_images=False, resized=False),
-       "Reconstructions need images:", "pass image files, or a data source such as folder:DIR."),
+       "Reconstructions need images:", "pass image files, or a data source such as folder:DIR (--data on the command line)."),
     at("inspect/inspection.py:check_reconstruction#3", lambda: check_reconstruction(["model"], has_images=True, resized=True),
        "--image-size does not work with reconstructions:", "Leave it out."),
     at("inspect/inspection.py:check_amounts", lambda: check_amounts(count=8, show=0), "show is 0;", "use 1 or more."),

@@ -139,7 +139,9 @@ def check_reconstruction(references: Sequence[str], *, has_images: bool, resized
             f"There is no folder {missing}. Reconstructions need a run with --task.kind masked-patch or masked-autoencoder."
         )
     if not has_images:
-        raise VitrailError("Reconstructions need images: pass image files, or a data source such as folder:DIR (--data on the command line).")
+        raise VitrailError(
+            "Reconstructions need images: pass image files, or a data source such as folder:DIR (--data on the command line)."
+        )
     if resized:
         raise VitrailError(
             "--image-size does not work with reconstructions: the prediction head has a fixed input size. Leave it out."

@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Collection, Sequence
 
 from vitrail.commands.table import COMMANDS
+from vitrail.cpus import usable_cpus, visible_cpus
 from vitrail.errors import StoppedBySignal, VitrailError, did_you_mean
 from vitrail.files import disk_reason
 from vitrail.text import printable
@@ -24,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a `VitrailError` or a full disk is printed as one message, with exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _prepare_streams()
+    _limit_threads()
     try:
         status = _run(arguments)
         if sys.stdout is not None:
@@ -81,6 +84,13 @@ def _prepare_streams() -> None:
 class _PrintableLog(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+def _limit_threads() -> None:
+    """Let torch, once it is imported, start no more threads than the CPU quota of a container has CPUs."""
+    cpus = usable_cpus()
+    if cpus < visible_cpus():
+        os.environ.setdefault("OMP_NUM_THREADS", str(cpus))
 
 
 def _run(arguments: list[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from rich.text import Text
 from vitrail.commands.options import Json, progress_bar
 from vitrail.commands.output import check_output_file, check_place
 from vitrail.commands.terminal import Console, say
+from vitrail.cpus import usable_cpus
 from vitrail.data.settings import Duplicates, Fit, Store
 from vitrail.errors import VitrailError, counted
 from vitrail.text import printable, to_json
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Reference = Annotated[str, tyro.conf.arg(metavar="SOURCE")]
 _MAX_ITEMS = 5
-_WORKERS = min(8, os.cpu_count() or 1)
+_WORKERS = min(8, usable_cpus())
 
 
 def check(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import platform
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +17,7 @@ from rich.table import Table
 from vitrail.commands.options import Json
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
+from vitrail.cpus import usable_cpus
 from vitrail.errors import VitrailError
 from vitrail.models import model_config
 from vitrail.text import to_json
@@ -111,7 +111,7 @@ def examine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": usable_cpus(),
         "versions": {name: _version(name) for name in PACKAGES},
         "devices": [_device(device) for device in _devices()],
         "extras": {extra: [name for name in names if importlib.util.find_spec(name) is None] for extra, names in EXTRAS.items()},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 
+from vitrail.cpus import usable_cpus
 from vitrail.errors import counted
 
 
@@ -50,9 +50,8 @@ class DataWaitTimer:
 
 
 def max_workers(ranks: int = 1) -> int:
-    """Return the CPUs this process may use, divided by the ranks on this machine."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // max(1, ranks))
+    """Return the CPUs that this process may use, divided by the ranks on this machine."""
+    return max(1, usable_cpus() // max(1, ranks))
 
 
 def worker_count(requested: int | None, ranks: int = 1) -> tuple[int, str]:
@@ -63,5 +62,5 @@ def worker_count(requested: int | None, ranks: int = 1) -> tuple[int, str]:
     if requested > limit:
         workers = counted(limit, "worker") + (" per rank" if ranks > 1 else "")
         cpus = counted(limit * ranks, "CPU") + (f" for {ranks} ranks" if ranks > 1 else "")
-        return limit, f"Using {workers}, not {requested}: this machine has {cpus}."
+        return limit, f"Using {workers}, not {requested}: this process may use {cpus}."
     return max(0, requested), ""

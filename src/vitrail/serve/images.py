@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Literal
 from PIL import Image
 from torch import Tensor
 
+from vitrail.cpus import usable_cpus
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError
@@ -35,11 +35,9 @@ ROTATED = (
 
 
 def decoding_pool(settings: ServeSettings) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(settings.decoders or min(16, _cores()), thread_name_prefix="decode", initializer=_ignore_warnings)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(
+        settings.decoders or min(16, usable_cpus()), thread_name_prefix="decode", initializer=_ignore_warnings
+    )
 
 
 def _ignore_warnings() -> None:

@@ -26,12 +26,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels are tried where there is no GPU, too
 
 torch.set_num_threads(1)
+gc.disable()  # until all is imported: what modules hold is not garbage, however often it is looked at
 
 
 def pytest_collection_finish() -> None:
     """Exempt all that was imported from garbage collection: each full one would look at millions of objects again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

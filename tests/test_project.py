@@ -61,6 +61,7 @@ def test_tool(command: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_import_is_silent_and_light() -> None:
     code = "import vitrail, sys; assert 'torch' not in sys.modules; vitrail.create_model"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)

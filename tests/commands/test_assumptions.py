@@ -35,6 +35,7 @@ def bare(tmp_path: Path) -> Path:
     return tmp_path / "deit.safetensors"
 
 
+@pytest.mark.slow
 def test_guesses_are_printed_once_and_not_when_given(
     capsys: pytest.CaptureFixture[str],
     bare: Path,

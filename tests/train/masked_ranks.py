@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.train.small import train
 from tests.train.test_masked_runs import TASKS, of_the_image, recipe_of
 from vitrail.tasks.masked import Masked
 from vitrail.train.config import Recipe
-from vitrail.train.loop import train
 
 
 def run_of(name: str, parallel: str = "auto") -> Recipe:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.train.small import small
+from tests.train.small import small, train
 from tests.train.test_capture import StandIn
 from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
@@ -19,7 +19,7 @@ from vitrail.errors import VitrailError
 from vitrail.train import CapturedStep, best_checkpoint
 from vitrail.train import parallel as parallel_engines
 from vitrail.train.config import ModelSpec, Recipe, TaskSpec
-from vitrail.train.loop import Loop, train
+from vitrail.train.loop import Loop
 from vitrail.train.parallel import joined
 from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.shards import whole

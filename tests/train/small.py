@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from vitrail.data.augment.spec import Augment
+from vitrail.train import loop
 from vitrail.train.callbacks import Callback
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec
+from vitrail.train.result import Result
 
 MODEL = ModelSpec(name="ViT-Ti/4", image_size=8, channels=1, width=32, depth=2, heads=1, mlp=48, dropout=0.1, stochastic_depth=0.1)
 
@@ -35,6 +37,11 @@ def small(**changes: Any) -> Recipe:
         outer, _, inner = name.partition("__")
         settings[outer] = dataclasses.replace(settings[outer], **{inner: value}) if inner else value
     return Recipe(**settings)
+
+
+def train(*args: Any, **kwargs: Any) -> Result:
+    """Train without drawing the curves at the end, which takes longer than the rest of a small run: `curves=True` draws them."""
+    return loop.train(*args, **{"curves": False, **kwargs})
 
 
 class Recorder(Callback):

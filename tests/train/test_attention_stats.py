@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.small import Recorder, same, small, weights
+from tests.train.small import Recorder, same, small, train, weights
 from tests.train.test_resume import interrupted
 from vitrail.models import ViT
 from vitrail.models.fused.whitelist import has_hooks
 from vitrail.train.attention_stats import AttentionProbe, AttentionStats, num_images, summary
 from vitrail.train.callbacks import scalars
 from vitrail.train.config import ModelSpec, Recipe, TaskSpec
-from vitrail.train.loop import train
 from vitrail.train.parallel import Runner, World
 from vitrail.train.prepare import Prepared, prepare
 from vitrail.train.run import RunFolder

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 import vitrail
-from tests.train.small import Recorder, losses, same, small, weights
+from tests.train.small import Recorder, losses, same, small, train, weights
 from tests.train.test_resume import interrupted
 from vitrail.errors import VitrailError
 from vitrail.tasks import Classify, MultiLabel, Regress, Task
 from vitrail.tasks.base import lower_is_better
 from vitrail.train.best_checkpoint import Selection
 from vitrail.train.config import Recipe, TaskSpec
-from vitrail.train.loop import train
 from vitrail.train.prepare import Prepared
 from vitrail.train.result import Result
 from vitrail.train.run import RunFolder

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.small import losses, same, small, weights
-from vitrail.train.loop import train
+from tests.train.small import losses, same, small, train, weights
 from vitrail.train.run import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +25,7 @@ SETTINGS = {"steps": 4 * KILLS, "checkpoint_every": 1, "log_every": 1, "eval_eve
 # A server that has everything imported forks a run for each life: twenty cold starts would take minutes.
 SERVER = """
 import os, sys
-from tests.train.small import small
-from vitrail.train.loop import train
+from tests.train.small import small, train
 import torch.optim, torch._dynamo
 torch.set_num_threads(1)
 recipe = small(**{settings})

@@ -13,7 +13,7 @@ from PIL import Image
 
 import vitrail
 from tests.data.image_files import folder_of
-from tests.train.small import Recorder, same, small, weights
+from tests.train.small import Recorder, same, small, train, weights
 from vitrail.data.augment.spec import Augment
 from vitrail.data.loader import TrainLoader
 from vitrail.data.pack import choose_settings, pack
@@ -25,7 +25,6 @@ from vitrail.evaluate.multilabel import per_label
 from vitrail.models import create_model
 from vitrail.train.averaging import Average
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
-from vitrail.train.loop import train
 from vitrail.train.prepare import prepare, warnings_for
 from vitrail.train.run import RunFolder
 
@@ -385,7 +384,7 @@ def test_the_same_classes_keep_the_head(tmp_path):
 
 
 def test_the_run_folder_holds_what_it_promises(tmp_path):
-    train(small(), tmp_path / "run")
+    train(small(), tmp_path / "run", curves=True)
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "config.json",
         "metrics.jsonl",

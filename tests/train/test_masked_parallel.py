@@ -12,10 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.train.masked_ranks import run_of
-from tests.train.small import weights
+from tests.train.small import train, weights
 from tests.train.test_masked_runs import of_the_image
 from vitrail.tasks.masked import Masked
-from vitrail.train.loop import train
 from vitrail.train.run import RunFolder
 
 ROOT = Path(__file__).parents[2]

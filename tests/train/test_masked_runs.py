@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 
 import vitrail
-from tests.train.small import Recorder, losses, same, weights
+from tests.train.small import Recorder, losses, same, train, weights
 from vitrail.cli import main
 from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError
 from vitrail.models import flops
 from vitrail.tasks.masked import Masked
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
-from vitrail.train.loop import Loop, train
+from vitrail.train.loop import Loop
 from vitrail.train.memory import SimulatedModel, simulate
 from vitrail.train.plan import config_of, make_plan
 from vitrail.train.run import RunFolder
@@ -68,7 +68,7 @@ class Runs(dict[str, Path]):
 
     def __missing__(self, name: str) -> Path:
         recorder = Recorder()
-        train(recipe_of(TASKS[name], model__pooling="mean"), self.folder / name, callbacks=[recorder])
+        train(recipe_of(TASKS[name], model__pooling="mean"), self.folder / name, callbacks=[recorder], curves=True)
         assert any("the best constant prediction costs" in note for note in recorder.notes)
         self[name] = self.folder / name
         return self[name]

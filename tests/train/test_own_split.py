@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import vitrail
-from tests.train.small import Recorder, small
+from tests.train.small import Recorder, small, train
 from tests.train.test_resume import interrupted
 from vitrail.cli import main
 from vitrail.commands.export import _images as export_images
@@ -21,7 +21,6 @@ from vitrail.evaluate.evaluator import evaluate, open_data
 from vitrail.evaluate.fewshot import open_train_and_test
 from vitrail.inspect.images import from_source
 from vitrail.train.config import DataSpec
-from vitrail.train.loop import train
 from vitrail.train.prepare import prepare
 
 
@@ -148,6 +147,7 @@ def test_an_export_is_compared_on_images_that_were_not_trained_on(
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fine_tuning_keeps_the_record_and_writes_nothing_into_the_folder(
     noise: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, NonFinite, distilling, higher_is_better, run_of
-from tests.train.small import weights
+from tests.train.small import train, weights
 from vitrail.errors import VitrailError
-from vitrail.train.loop import train
 from vitrail.train.parallel import choose_device
 from vitrail.train.prepare import prepare
 from vitrail.train.run import RunFolder

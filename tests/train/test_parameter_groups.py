@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.small import Recorder, same, small, weights
+from tests.train.small import Recorder, same, small, train, weights
 from tests.train.test_optimizers import model
 from tests.train.test_resume import interrupted
 from vitrail.errors import VitrailError
 from vitrail.train.config import OptimSpec, Recipe, TaskSpec
-from vitrail.train.loop import Loop, train
+from vitrail.train.loop import Loop
 from vitrail.train.optimizers import Optimizer
 from vitrail.train.parameter_groups import all_groups, freeze, frozen_names, group_lines, matching, parameter_groups
 

@@ -172,6 +172,7 @@ def test_bit_and_hybrids_can_be_planned(name: str) -> None:
     assert found.weights == pytest.approx(4 * parameters(config), rel=0.01) and found.activations > 0
 
 
+@pytest.mark.slow
 def test_a_micro_batch_is_no_larger_than_its_accumulation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 256 images in three parts, each has 86; 100 would need more memory for nothing."""
     monkeypatch.setattr("vitrail.train.plan._largest", lambda footprint, available: 100)

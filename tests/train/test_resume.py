@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.small import Recorder, losses, same, small, weights
+from tests.train.small import Recorder, losses, same, small, train, weights
 from vitrail.errors import VitrailError
 from vitrail.train.config import DataSpec, ScheduleSpec
-from vitrail.train.loop import Loop, train
+from vitrail.train.loop import Loop
 from vitrail.train.run import RunFolder
 from vitrail.train.snapshots import Snapshots, damage
 from vitrail.train.step import Step
@@ -167,8 +167,7 @@ def test_a_folder_belongs_to_one_process(tmp_path):
 SCRIPT = """
     import sys
     sys.path.insert(0, {here!r})
-    from tests.train.small import small
-    from vitrail.train.loop import train
+    from tests.train.small import small, train
     result = train(small(steps=25, checkpoint_every=1, log_every=1), sys.argv[1])
     sys.exit(0 if result.ended_by is None else 10)
 """

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.small import same, small, weights
+from tests.train.small import same, small, train, weights
 from tests.train.test_resume import interrupted
 from vitrail.data.augment.spec import Augment
 from vitrail.errors import VitrailError
 from vitrail.train.config import Recipe
-from vitrail.train.loop import train
 from vitrail.train.precision import MIN_CPU_FLOPS, chosen_precision, cpu_multiplies_bf16
 from vitrail.train.run import RunFolder
 from vitrail.train.upgrade import FORMAT, upgrade, upgrade_state

@@ -310,7 +310,7 @@ class Loop:
     def _next_step(self) -> None:
         number = self.done
         if number in self.skipped_steps:
-            for _ in self.parts():
+            for _ in self.micro_batches():
                 pass
         else:
             self._take(number)
@@ -319,7 +319,7 @@ class Loop:
     def _take(self, number: int) -> None:
         while True:
             try:
-                self.step.take(self.parts(), number)
+                self.step.take(self.micro_batches(), number)
                 if reason := self.step.why_not_captured():
                     self.say(f"warning: the step could not be captured as a CUDA graph ({reason}); it runs without, more slowly")
                 return
@@ -332,7 +332,7 @@ class Loop:
                 self.step.runner.renew()
             self.go_to(number)
 
-    def parts(self) -> Iterator[Batch]:
+    def micro_batches(self) -> Iterator[Batch]:
         """This rank's micro-batches of the next step."""
         while True:
             batch = next(self.batches)

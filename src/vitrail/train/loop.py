@@ -459,7 +459,7 @@ class Loop:
             self.run.add(end)
             if self.loader.bad:
                 count = self.loader.save_bad_images(str(self.run.path / "bad-images.txt"))
-                self.say(f"{counted(count, 'image')} could not be read; others took {'its' if count == 1 else 'their'} place: see bad-images.txt")
+                self.say(f"{counted(count, 'image')} could not be read, and others were used instead; see bad-images.txt")
         self.world.barrier()
         return dataclasses.replace(finished(self.run, end), before=False)
 

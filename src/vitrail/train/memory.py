@@ -205,9 +205,9 @@ def _forward_and_backward(run: Callable[..., Any], task: Task, config: ModelConf
     losses.sum().backward()
 
 
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Keep one byte per value for the backward pass, as on a GPU; on a CPU torch keeps four."""
-    return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
 @contextmanager

@@ -212,9 +212,8 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
         if changes.get("pre_logits") == 0 and isinstance(model, ViT) and model.pre_logits is not None:
             model.pre_logits, model.config = None, model.config.replace(pre_logits=None)
             without = "; the tanh layer before it is left out"
-        notes.append(
-            f"head: new, zero-initialised, {counted(outputs, 'output')} (the checkpoint had {model.config.outputs or 'none'}){without}"
-        )
+        had = f"the checkpoint had {model.config.outputs or 'none'}"
+        notes.append(f"head: new, zero-initialised, {counted(outputs, 'output')} ({had}){without}")
         model.replace_head(outputs)
     notes += [note for note in bundle.report.notes if note.startswith(("image size", "input channels"))]
     notes += [f"assumed about {spec.start}: {text}" for text in bundle.report.assumptions]

@@ -221,8 +221,9 @@ def test_a_sweep_finds_the_learning_rate_and_does_not_repeat_itself(capsys: pyte
 @pytest.mark.slow
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "digits", "--gpus", "2", "--memory", "1", "--model.depth", "1"]
-    status, out, _ = run(capsys, *words)
+    status, out, err = run(capsys, *words)
     assert status == 0 and "largest micro-batch" in out and "fsdp" in out
+    assert "ddp, 8 images at once: " in err and "fsdp, 8 images at once: " in err  # each simulated step, as it comes
     found = json.loads(run(capsys, *words, "--json")[1])
     assert [need["engine"] for need in found["needs"]] == ["ddp", "fsdp"] and found["needs"][0]["total"] > 0
     assert "1 to 4096" in run(capsys, "plan", "digits", "--gpus", "0")[2]

@@ -247,7 +247,7 @@ CASES = (
         'Models and sizes', 'channels last',
         'vitrail.create_model("ViT-Ti/16", device="meta")(torch.zeros(1, 224, 224, 3, device="meta"))',
         'ViT-Ti/16 has 3 input channels, these images have 224.',
-        ('Convert the images, or build the model with channels=224.',), at="models/features.py:check_images#3",
+        ('Channels come before rows: use images.permute(0, 3, 1, 2).',), at="models/features.py:check_images#3",
     ),
     Case(
         'Models and sizes', 'a layer that is not there', 'vitrail inspect model cat.jpg --layers 7 --out inside',

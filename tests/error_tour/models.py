@@ -56,6 +56,12 @@ def lora_twice() -> object:
     return add_lora(model, 2)
 
 
+def misspelled_kernels() -> object:
+    model = new_vit()
+    model.kernels = "Plain"  # type: ignore[assignment]
+    return model(images())
+
+
 CASES: tuple[Case, ...] = (
     at("models/config.py:_Fields._whole", lambda: vit(depth=0), "depth is 0;", "it takes whole numbers of at least 1."),
     at("models/config.py:_Fields._whole", lambda: model_config("BiT-R50x1", layers="3"), "layers is ('3',);",
@@ -115,6 +121,8 @@ CASES: tuple[Case, ...] = (
        "`outputs` is [7];", "it takes one number from 0 to 2 for each of 1 image."),
     at("models/recompute.py:Recompute.__post_init__", lambda: vit().checkpoint_activations(1, "norms"),  # type: ignore[arg-type]
        "keep is 'norms';", "recomputed blocks can keep nothing or matmuls."),
+    at("models/fused/dispatch.py:ResidualStream.__init__", misspelled_kernels, "model.kernels is 'Plain';",
+       "it can be auto, plain, fp8."),
     at("models/resample.py:resize_grid#1", lambda: resize_grid(torch.zeros(1, 2, 2, 4), (3, 3), "linear"),  # type: ignore[arg-type]
        "There is no position rule 'linear';", "known are reference, timm, hf, torchvision."),
     at("models/resample.py:resize_grid#2", lambda: resize_grid(torch.zeros(1, 2, 2, 4), (0, 3)),

@@ -325,7 +325,7 @@ CASES: tuple[Case, ...] = (
     at("train/captured_step.py:CapturedStep.__init__", lambda: CapturedStep(lambda: None, []),
        "There are no parameters to compute gradients for;", "pass model.parameters()."),
     at("train/captured_step.py:_detached", lambda: CapturedStep(lambda: 0.5, new_vit().parameters())(),
-       "The step returned a float;", "return tensors, which a replay can write again."),
+       "The step returned a value of type float;", "return tensors, which a replay can write again."),
     at("train/recovery.py:handle_nonfinite#1", diverging, "A loss or gradient was not finite in step 1 (epoch 0):",
        "Try a lower --optim.lr than 1e+30, a longer --schedule.warmup", "--on-nonfinite skip or rollback."),
     at("train/recovery.py:handle_nonfinite#2", lambda: diverging(on_nonfinite="rollback"),

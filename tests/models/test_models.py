@@ -210,6 +210,7 @@ def test_bf16_autocast_stays_close() -> None:
 BAD_IMAGES = [
     (torch.zeros(3, 12, 16), r"takes a batch \[images, channels, height, width\]; this tensor is \[3, 12, 16\].*images\[None\]"),
     (torch.zeros(1, 1, 12, 16), "has 3 input channels, these images have 1.*channels=1"),
+    (torch.zeros(1, 12, 16, 3), r"has 3 input channels, these images have 12.*images.permute\(0, 3, 1, 2\)"),
     (torch.zeros(1, 3, 16, 12), r"expects 12×16 images, these are 16×12.*model.resize\(\(16, 12\)\)"),
     (torch.zeros(1, 3, 12, 16, dtype=torch.uint8), "floating-point.*torch.uint8"),
 ]

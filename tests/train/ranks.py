@@ -15,6 +15,7 @@ from tests.train.small import small, train
 from tests.train.test_capture import StandIn
 from tests.train.test_masked_runs import TASKS, recipe_of
 from vitrail.data.augment.spec import Augment
+from vitrail.data.batch import Batch
 from vitrail.errors import VitrailError
 from vitrail.train import CapturedStep, best_checkpoint
 from vitrail.train import parallel as parallel_engines
@@ -110,19 +111,37 @@ def captured(step: Step) -> CapturedStep:
 
 
 class NonFinite:
-    """Spoils the outputs of a layer on one rank, from a forward pass in training on and for so many of them."""
+    """Corrupts the outputs of a layer on one rank, from a forward pass in training on and for so many of them."""
 
     def __init__(self, prepared: Prepared, first: int, passes: int, rank: int) -> None:
         self.bad, self.rank, self.number = range(first, first + passes), rank, -1
         prepared.model.register_forward_pre_hook(self._count)
-        prepared.model.blocks[1].mlp.register_forward_hook(self._spoil)
+        prepared.model.blocks[1].mlp.register_forward_hook(self._corrupt)
 
     def _count(self, module: nn.Module, inputs: object) -> None:
         self.number += module.training
 
-    def _spoil(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    def _corrupt(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         here = dist.get_rank() == self.rank if dist.is_initialized() else self.rank == 0
         return output * float("nan") if here and module.training and self.number in self.bad else output
+
+
+@contextmanager
+def nonfinite_images(step: int, rank: int) -> Iterator[None]:
+    """Let one rank get images that are not finite, whenever this step is taken."""
+    original = Loop.micro_batches
+
+    def corrupted(self: Loop) -> Iterator[Batch]:
+        for batch in original(self):
+            if batch.step == step and dist.get_rank() == rank:
+                batch.images[0] = float("nan")
+            yield batch
+
+    Loop.micro_batches = corrupted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Loop.micro_batches = original  # type: ignore[method-assign]
 
 
 def nonfinite(out: Path) -> None:
@@ -142,6 +161,14 @@ def nonfinite(out: Path) -> None:
         prepared = prepare(recipe, on_meta=parallel == "fsdp")
         NonFinite(prepared, first=6, passes=1, rank=1)
         train(recipe, out / f"rolled-back-{parallel}", prepared=prepared)
+        # A model with a buffer, which DDP sends in forward passes: the first rank runs none on images that are not finite.
+        try:
+            with nonfinite_images(step=3, rank=0):
+                train(run_of(parallel, model__position="sincos2d"), out / f"images-{parallel}")
+        except VitrailError as error:
+            assert "the images themselves hold numbers that are not finite" in str(error), error
+        else:
+            raise AssertionError("did not stop")
 
 
 FRESH = {

@@ -190,8 +190,10 @@ def test_results_are_tensors_in_any_structure_and_stay_when_the_next_call_writes
     made = stand_in(step, list(model.parameters()))
     kept = [made(*batch(number)) for number in range(8)]
     assert all(torch.equal(kept[number][1], model(batch(number)[0])) for number in range(8))
-    with pytest.raises(VitrailError, match="returned a float"):
+    with pytest.raises(VitrailError, match="returned a value of type float"):
         stand_in(lambda images, targets: float(one(images, targets)), list(model.parameters()))(*batch(0))
+    with pytest.raises(VitrailError, match=r"pass model.parameters\(\)"):
+        capture(lambda x: x, nn.Linear(1, 1))  # type: ignore[arg-type]  # the model itself
 
 
 class Broken:

@@ -247,7 +247,7 @@ def test_only_a_whole_step_is_replayed(micro_batch: int, tmp_path: Path, group: 
         return step._backward(images, targets, recipe.batch)
 
     step._captured = replay  # type: ignore[assignment]
-    step.take(loop.parts(), 0)
+    step.take(loop.micro_batches(), 0)
     step._captured = None
     loop.close()
     assert sizes == ([16] if micro_batch == 16 else [])
@@ -269,7 +269,7 @@ def test_a_trial_leaves_no_gradient(tmp_path: Path, group: None) -> None:
         loop.go_to(0)
         assert not tries or recovery._fits(loop)
         loop.go_to(0)
-        loop.step.take(loop.parts(), 0)
+        loop.step.take(loop.micro_batches(), 0)
         norms.append(loop.step.read().grad_norm)
         loop.close()
     assert norms[0] == norms[1] > 0
@@ -352,11 +352,11 @@ def test_an_evaluation_of_the_mean_leaves_the_weights(tmp_path: Path, group: Non
         loop = Loop(recipe, RunFolder(tmp_path / name), World(CPU, mode="fsdp"), prepare(recipe, on_meta=True), ())
         loop.go_to(0)
         for number in range(3):
-            loop.step.take(loop.parts(), number)
+            loop.step.take(loop.micro_batches(), number)
         if evaluates:
             (tmp_path / name).mkdir()
             loop._validate()
-        loop.step.take(loop.parts(), 3)
+        loop.step.take(loop.micro_batches(), 3)
         norms.append(loop.step.read().grad_norm)
         loop.close()
     assert norms[0] == norms[1]

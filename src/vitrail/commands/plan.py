@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -54,9 +55,11 @@ def plan(words: list[str]) -> int:
     check_used(rest, _USED, "plan")
     recipe, options = parsed(named, rest, Options(), command="plan")
     micro_batch = None if recipe.micro_batch == "auto" else int(recipe.micro_batch)
-    begun = f"simulating steps of {recipe.model.name} at several micro-batches: seconds for small models, minutes for the largest"
-    Console(stderr=True).print(begun, style="dim", highlight=False, soft_wrap=True)
-    made = make_plan(recipe, gpus=options.gpus, memory=options.memory, outputs=options.outputs, micro_batch=micro_batch)
+    progress = partial(Console(stderr=True).print, style="dim", highlight=False, soft_wrap=True)
+    progress(f"simulating steps of {recipe.model.name} at several micro-batches: seconds for small models, minutes for the largest")
+    made = make_plan(
+        recipe, gpus=options.gpus, memory=options.memory, outputs=options.outputs, micro_batch=micro_batch, say=progress
+    )
     if options.json:
         needs = [{**dataclasses.asdict(need), "tensors": need.tensors, "total": need.total} for need in made.needs]
         say(to_json({**dataclasses.asdict(made), "needs": needs}, indent=2))

@@ -1,7 +1,7 @@
 """Self-attention, full and axial, and attention pooling.
 
-Each kind computes its output with torch's fused kernels. `with_weights` gives the same output together with the matrix
-softmax(qkᵀ/√d) itself, computed from the same q and k; inspection uses it.
+Each kind computes its output with torch's `scaled_dot_product_attention`. `with_weights` gives the same output together with the
+matrix softmax(qkᵀ/√d) itself, computed from the same q and k; inspection uses it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Attention(nn.Module):
         """With `num_queries` only for so many of the first tokens, which must be prefix tokens: these attend to all tokens."""
         q, k, v = self._split(x)
         if num_queries is None:
-            return self._merge(self._fused(q, k, v, bias, *grid))
+            return self._merge(self._attend(q, k, v, bias, *grid))
         bias = None if bias is None else bias[..., :num_queries, :]
-        return self._merge(Attention._fused(self, q[:, :, :num_queries], k, v, bias))
+        return self._merge(Attention._attend(self, q[:, :, :num_queries], k, v, bias))
 
     def with_weights(self, x: Tensor, bias: Tensor | None = None, *grid: Pair) -> tuple[Tensor, Tensor]:
         """Return the output, and the attention [batch, head, query, key] that produced it. Without dropout."""
@@ -70,7 +70,7 @@ class Attention(nn.Module):
     def _merge(self, x: Tensor) -> Tensor:
         return self.out(x.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
         # The kernel does not know about eval mode: dropout must be switched off here, or inference is random.
         dropout = self.dropout if self.training else 0.0
         if q.requires_grad and q.dtype is torch.bfloat16 and q.device.type == "cpu" and type(q) is Tensor:
@@ -117,10 +117,10 @@ class AxialAttention(Attention):
         visible[self.prefix :, self.prefix :] = line[:, None] == line[None, :]
         return visible
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
         count, size = self.prefix, grid[0] if grid else self.grid
         prefix_k, prefix_v = (part[:, :, :count].repeat_interleave(size[self.axis], dim=0) for part in (k, v))
-        patches = super()._fused(
+        patches = super()._attend(
             self._lines(q[:, :, count:], size),
             torch.cat([prefix_k, self._lines(k[:, :, count:], size)], dim=2),
             torch.cat([prefix_v, self._lines(v[:, :, count:], size)], dim=2),
@@ -129,7 +129,7 @@ class AxialAttention(Attention):
         patches = self._unline(patches, size)
         if not count:
             return patches
-        prefix = super()._fused(q[:, :, :count], k, v, None if bias is None else bias[..., :count, :])
+        prefix = super()._attend(q[:, :, :count], k, v, None if bias is None else bias[..., :count, :])
         return torch.cat([prefix, patches], dim=2)
 
     def _lines(self, x: Tensor, grid: Pair) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.models.config import BiTConfig, Pair, ViTConfig, check_image_size
 
 
@@ -95,9 +95,11 @@ def check_images(images: Tensor, config: ViTConfig | BiTConfig) -> None:
     if not images.is_floating_point():
         raise VitrailError(f"{name} takes floating-point images, normalised by its preprocessing; these are {images.dtype}.")
     if images.shape[1] != channels:
+        last = images.shape[3] == channels
+        cure = "Convert the images, or build the model with channels={}."
         raise VitrailError(
-            f"{name} has {channels} input channels, these images have {images.shape[1]}. "
-            f"Convert the images, or build the model with channels={images.shape[1]}."
+            f"{name} has {counted(channels, 'input channel')}, these images have {images.shape[1]}. "
+            f"{'Channels come before rows: use images.permute(0, 3, 1, 2).' if last else cure.format(images.shape[1])}"
         )
     if isinstance(config, ViTConfig):
         _check_size(config, (images.shape[2], images.shape[3]))

@@ -78,8 +78,8 @@ def _initialise_module(module: nn.Module, generator: torch.Generator | None) -> 
 
 def _initialise_attention(module: Attention | AttentionPool, generator: torch.Generator | None) -> None:
     """Each of the q, k, v matrices is square to the initialiser, though they are stored as one."""
-    fused = (module.qkv,) if isinstance(module, Attention) else (module.q, module.kv)
-    for layer in (*fused, module.out):
+    entering = (module.qkv,) if isinstance(module, Attention) else (module.q, module.kv)
+    for layer in (*entering, module.out):
         for square in layer.weight.split(layer.in_features):
             nn.init.xavier_uniform_(square, generator=generator)
         if layer.bias is not None:

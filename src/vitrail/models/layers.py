@@ -39,6 +39,8 @@ def patchify(images: Tensor, patch: Pair) -> Tensor:
 
 
 class Mlp(nn.Module):
+    """The MLP of a block (equation 3): to the hidden width and back, with GELU between."""
+
     def __init__(self, width: int, hidden: int, gelu: Literal["tanh", "erf"], dropout: float) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden)

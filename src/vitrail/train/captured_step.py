@@ -85,7 +85,8 @@ class CapturedStep:
         captures_shards: bool = False,
         new_graph: Callable[[], Graph] | None = None,
     ) -> None:
-        self._step, self._parameters, self._warmup = step, list(parameters), warmup
+        self._step, self._warmup = step, warmup
+        self._parameters = [] if isinstance(parameters, nn.Module) else list(parameters)
         if not self._parameters:
             raise VitrailError("There are no parameters to compute gradients for; pass model.parameters().")
         self._any_rank, self._on_failure, self._new_graph = any_rank, on_failure or _warn, new_graph
@@ -243,7 +244,9 @@ def _unfit(inputs: tuple[Tensor, ...], device: torch.device) -> str:
 def _detached(results: Any) -> Any:
     for leaf in tree_leaves(results):
         if not isinstance(leaf, Tensor):
-            raise VitrailError(f"The step returned a {type(leaf).__name__}; return tensors, which a replay can write again.")
+            raise VitrailError(
+                f"The step returned a value of type {type(leaf).__name__}; return tensors, which a replay can write again."
+            )
     return tree_map(torch.Tensor.detach, results)
 
 

@@ -249,13 +249,13 @@ class Recipe:
     stochastic depth and masked patches are drawn per micro-batch. `auto` halves it until it fits."""
     precision: Literal["auto", "bf16", "fp8", "fp16", "fp32"] = "auto"
     """`auto`: bf16 on a GPU that has it, and on a CPU that has it for models of 0.5 GFLOPs per image or more; else fp32. Norms,
-    softmax and losses are fp32 in all of them. fp8 is bf16 with fp8 matmuls in the
-    blocks, except for weight gradients: faster for L and larger on an H100 and later, and less exact."""
+    softmax and losses are fp32 in all of them. fp8 is bf16 with fp8 matmuls in the blocks, except for weight gradients: faster
+    for L and larger on an H100 and later, and less exact."""
     compile: bool = False
     """torch.compile, in place. On a GPU Vitrail's own kernels are faster for plain ViTs; it helps hybrids, BiT, dropout."""
     cuda_graph: bool = True
-    """Capture forward and backward as a CUDA graph and replay it, so that small models do not wait for Python: on one GPU, and
-    under DDP with one micro-batch per step."""
+    """Capture forward and backward as a CUDA graph and replay it, so that small models do not wait for Python: on one GPU; under
+    DDP, and under FSDP2 for models whose blocks stay gathered, with one micro-batch per step."""
     ema: float = 0.0
     """Polyak averaging: decay of the running mean of the weights, .9999 in the paper; 0: off."""
     ema_warmup: bool = False

@@ -15,7 +15,7 @@ from vitrail.data import Source, Split
 from vitrail.data.batch import Batch
 from vitrail.data.loader import TrainLoader
 from vitrail.data.worker_signals import raise_worker_error
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.models import Model, ViTConfig
 from vitrail.train.attention_stats import AttentionStats
 from vitrail.train.averaging import Average
@@ -254,7 +254,7 @@ class Loop:
         lines = [f"batch: {recipe.batch} = {self.micro_batch} at once × {parts} × {devices}"]
         groups = group_lines(all_groups(self.prepared.trained, recipe.optim), recipe.optim)
         lines.append(f"optimiser: {recipe.optim.name}, {self.precision}; {'; '.join(groups)}")
-        lines.append(f"schedule: {describe_schedule(recipe.schedule, f'{self.total:,} steps', self.schedule)}")
+        lines.append(f"schedule: {describe_schedule(recipe.schedule, counted(self.total, 'step'), self.schedule)}")
         return lines
 
     def return_to(self, state: dict[str, Any]) -> None:
@@ -310,7 +310,7 @@ class Loop:
     def _next_step(self) -> None:
         number = self.done
         if number in self.skipped_steps:
-            for _ in self.parts():
+            for _ in self.micro_batches():
                 pass
         else:
             self._take(number)
@@ -319,7 +319,7 @@ class Loop:
     def _take(self, number: int) -> None:
         while True:
             try:
-                self.step.take(self.parts(), number)
+                self.step.take(self.micro_batches(), number)
                 if reason := self.step.why_not_captured():
                     self.say(f"warning: the step could not be captured as a CUDA graph ({reason}); it runs without, more slowly")
                 return
@@ -332,7 +332,7 @@ class Loop:
                 self.step.runner.renew()
             self.go_to(number)
 
-    def parts(self) -> Iterator[Batch]:
+    def micro_batches(self) -> Iterator[Batch]:
         """This rank's micro-batches of the next step."""
         while True:
             batch = next(self.batches)
@@ -459,7 +459,7 @@ class Loop:
             self.run.add(end)
             if self.loader.bad:
                 count = self.loader.save_bad_images(str(self.run.path / "bad-images.txt"))
-                self.say(f"{count} images could not be read and were replaced; see bad-images.txt")
+                self.say(f"{counted(count, 'image')} could not be read, and others were used instead; see bad-images.txt")
         self.world.barrier()
         return dataclasses.replace(finished(self.run, end), before=False)
 

@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -67,7 +67,7 @@ class Allocations(TorchDispatchMode):
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         key = storage._cdata
         if key not in self._alive:
-            self._alive[key] = -(-storage.nbytes() // _GRAIN) * _GRAIN
+            self._alive[key] = _allocated(storage.nbytes())
             self.now += self._alive[key]
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._release, key)
@@ -121,11 +121,10 @@ def simulate(
     """Simulate one device: plain, or with `accumulates` holding gradients throughout, as DDP and several micro-batches do."""
     with _fake(), Allocations() as memory:
         model, task = _ready(simulated, recompute, keep, fp8=precision == "fp8")
-        sizes = {one: -(-one.nbytes // _GRAIN) * _GRAIN for one in model.parameters()}
-        gradients = sum(size for one, size in sizes.items() if one.requires_grad)
         for _ in range(2 if accumulates else 1):
             _forward_and_backward(model, task, simulated.config, micro_batch, precision)
-        return Footprint(sum(sizes.values()), gradients, memory.peak)
+        peak = memory.peak
+    return Footprint(*whole_bytes(simulated), peak)
 
 
 def simulate_sharded(
@@ -158,6 +157,12 @@ def simulate_sharded(
     return Footprint(weights, gradients, peak + weights + gradients - reference + padding)
 
 
+def whole_bytes(simulated: SimulatedModel) -> tuple[int, int]:
+    """Return the bytes of all weights, and of the gradients of those that are trained."""
+    sizes = [(_allocated(one.nbytes), one.requires_grad) for one in simulated.without_memory().parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, needs_grad in sizes if needs_grad)
+
+
 def shard_bytes(simulated: SimulatedModel, ranks: int) -> tuple[int, int]:
     """Return the bytes of one rank's shards of float32 weights and gradients; tensors are split along their first axis."""
     sizes = [(4 * _padded(one, ranks) // ranks, one.requires_grad) for one in simulated.without_memory().parameters()]
@@ -171,6 +176,11 @@ def _gathered(simulated: SimulatedModel, ranks: int, keep_gathered: bool) -> lis
     return sizes if keep_gathered else 2 * [max(sizes)]
 
 
+def _allocated(size: int) -> int:
+    """Return the bytes that the allocator uses for so many."""
+    return -(-size // _GRAIN) * _GRAIN
+
+
 def _padded(parameter: Tensor, ranks: int) -> int:
     rows = parameter.shape[0] if parameter.ndim else 1
     return -(-rows // ranks) * ranks * (parameter.numel() // max(rows, 1))
@@ -182,10 +192,6 @@ def _ready(simulated: SimulatedModel, recompute: int, keep: Keep, *, fp8: bool =
     trained.train()
     if fp8 and isinstance(model, ViT):
         model.kernels = "fp8"
-    for module in trained.modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            # A GPU keeps one byte per value for dropout, the CPU four: count the GPU's.
-            module.forward = partial(_dropout, rate=module.p)  # type: ignore[method-assign]
     if recompute:
         model.checkpoint_activations(None if recompute < 0 else recompute, keep)
     return trained, task
@@ -199,16 +205,22 @@ def _forward_and_backward(run: Callable[..., Any], task: Task, config: ModelConf
     losses.sum().backward()
 
 
-def _dropout(x: Tensor, rate: float) -> Tensor:
-    return torch.native_dropout(x, rate, True)[0]
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Keep one byte per value for the backward pass, as on a GPU; on a CPU torch keeps four."""
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
 @contextmanager
 def _fake() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        yield
+    # Replaced as a function, not in the modules: a block with a patched module would not run in fused kernels.
+    before, F.dropout = F.dropout, _dropout
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        F.dropout = before
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.models import ModelConfig, ViTConfig, model_config
 from vitrail.models.masked import Pretraining
 from vitrail.train.config import CHANGEABLE, SELF_SUPERVISED, ModelSpec, Recipe
-from vitrail.train.memory import Footprint, SimulatedModel, simulate, simulate_sharded
+from vitrail.train.lengths import describe_length
+from vitrail.train.memory import Footprint, SimulatedModel, shard_bytes, simulate, simulate_sharded, whole_bytes
 from vitrail.train.parallel import blocks_of, fits_gathered
 from vitrail.train.parameter_groups import Group, all_groups
 from vitrail.train.schedules import describe_schedule, in_steps
@@ -74,8 +75,19 @@ class Plan:
     needs: tuple[Need, ...]
 
 
-def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, micro_batch: int | None = None) -> Plan:
-    """Needs under DDP and FSDP2 (one GPU: without either). `micro_batch` None takes the largest that fits and is needed."""
+def make_plan(
+    recipe: Recipe,
+    *,
+    gpus: int,
+    memory: float,
+    outputs: int = 1000,
+    micro_batch: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Plan for DDP and FSDP2 (one GPU: without either). `micro_batch` None takes the largest that fits and is needed.
+
+    `say` is told the result of each simulated step: for the largest models one takes many seconds.
+    """
     if not 1 <= gpus <= 4096:
         raise VitrailError(f"--gpus is {gpus}; plans are made for 1 to 4096.")
     if gpus > recipe.batch:
@@ -94,7 +106,7 @@ def make_plan(recipe: Recipe, *, gpus: int, memory: float, outputs: int = 1000, 
     trained = simulated.without_memory()
     precision = "bf16" if recipe.precision == "auto" else recipe.precision
     engines = ("single",) if gpus == 1 else ("ddp", "fsdp")
-    needs = tuple(_need(recipe, simulated, engine, gpus, round(memory * GIB), precision, micro_batch) for engine in engines)
+    needs = tuple(_need(recipe, simulated, engine, gpus, round(memory * GIB), precision, micro_batch, say) for engine in engines)
     return Plan(
         config.name,
         sum(one.numel() for one in trained.parameters()),
@@ -114,7 +126,7 @@ def _schedule(recipe: Recipe) -> str:
     spec, total = recipe.schedule, recipe.steps
     in_epochs = any(str(length).endswith("ep") for length in (spec.warmup, spec.cooldown))
     resolved = None if total is None or in_epochs else in_steps(spec, total, 0)
-    over = f"{recipe.epochs or 0:g} epochs" if total is None else f"{total:,} steps"
+    over = describe_length(f"{recipe.epochs or 0:g}ep") if total is None else counted(total, "step")
     return describe_schedule(spec, over, resolved)
 
 
@@ -132,7 +144,14 @@ def config_of(spec: ModelSpec, outputs: int) -> ModelConfig:
 
 
 def _need(
-    recipe: Recipe, simulated: SimulatedModel, engine: str, gpus: int, memory: int, precision: str, micro_batch: int | None
+    recipe: Recipe,
+    simulated: SimulatedModel,
+    engine: str,
+    gpus: int,
+    memory: int,
+    precision: str,
+    micro_batch: int | None,
+    say: Callable[[str], None],
 ) -> Need:
     per_gpu = math.ceil(recipe.batch / gpus)
     low = None if precision == "fp32" else torch.bfloat16
@@ -142,10 +161,14 @@ def _need(
     def footprint(size: int, accumulates: bool = True) -> Footprint:
         settings: dict[str, Any] = {"recompute": recipe.model.recompute, "keep": recipe.model.recompute_keep}
         if engine == "fsdp":
-            return simulate_sharded(simulated, size, precision=precision, ranks=gpus, keep_gathered=keep_gathered, **settings)
-        return simulate(simulated, size, precision=precision, accumulates=accumulates or engine == "ddp", **settings)
+            found = simulate_sharded(simulated, size, precision=precision, ranks=gpus, keep_gathered=keep_gathered, **settings)
+        else:
+            found = simulate(simulated, size, precision=precision, accumulates=accumulates or engine == "ddp", **settings)
+        say(f"{engine}, {counted(size, 'image')} at once: {found.peak / GIB:.1f} GiB without optimiser state")
+        return found
 
-    states = _states(recipe, footprint(1).gradients)
+    _, gradients = shard_bytes(simulated, gpus) if engine == "fsdp" else whole_bytes(simulated)
+    states = _states(recipe, gradients)
     largest = _largest(footprint, (memory - _CONTEXT) / (1 + _FRAGMENTS) - _WORKSPACE - sum(states))
     chosen = min(micro_batch or largest, per_gpu)
     if chosen and micro_batch is None:

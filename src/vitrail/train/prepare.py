@@ -179,7 +179,7 @@ def make_model(
         _add_lora(model, recipe, notes)
     if spec.recompute:
         covered = model.checkpoint_activations(None if spec.recompute < 0 else spec.recompute, spec.recompute_keep)
-        notes.append(f"activations recomputed in {covered} blocks, which keep {spec.recompute_keep}")
+        notes.append(f"activations recomputed in {counted(covered, 'block')}, keeping {spec.recompute_keep}")
     return model, dataclasses.replace(preprocess, exif=recipe.data.exif)
 
 
@@ -206,15 +206,14 @@ def _continued(recipe: Recipe, outputs: int, classes: tuple[str, ...], notes: li
         notes.append(f"head: left out (the checkpoint had {model.config.outputs or 'none'}), there are no classes here")
         model.replace_head(0)
     elif same_classes(bundle.classes, classes) and model.config.outputs == outputs:
-        notes.append(f"head: kept, the checkpoint has the same {outputs} classes")
+        notes.append(f"head: kept, the checkpoint has the same {counted(outputs, 'class', 'classes')}")
     else:
         without = ""
         if changes.get("pre_logits") == 0 and isinstance(model, ViT) and model.pre_logits is not None:
             model.pre_logits, model.config = None, model.config.replace(pre_logits=None)
             without = "; the tanh layer before it is left out"
-        notes.append(
-            f"head: new, zero-initialised, {outputs} outputs (the checkpoint had {model.config.outputs or 'none'}){without}"
-        )
+        had = f"the checkpoint had {model.config.outputs or 'none'}"
+        notes.append(f"head: new, zero-initialised, {counted(outputs, 'output')} ({had}){without}")
         model.replace_head(outputs)
     notes += [note for note in bundle.report.notes if note.startswith(("image size", "input channels"))]
     notes += [f"assumed about {spec.start}: {text}" for text in bundle.report.assumptions]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.data import Preprocess, Split
 from vitrail.data.loader import TrainLoader
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_folder
 from vitrail.models import Model, ViT, ViTConfig
 from vitrail.models.autoencoder import MaskedAutoencoder
@@ -130,7 +130,8 @@ def _describe(wrapper: Pretraining, spec: TaskSpec) -> str:
     if isinstance(wrapper, MaskedPatches):
         kept = wrapper.num_masked - wrapper.masked - wrapper.replaced
         return f"{start} ({wrapper.masked} masked, {wrapper.replaced} replaced, {kept} kept), predicting {spec.patch_target}"
-    return f"{start} from the encoder, decoder of {spec.decoder_depth} blocks of width {spec.decoder_width} (not in the paper)"
+    depth = spec.decoder_depth or 0
+    return f"{start} from the encoder, decoder of {counted(depth, 'block')} of width {spec.decoder_width} (not in the paper)"
 
 
 def named_parts(names: Iterable[str]) -> str:

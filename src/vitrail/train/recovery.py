@@ -15,9 +15,9 @@ from vitrail.data.batch import Batch
 from vitrail.errors import VitrailError, counted
 from vitrail.text import to_bytes
 from vitrail.train.nonfinite import NOT_AGAIN, Diverged, advice, earliest_fault, first_fault
-from vitrail.train.parallel import World, blocks_of
+from vitrail.train.parallel import Forward, World, blocks_of
 from vitrail.train.precision import autocast
-from vitrail.train.step import seed_part
+from vitrail.train.step import seed_micro_batch
 
 if TYPE_CHECKING:
     from vitrail.train.loop import Loop
@@ -70,7 +70,7 @@ def _explain(loop: Loop, number: int) -> str:
     loop.step.runner.reshard()
     try:
         with torch.compiler.set_stance("force_eager"):
-            for batch in loop.parts():
+            for batch in loop.micro_batches():
                 names += batch.names(loop.prepared.train)
                 if loop.world.sharded or fault == NOT_AGAIN:  # FSDP2 communicates: no rank may leave out what another computes
                     fault = earliest_fault((fault, _fault_of(loop, batch, number)))
@@ -92,13 +92,14 @@ def _explain(loop: Loop, number: int) -> str:
 
 def _fault_of(loop: Loop, batch: Batch, number: int) -> str:
     finite, sharded = bool(batch.images.isfinite().all()), loop.world.sharded
-    step = loop.step
+    runner = loop.step.runner
+    # Under DDP every rank checks its own images, and some may have none to run. So not through DDP: it sends buffers in forward.
+    model = runner if sharded else Forward(runner.model)
 
     def compute() -> Tensor:
-        seed_part(loop.recipe.seed, number, batch.micro_step, loop.world)
-        # Under DDP every rank checks its own images, without communication.
-        with step.runner.accumulating(last=sharded), autocast(loop.precision, loop.world.device):
-            return loop.prepared.task.objective(step.runner, batch.images, batch.targets).sum() / batch.total
+        seed_micro_batch(loop.recipe.seed, number, batch.micro_step, loop.world)
+        with runner.accumulating(last=True), autocast(loop.precision, loop.world.device):
+            return loop.prepared.task.objective(model, batch.images, batch.targets).sum() / batch.total
 
     fault = first_fault(loop.prepared.trained, compute, computes_all=sharded) if finite or sharded else ""
     return fault if finite else "the images themselves hold numbers that are not finite"

@@ -26,16 +26,16 @@ from vitrail.train.precision import autocast
 from vitrail.train.schedules import factor
 
 
-def seed_part(seed: int, step: int, part: int, world: World) -> None:
+def seed_micro_batch(seed: int, step: int, number: int, world: World) -> None:
     """Set torch's generators for one micro-batch, from where it stands: so dropout needs no saved state to resume."""
-    digest = hashlib.blake2b(f"{seed} {step} {part} {world.rank}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
+    digest = hashlib.blake2b(f"{seed} {step} {number} {world.rank}".encode(), digest_size=8).digest()
+    value = int.from_bytes(digest, "little") >> 1
     # Not torch.manual_seed: without a GPU that remembers every call in case one should appear.
-    torch.default_generator.manual_seed(number)
+    torch.default_generator.manual_seed(value)
     if world.device.type == "cuda":
-        torch.cuda.default_generators[world.device.index or 0].manual_seed(number)  # not that of the current device
+        torch.cuda.default_generators[world.device.index or 0].manual_seed(value)  # not that of the current device
     elif world.device.type == "mps":
-        torch.mps.manual_seed(number)
+        torch.mps.manual_seed(value)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Step:
         self.runner.reshard()
         loss = torch.zeros((), device=self.world.device)
         for batch in batches:
-            seed_part(self.recipe.seed, number, batch.micro_step, self.world)
+            seed_micro_batch(self.recipe.seed, number, batch.micro_step, self.world)
             loss += self.backward(batch)
         self._update(loss, number)
         if self.average is not None:

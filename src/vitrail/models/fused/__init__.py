@@ -1,4 +1,4 @@
-"""Kernels of our own for GPUs. Nothing here decides what is computed, only how; `can_fuse` says when it can be."""
+"""Kernels of our own for GPUs. Nothing here decides what is computed, only how; `dispatch.py` says when."""
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ kernels run, and run rightly, on this device (`self_test.py`)? Where either answ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.errors import VitrailError
 from vitrail.models.attention import grid_for
 from vitrail.models.config import Pair
 from vitrail.models.features import in_precision_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vitrail.models.vit import Block, ViT
 
 Kernels = Literal["auto", "plain", "fp8"]
+_KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
 
 def patchify(model: ViT, images: Tensor) -> Tensor:
@@ -75,6 +77,8 @@ class ResidualStream:
     """
 
     def __init__(self, x: Tensor, kernels: Kernels, recompute: Recompute | None = None, *other: Pair, fp8: bool = False) -> None:
+        if kernels not in _KERNELS:
+            raise VitrailError(f"model.kernels is {kernels!r}; it can be {', '.join(_KERNELS)}.")
         self._pending = PendingResidual(x)
         self._recompute = recompute or Recompute()
         self._uses_autocast = encoder.uses_autocast(x)

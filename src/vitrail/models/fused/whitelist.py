@@ -108,7 +108,7 @@ def _states_of_parts(parts: dict[str, Any], layer_scale: bool) -> tuple[_State, 
             return None
         if "forward" in state or "_compiled_call_impl" in state or "_call_impl" in state:
             return None
-    return None if "_split" in attention_state or "_fused" in attention_state or "_merge" in attention_state else states
+    return None if "_split" in attention_state or "_attend" in attention_state or "_merge" in attention_state else states
 
 
 def _has_known_dropout(states: tuple[_State, ...]) -> bool:
@@ -292,6 +292,6 @@ def class_methods() -> tuple[tuple[type[nn.Module], str, Any], ...]:
     layers = (Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
     kinds = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
     methods: list[tuple[type[nn.Module], str]] = [(kind, "forward") for kind in (Block, *kinds)]
-    methods += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_fused"), (Attention, "_merge")]
+    methods += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
     methods += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
     return tuple((kind, name, getattr(kind, name)) for kind, name in methods)

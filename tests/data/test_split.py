@@ -43,6 +43,15 @@ def test_a_regression_holds_out_the_fraction_over_the_whole_range(count: int) ->
         assert rank.min() < count / 3 and rank.max() > count * 2 / 3
 
 
+def test_a_part_to_train_on_has_every_class() -> None:
+    targets = np.repeat(np.arange(4), [1, 2, 10, 200])
+    source = Source(reference="made", kind="folder", splits={"train": files(targets, classes=tuple("abcd"))})
+    parts = [divide(source, "train", holdout=0, holdout_rule="names", fraction=part)[0] for part in (0.1, 0.5)]
+    assert [np.bincount(one.targets, minlength=4).tolist() for one in parts] == [[1, 1, 1, 20], [1, 1, 5, 100]]
+    smaller, larger = ({one.image_name(k) for k in range(len(one))} for one in parts)
+    assert smaller < larger
+
+
 def test_label_sets_are_held_out_in_exact_proportion() -> None:
     targets = np.random.default_rng(0).integers(0, 2, (300, 6)).astype(np.float32)
     assert len(lowest_hashes(files(targets, "multilabel", tuple("abcdef")), 0.1)) == 30

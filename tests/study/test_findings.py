@@ -127,13 +127,62 @@ def test_self_supervision(masked: float, agrees: str) -> None:
 
 
 def test_pooling_resolution_and_optimizer() -> None:
-    same = outcomes("pooling", lambda row: 0.5)
-    assert same[0].agrees == "yes"
     assert outcomes("pooling", lambda row: 0.7 if row.point.series == "class token" else 0.5)[0].agrees == "no"
     (higher,) = outcomes("resolution", lambda row: 0.5 + (row.point.x or 0) / 100, target_pixels=8)
     assert higher.agrees == "yes" and "have 8 pixels, so 32 only enlarges them" in higher.why
     (adam,) = outcomes("optimizer", lambda row: 0.6 if row.point.label == "Adam" else 0.5)
     assert adam.agrees == "yes" and "+10.0 points" in adam.ours
+
+
+def by_pooling(row: PlannedRow) -> float:
+    """The mean is best at the highest learning rate, the class token at the usual one."""
+    best = 2e-3 if row.point.series == "class token" else 6e-3
+    return 0.5 if row.point.x == pytest.approx(best) else 0.4
+
+
+def test_poolings_are_equal_only_if_that_can_be_told() -> None:
+    (equal,) = outcomes("pooling", by_pooling)
+    assert equal.agrees == "yes"
+    (same_rate,) = outcomes("pooling", lambda row: 0.5)
+    assert same_rate.agrees == "partly" and "same learning rate" in same_rate.why
+    (few_images,) = outcomes("pooling", by_pooling, seeds=1, test_images=100)
+    assert few_images.agrees == "unclear" and "are noise" in few_images.why
+
+
+def test_a_gap_closes_only_if_it_does_so_clearly() -> None:
+    (level,) = outcomes("data-size", by_data((0.4, 0.42), (0.7, 0.7)), seeds=1, test_images=100)
+    assert (level.agrees, level.why.split(";")[0]) == ("no", "the gap does not clearly close")
+    (noisy,) = outcomes("data-size", by_data((0.4, 0.6), (0.7, 0.7)), seeds=1, test_images=200)
+    assert noisy.agrees == "partly"
+    (behind,) = outcomes("data-size", by_data((0.5, 0.9), (0.5, 0.7)))
+    assert (behind.agrees, behind.why) == ("partly", "level on the smallest part")
+
+
+def test_compute_within_noise_cannot_tell() -> None:
+    resnets, _ = outcomes("compute", by_compute({"ViT": 0.05, "hybrid": 0.0, "BiT": 0.0}), seeds=1, test_images=100)
+    assert resnets.agrees == "unclear" and "are noise" in resnets.why
+    resnets, _ = outcomes("compute", by_compute({"ViT": 0.02, "hybrid": 0.05, "BiT": 0.0}))
+    assert resnets.agrees == "partly" and "less than twice" in resnets.why
+
+
+def test_seeds_that_hit_equally_many_images_are_not_certain() -> None:
+    """Three seeds with the same accuracy have no deviation, which does not make the next image's difference clear."""
+    rows = made_rows("optimizer", lambda row: 0.9 + (0.01 if row.point.label == "Adam" else 0), test_images=100)
+    rows = [dataclasses.replace(row, finetuned=round(row.finetuned or 0, 2)) for row in rows]
+    (finding,) = STUDIES["optimizer"].findings
+    outcome = finding.judge(Summary(STUDIES["optimizer"], rows))
+    assert "± 0.0" in outcome.ours and outcome.agrees == "unclear"
+
+
+def test_an_mlp_that_helps_more_than_depth_is_not_the_papers_shape() -> None:
+    gains = {"depth": 0.1, "width": 0.02, "MLP": 0.2, "patch size": 0.1}
+
+    def accuracy(row: PlannedRow) -> float:
+        up = {"×½": -1, "×1": 0, "×2": 1, "×4": 2}[row.point.label]
+        return 0.4 + (-up if row.point.series == "patch size" else up) * gains.get(row.point.series, 0)
+
+    (outcome,) = outcomes("shape", accuracy)
+    assert outcome.agrees == "partly" and "MLP" in outcome.why
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.study.made_rows import plan_of
 from vitrail.errors import VitrailError
@@ -16,6 +19,7 @@ from vitrail.study.plan import SAFETY, SHORTEST, Plan, describe, fitted, left_ou
 from vitrail.study.settings import StudySettings, public_name
 from vitrail.study.speeds import Sample, Speeds, cost
 from vitrail.train.config import Recipe
+from vitrail.train.prepare import prepare
 
 
 def speeds_of(plan: Plan, per_flop: float, overhead: float) -> Speeds:
@@ -121,6 +125,22 @@ def test_every_part_of_the_data_is_seen_for_as_many_steps() -> None:
     seen = {row.pretrain.steps * row.pretrain.batch for row in rows if row.pretrain and row.pretrain.steps}
     assert max(seen) - min(seen) <= 64
     assert {row.pretrain.data.fraction for row in rows if row.pretrain} == {0.1, 0.25, 0.5, 1.0}
+
+
+def test_a_batch_is_no_larger_than_the_part_it_is_drawn_from(tmp_path: Path) -> None:
+    """10 % of 24 images in each of five classes are 10 images, not 12."""
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    for split, count in (("train", 24), ("test", 4)):
+        for number, label in itertools.product(range(count), "abcde"):
+            file = tmp_path / "images" / split / label / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(file)
+    plan = plan_of("data-size", data=f"folder:{tmp_path / 'images'}")
+    plan.save(tmp_path / "plan.json")
+    again = stored_plan(tmp_path / "plan.json", plan.study, plan.settings)
+    assert again == plan and [row.key for row in again.rows()] == [row.key for row in plan.rows()]
+    for row in plan.rows():
+        assert row.pretrain is not None and row.pretrain.batch <= len(prepare(row.pretrain).train)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 96, 128, 224])

@@ -144,9 +144,17 @@ def divide(source: Source, train: str, *, holdout: float, holdout_rule: str, fra
         held_out = rename(chosen.subset(positions), "holdout")
         chosen = chosen.subset(np.setdiff1d(np.arange(len(chosen)), positions))
     if fraction < 1:
-        # Not by hash: of label sets and numbers, `lowest_hashes` of a smaller fraction is no part of that of a larger one.
-        chosen = chosen.subset(stratified(chosen, fraction, seed=0))
+        chosen = chosen.subset(training_part(chosen, fraction))
     return chosen, held_out
+
+
+def training_part(split: Split, fraction: float) -> Array:
+    """Return the positions of a fraction of every class to train on, at least one image of each.
+
+    Not by hash: of label sets and numbers, `lowest_hashes` of a smaller fraction is no part of that of a larger one.
+    """
+    single = [members for _, members in _strata(split) if len(members) == 1]
+    return np.sort(np.concatenate([stratified(split, fraction, seed=0), *single]))
 
 
 def rename(split: Split, name: str) -> Split:

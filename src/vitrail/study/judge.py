@@ -15,7 +15,16 @@ NOT_MEASURED = Outcome("not measured", "unclear")
 def difference(one: Value, two: Value) -> tuple[float, bool]:
     """Return one − two in points of accuracy, and whether it is more than two standard errors from 0."""
     points = 100 * (one.mean - two.mean)
-    return points, abs(points) > 200 * math.hypot(one.error, two.error)
+    return points, abs(points) > noise((1, one), (1, two))
+
+
+def noise(*terms: tuple[float, Value]) -> float:
+    """Return two standard errors, in points, of a sum of values with these factors."""
+    return 200 * math.hypot(*(factor * value.error for factor, value in terms))
+
+
+def noise_text(points: float) -> str:
+    return f"differences up to {points:.1f} points are noise"
 
 
 def written(points: float) -> str:

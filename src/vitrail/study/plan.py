@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from vitrail.data import open_source
+from vitrail.data.split import training_part
 from vitrail.errors import VitrailError, counted, reason_of
 from vitrail.files import write_text
 from vitrail.regular_files import read_json_object
@@ -97,6 +98,8 @@ class Plan:
     """Length of the runs, relative to the full one."""
     estimate: float | None = None
     """Expected seconds; None if the speed was not measured."""
+    part_images: Mapping[float, int] = field(default_factory=dict)
+    """Images in each part of the pre-training set: every class is rounded by itself."""
 
     def rows(self, points: Iterable[int] | None = None) -> list[PlannedRow]:
         """Return the rows in the order in which they are run: the first seed of every point before the second, the most important
@@ -115,7 +118,8 @@ class Plan:
         if point.pretrain is not None:
             recipe = changed(ladder.pretrain(), {**point.pretrain, **common, "data.source": settings.data})
             seen = ladder.epochs * self.images * self.scale * point.length
-            pretrain = _with_length(recipe, seen, available=max(1, int(self.images * recipe.data.fraction)))
+            part = recipe.data.fraction
+            pretrain = _with_length(recipe, seen, available=self.part_images.get(part, max(1, int(self.images * part))))
         if self.study.finetune:
             recipe = changed(ladder.finetune(), {**common, "data.source": settings.target, **point.finetune})
             finetune = _with_length(recipe, ladder.finetune_epochs * self.target_images * self.scale, available=self.target_images)
@@ -127,6 +131,7 @@ class Plan:
             "ladder": dataclasses.asdict(self.ladder),
             "images": self.images,
             "target_images": self.target_images,
+            "part_images": {str(part): count for part, count in self.part_images.items()},
             "kept": list(self.kept),
             "scale": self.scale,
             "estimate": self.estimate,
@@ -162,8 +167,17 @@ def full_plan(study: Study, settings: StudySettings) -> Plan:
         epochs=settings.epochs,
         finetune_epochs=settings.finetune_epochs,
     )
-    kept = tuple(range(len(study.points(ladder))))
-    return Plan(study=study, settings=settings, ladder=ladder, images=len(train), target_images=len(target), kept=kept)
+    points = study.points(ladder)
+    parts = {one.pretrain["data.fraction"] for one in points if one.pretrain and "data.fraction" in one.pretrain}
+    return Plan(
+        study=study,
+        settings=settings,
+        ladder=ladder,
+        images=len(train),
+        target_images=len(target),
+        kept=tuple(range(len(points))),
+        part_images={part: len(training_part(train, part)) if part < 1 else len(train) for part in sorted(parts)},
+    )
 
 
 def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | None:
@@ -174,8 +188,10 @@ def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | Non
         content = read_json_object(file)
         before, now = content["settings"], json.loads(json.dumps(settings.identity()))
         fields = {name: content[name] for name in ("images", "target_images", "scale", "estimate")}
-        plan = Plan(study=study, settings=settings, ladder=Ladder(**content["ladder"]), kept=tuple(content["kept"]), **fields)
-    except (ValueError, KeyError, TypeError) as error:
+        parts = {float(part): int(count) for part, count in content.get("part_images", {}).items()}  # older plans have none
+        ladder, kept = Ladder(**content["ladder"]), tuple(content["kept"])
+        plan = Plan(study=study, settings=settings, ladder=ladder, kept=kept, part_images=parts, **fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise VitrailError(
             f"{file} is not the plan of a study ({reason_of(error)}). Choose another --out, or remove it."
         ) from error

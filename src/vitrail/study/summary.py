@@ -23,9 +23,12 @@ class Value:
 
     @property
     def error(self) -> float:
-        """The standard error of the mean over seeds; with one seed, that of counting hits among the test images."""
+        """The standard error of the mean over seeds; with one seed, that of counting hits among the test images.
+
+        Few seeds often hit equally many of few test images: the deviation counts as at least one image.
+        """
         if self.std is not None:
-            return self.std / math.sqrt(self.seeds)
+            return max(self.std, 1 / max(self.test_images, 1)) / math.sqrt(self.seeds)
         return math.sqrt(max(self.mean * (1 - self.mean), 1e-6) / max(self.test_images, 1))
 
     def text(self) -> str:

@@ -6,7 +6,7 @@ vitrail study compute --budget 10
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, cost_to_reach, frontier, interpolated, percent, written
+from vitrail.study.judge import NOT_MEASURED, cost_to_reach, frontier, interpolated, noise, noise_text, percent, written
 from vitrail.study.ladders import FAMILIES, RUNGS, Ladder
 from vitrail.study.summary import Summary
 
@@ -35,19 +35,35 @@ def _line(summary: Summary, family: str) -> list[tuple[float, float]]:
     return frontier([(x, value.mean) for _, x, value in summary.line(family, metric)])
 
 
+def _noise(summary: Summary, *families: str) -> float:
+    """Return two standard errors of a difference between families, in points, where each is least certain."""
+    lines = [[value for _, _, value in summary.line(one, summary.metrics[0])] for one in families]
+    return noise(*((1, max(values, key=lambda one: one.error)) for values in lines))
+
+
+def _times_as_much(vit: list[tuple[float, float]], bit: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return the height that both reach, and BiT's compute for it relative to ViT's."""
+    height = min(vit[-1][1], bit[-1][1])
+    needed = [cost_to_reach(line, height) for line in (vit, bit)]
+    assert needed[0] and needed[1]
+    return height, needed[1] / needed[0]
+
+
 def judge_resnets(summary: Summary) -> Outcome:
     if not summary.metrics or any(len(_line(summary, one)) < 2 for one in ("ViT", "BiT")):
         return NOT_MEASURED
     vit, bit = _line(summary, "ViT"), _line(summary, "BiT")
-    height = min(vit[-1][1], bit[-1][1])
-    needed = {"ViT": cost_to_reach(vit, height), "BiT": cost_to_reach(bit, height)}
-    assert needed["ViT"] and needed["BiT"]
-    ratio = needed["BiT"] / needed["ViT"]
-    compared = f"{ratio:.1f} times as many as" if ratio >= 1 else f"{1 / ratio:.1f} times fewer than"
-    ours = f"to reach {percent(height)}, BiT needs {compared} ViT's FLOPs"
-    if ratio >= 2:
-        return Outcome(ours, "yes")
-    return Outcome(ours, "no" if ratio < 1 else "unclear", "the pre-training set is small, where the paper too finds ResNets ahead")
+    height, ratio = _times_as_much(vit, bit)
+    times = f"{ratio:.1f} times as many FLOPs as" if ratio >= 1 else f"{1 / ratio:.1f} times fewer FLOPs than"
+    ours = f"to reach {percent(height)}, BiT needs {times} ViT"
+    points = _noise(summary, "ViT", "BiT")
+    shift = points / 100 if ratio >= 1 else -points / 100  # against the verdict
+    _, doubted = _times_as_much(vit, [(x, y + shift) for x, y in bit])
+    if (doubted > 1) != (ratio >= 1):
+        return Outcome(ours, "unclear", noise_text(points))
+    if ratio < 1:
+        return Outcome(ours, "no", "the pre-training set is small, where the paper too finds ResNets ahead")
+    return Outcome(ours, "yes") if ratio >= 2 else Outcome(ours, "partly", "less than twice as many")
 
 
 def judge_hybrids(summary: Summary) -> Outcome:
@@ -57,13 +73,15 @@ def judge_hybrids(summary: Summary) -> Outcome:
     low, high = max(vit[0][0], hybrid[0][0]), min(vit[-1][0], hybrid[-1][0])
     small, large = (100 * (interpolated(hybrid, x) - interpolated(vit, x)) for x in (low, high))
     ours = f"hybrid − ViT at equal compute: {written(small)} at {low:.1e} FLOPs, {written(large)} at {high:.1e}"
-    noise = 200 * max(value.error for one in ("ViT", "hybrid") for _, _, value in summary.line(one, summary.metrics[0]))
-    if abs(small) <= noise:
-        return Outcome(ours, "unclear", f"differences up to {noise:.1f} points are noise")
+    points = _noise(summary, "ViT", "hybrid")
+    if abs(small) <= points:
+        return Outcome(ours, "unclear", noise_text(points))
     if small < 0:
         return Outcome(ours, "no", "the hybrid does not lead at small compute")
-    if abs(large) <= max(noise, 1.0):
+    if abs(large) <= max(points, 1.0):
         return Outcome(ours, "yes")
+    if large < 0:
+        return Outcome(ours, "partly", "ViT leads at large compute")
     return Outcome(
         ours, "partly" if large < small else "no", "the gap closes, but is not closed" if large < small else "the lead grows"
     )

@@ -5,8 +5,8 @@ vitrail study data-size --budget 2
 
 from __future__ import annotations
 
-from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, caution, difference, percent, reasons, written
+from vitrail.study.definition import Agreement, Finding, Outcome, Plot, Point, Study
+from vitrail.study.judge import NOT_MEASURED, caution, difference, noise, noise_text, percent, reasons, written
 from vitrail.study.ladders import FAMILIES, Ladder
 from vitrail.study.summary import Summary
 
@@ -28,6 +28,24 @@ def points(ladder: Ladder) -> list[Point]:
     ]
 
 
+def _verdict(small: tuple[float, bool], large: tuple[float, bool], closing_noise: float) -> tuple[Agreement, str]:
+    """Judge BiT − ViT on the smallest part and on all data, each in points and whether that is clear."""
+    (at_least, leads), (at_most, differs) = small, large
+    if not leads:
+        if not differs:
+            return "unclear", ""
+        return ("no", "ViT does not overtake") if at_most > 0 else ("partly", "level on the smallest part")
+    if at_least < 0:
+        return "no", "ViT leads on the smallest part already"
+    if at_most < 0 and differs:
+        return "yes", ""
+    if at_least - at_most <= closing_noise:
+        return ("no", "the gap does not clearly close") if differs else ("unclear", noise_text(closing_noise))
+    if differs:
+        return "partly", "the gap closes with more data, ViT does not overtake at this size"
+    return "partly", "level with all data"
+
+
 def judge(summary: Summary) -> Outcome:
     for metric in summary.metrics:
         lines = {one: summary.line(one, metric) for one in ("ViT", "BiT")}
@@ -38,14 +56,9 @@ def judge(summary: Summary) -> Outcome:
         least, most = shared[0], shared[-1]
         small, large = (difference(at["BiT"][x], at["ViT"][x]) for x in (least, most))
         ours = f"BiT − ViT: {written(small[0])} at {percent(least)} of the data, {written(large[0])} at {percent(most)}"
-        why = caution([at["BiT"][least], at["ViT"][most]])
-        if small[0] > 0 and small[1] and large[0] <= 0:
-            return Outcome(ours, "yes" if large[1] else "partly", why if large[1] else reasons("level with all data", why))
-        if small[0] > 0 and small[1] and small[0] > large[0]:
-            return Outcome(ours, "partly", "the gap closes with more data, ViT does not overtake at this size")
-        if small[0] < 0 and small[1]:
-            return Outcome(ours, "no", "ViT leads on the smallest part already")
-        return Outcome(ours, "no" if small[1] or large[1] else "unclear", why)
+        values = [at[one][x] for one in ("BiT", "ViT") for x in (least, most)]
+        agrees, why = _verdict(small, large, noise(*((1, value) for value in values)))
+        return Outcome(ours, agrees, reasons(why, caution(values)))
     return NOT_MEASURED
 
 

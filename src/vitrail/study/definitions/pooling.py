@@ -6,13 +6,15 @@ vitrail study pooling --budget 5
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, best, caution, difference, reasons, written
+from vitrail.study.judge import NOT_MEASURED, best, caution, difference, noise, noise_text, reasons, written
 from vitrail.study.ladders import Ladder, with_model
 from vitrail.study.summary import Summary
 
 _POOLINGS = {"class": "class token", "mean": "mean over patches", "map": "attention pooling"}
 _FACTORS = {1 / 3: 1, 1.0: 0, 3.0: 0}
 """Learning rates relative to the usual one, each with its priority."""
+_EQUAL = 2.0
+"""Points that two poolings may differ by, with two standard errors, and still count as equal."""
 
 
 def points(ladder: Ladder) -> list[Point]:
@@ -36,10 +38,15 @@ def judge(summary: Summary) -> Outcome:
         if token is None or mean is None:
             continue
         points, clear = difference(mean[1], token[1])
+        least = noise((1, mean[1]), (1, token[1]))
         ours = f"at its best learning rate each: class token {token[1].text()}, mean {mean[1].text()}"
-        if abs(points) < 1 or not clear:
-            return Outcome(ours, "yes", reasons(f"mean − token: {written(points)}", caution([token[1]])))
-        return Outcome(ours, "no", f"mean − token: {written(points)}, more than noise")
+        gap = f"mean − token: {written(points)}"
+        if clear and abs(points) >= 1:
+            return Outcome(ours, "no", f"{gap}, more than noise")
+        if abs(points) + least > _EQUAL:  # that no difference is seen does not make them equal
+            return Outcome(ours, "unclear", reasons(gap, noise_text(least), caution([token[1]])))
+        same = "both are best at the same learning rate" if mean[0] == token[0] else ""
+        return Outcome(ours, "partly" if same else "yes", reasons(gap, same, caution([token[1]])))
     return NOT_MEASURED
 
 

@@ -397,8 +397,9 @@ def test_a_resnet_next_to_a_vit(bundle: Bundle, open_page: Any, tmp_path: Path) 
     save(tmp_path / "bit", model, preprocess=Preprocess(size=(32, 32)), classes=["ant", "bee", "cat", "dog"])
     with running(lambda: vitrail.load(tmp_path / "bit"), second=lambda: bundle) as client:
         page = open_page(address(client, "#model=tiny&model2=second&view=attention&layer=1&query=3&off=2.3"))
-        wait(page, "document.querySelectorAll('.stage').length === 2 && document.querySelectorAll('.map-title')[1].textContent.length")
-        wait(page, "document.querySelectorAll('.map-title')[1].textContent === 'Attention of patch 0, 2layer 1, mean of all heads'")
+        wait(page, "document.querySelectorAll('.stage').length === 2")
+        title = "Attention of patch 0, 2layer 1, mean of all heads"
+        wait(page, f"document.querySelectorAll('.map-title')[1].textContent === '{title}'")
         assert "is a ResNet and has no attention" in page.locator(".map-title").first.inner_text()
         assert page.locator(".overview").count() == 1 and page.locator("#depth").is_visible()  # no overview of what has no layers
         wait(page, "document.querySelectorAll('.prediction-group .hint').length === 2")

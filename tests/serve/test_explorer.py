@@ -145,8 +145,7 @@ def test_distance_and_positions(served: Client, info: dict[str, Any], registers:
     assert status == 200
     np.testing.assert_allclose(found["distance"], inspect.attention_distance(registers.model, images), rtol=1e-6)
     assert found["uniform"] == inspect.uniform_distance(registers.model.config)
-    content = served.call("GET", "/explorer/positions?model=tiny")[1]
-    values = np.frombuffer(content, np.uint8).reshape(6, 4, 6, 4) / 127.5 - 1
+    values = np.frombuffer(read(served, info, "positions"), np.uint8).reshape(6, 4, 6, 4) / 127.5 - 1
     np.testing.assert_allclose(values, inspect.position_similarity(registers.model), atol=1 / 255 + 1e-6)
 
 
@@ -294,6 +293,34 @@ def test_any_model(name: str, changes: dict[str, Any], kind: str, tmp_path: Path
         assert [one["score"] for one in found.info["predictions"]] == pytest.approx(expected, abs=1e-5)
     page, notes = saved_page({"m": bundle}, [NamedImage("</script>.jpg", jpegs[0])])
     assert not notes and page.count("</script>") == 2 and "connect-src 'none'" in page
+
+
+def test_an_image_of_another_size(tmp_path: Path) -> None:
+    """Where the model accepts any size, the grid, the maps and the position similarity are those of the image."""
+    model = create_model("ViT-Ti/16", outputs=4, seed=0, image_size=32, patch=8, any_size=True, **ViT)
+    nn.init.normal_(model.head.weight, std=0.5)
+    nn.init.normal_(model.norm.bias, std=0.1)
+    preprocess = Preprocess(size=(32, 32)).keep_aspect((8, 8))
+    save(tmp_path / "m", model, preprocess=preprocess, classes=list("abcd"))
+    bundle = vitrail.load(tmp_path / "m")
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 300, 3), np.uint8)).save(stream, "PNG")
+    with running(lambda: bundle) as client:
+        info = client.call("POST", "/explorer/analyse", stream.getvalue())[1]
+        assert info["image_size"] == [32, 48] and info["grid"] == [4, 6]
+        assert info["attention"]["bytes_per_layer"] == 2 * 25 * 29
+        images = preprocess(stream.getvalue())[None]
+        found = weights(read(client, info, "attention?layer=1"), 2 * 25, 25).reshape(2, 25, 25)
+        (expected,) = [w for _, w in bundle.model.attention(images, [1])]
+        np.testing.assert_allclose(found, expected[0].numpy(), atol=info["attention"]["max_error"] + 1e-6)
+        values = np.frombuffer(read(client, info, "positions"), np.uint8).reshape(4, 6, 4, 6) / 127.5 - 1
+        uniform = inspect.uniform_distance(bundle.model.config.replace(image_size=(32, 48)))
+        assert client.call("GET", f"/explorer/{info['id']}/distance")[1]["uniform"] == pytest.approx(uniform)
+        assert client.call("POST", f"/explorer/{info['id']}/masked", {"patches": [23]})[0] == 200
+    expected = inspect.position_similarity(bundle.model, image_size=(32, 48))
+    np.testing.assert_allclose(values, expected, atol=1 / 255 + 1e-6)
+    bundle.model.resize((32, 48))
+    np.testing.assert_allclose(inspect.position_similarity(bundle.model), expected, atol=1e-6)
 
 
 def test_large_layers_are_sent_by_query(tmp_path: Path, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

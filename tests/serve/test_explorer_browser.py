@@ -11,12 +11,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 import vitrail
 from tests.serve.chromium import chromium
 from tests.serve.conftest import Client, running
 from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.native import save
 from vitrail.checkpoints.pretrained import DEFAULT
+from vitrail.data.preprocess import Preprocess
+from vitrail.models import create_model
 from vitrail.serve.explorations import example_images
 from vitrail.serve.saved_page import saved_page
 
@@ -383,3 +387,61 @@ def test_a_saved_page_of_some_layers_shows_the_nearest(
     page = open_page(file.as_uri() + "#layer=8")
     wait(page, "document.querySelector('.map-title')?.textContent.includes('layer 6')")
     assert "layers 0, 6, 11" in page.locator("#caveat").inner_text()
+
+
+def test_a_resnet_next_to_a_vit(bundle: Bundle, open_page: Any, tmp_path: Path) -> None:
+    """Layers, heads and patches are those of the ViT, on whichever side it is."""
+    torch.manual_seed(0)
+    model = create_model("BiT-R50x1", outputs=4, seed=0, image_size=32, layers=(1,), multiplier=0.5)
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    save(tmp_path / "bit", model, preprocess=Preprocess(size=(32, 32)), classes=["ant", "bee", "cat", "dog"])
+    with running(lambda: vitrail.load(tmp_path / "bit"), second=lambda: bundle) as client:
+        page = open_page(address(client, "#model=tiny&model2=second&view=attention&layer=1&query=3&off=2.3"))
+        wait(page, "document.querySelectorAll('.stage').length === 2")
+        title = "Attention of patch 0, 2layer 1, mean of all heads"
+        wait(page, f"document.querySelectorAll('.map-title')[1].textContent === '{title}'")
+        assert "is a ResNet and has no attention" in page.locator(".map-title").first.inner_text()
+        assert page.locator(".overview").count() == 1 and page.locator("#depth").is_visible()  # no overview of what has no layers
+        wait(page, "document.querySelectorAll('.prediction-group .hint').length === 2")
+        counts = [text.split(" patches")[0] for text in page.locator(".prediction-group .hint").all_inner_texts()]
+        assert counts == ["8 of 64", "2 of 16"]  # the same part of the image
+        page.get_by_role("button", name="End the comparison").click()
+        wait(page, "document.querySelectorAll('.stage').length === 1 && !location.hash.includes('model2')")
+        page.close()
+
+
+def test_the_tour_hides_nothing_of_what_it_is_about(server: Client, open_page: Any) -> None:
+    for viewport in (DESKTOP, PHONE):
+        page = open_page(address(server), viewport, reduced_motion="reduce")
+        wait(page, "document.body.dataset.drawn === '36'")
+        page.get_by_role("button", name="Tour").click()
+        for _ in range(4):
+            wait(page, "document.querySelector('.pointed')")
+            page.wait_for_timeout(300)
+            part, card = page.locator(".pointed").bounding_box(), page.locator("#tour").bounding_box()
+            beside = part["x"] + part["width"] <= card["x"] or card["x"] + card["width"] <= part["x"]
+            assert beside or part["y"] + part["height"] <= card["y"] + 1, page.locator("#tour-title").inner_text()
+            page.locator("#tour-next").click()
+        page.close()
+
+
+def test_focus_stays_on_a_token_and_nothing_is_wider_than_a_small_screen(bundle: Bundle, open_page: Any) -> None:
+    with running(lambda: bundle) as client:
+        page = open_page(address(client), {"width": 320, "height": 640})
+        wait(page, "document.querySelector('.token') && document.body.dataset.drawn")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.locator(".token").focus()
+        page.keyboard.press("Enter")
+        wait(page, "document.body.dataset.drawn === '0'")
+        assert page.evaluate("document.activeElement.className") == "token"
+        page.close()
+
+
+def test_nothing_can_be_clicked_before_there_is_an_image(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "docs"))
+    page.route("**/explorer/analyse*", lambda route: None)
+    page.goto(address(server))
+    wait(page, "document.getElementById('busy').textContent === 'Computing cat …'")
+    for name in ("Tour", "Compare", "PNG", "JSON"):
+        assert page.get_by_role("button", name=name).is_disabled()
+    assert page.locator("#controls").is_hidden() and page.locator("#file").count()

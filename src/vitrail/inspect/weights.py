@@ -58,10 +58,11 @@ def first_filters(model: Model) -> Tensor:
     return weight.detach().to("cpu", torch.float64)
 
 
-def position_similarity(model: nn.Module, layer: int = 0) -> Array:
+def position_similarity(model: nn.Module, layer: int = 0, *, image_size: tuple[int, int] | None = None) -> Array:
     """Compute the cosine similarity between the position embeddings of all patches: [row, column, row, column], −1 to 1.
 
-    Prefix tokens are not included. `layer` chooses the embedding of models with one position embedding per layer.
+    Prefix tokens are not included. `layer` chooses the embedding of models with one position embedding per layer. With
+    `image_size` (height, width) they are those of an image of that size, as a model that accepts any size resamples them.
     """
     vit = checked_vit(model)
     if not 0 <= layer < vit.positions.layers:
@@ -71,11 +72,11 @@ def position_similarity(model: nn.Module, layer: int = 0) -> Array:
             else "one position embedding for all layers"
         )
         raise VitrailError(f"There is no position embedding for layer {layer}: {vit.config.name} has {existing}.")
-    vectors = vit.positions.of_patches(layer)
+    rows, columns = (vit.config if image_size is None else vit.config.replace(image_size=image_size)).grid
+    vectors = vit.positions.of_patches(layer, *([(rows, columns)] if (rows, columns) != vit.config.grid else []))
     if vectors is None:
         kind = "no position embedding" if vit.config.position == "none" else "relative positions (a bias per offset)"
         raise VitrailError(f"{vit.config.name} has {kind}, so there are no position vectors to compare.")
-    rows, columns = vit.config.grid
     unit = torch.nn.functional.normalize(vectors.detach().to("cpu", torch.float64).flatten(0, 1), dim=1)
     similarity = (unit @ unit.T).reshape(rows, columns, rows, columns).float().numpy()
     return finite(similarity, "the position similarity")

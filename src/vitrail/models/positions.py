@@ -35,10 +35,10 @@ class Positions(nn.Module):
     def bias(self, layer: int, *other: Pair) -> Tensor | None:
         return None
 
-    def of_patches(self, layer: int = 0) -> Tensor | None:
+    def of_patches(self, layer: int = 0, *other: Pair) -> Tensor | None:
         """Return the vector each patch gets, [row, column, width]; None for kinds that add none."""
-        table = self._table(layer)
-        return None if table is None else table[self.covered :].reshape(*self.grid, -1)
+        table = self._table(layer, *other)
+        return None if table is None else table[self.covered :].reshape(*(other[0] if other else self.grid), -1)
 
     def reset(self, std: float, generator: torch.Generator | None) -> None:
         for parameter in self.parameters():

@@ -17,10 +17,10 @@ from vitrail.checkpoints import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.inspect import attention_distance, uniform_distance, untrained
 from vitrail.inspect.images import denormalise
-from vitrail.inspect.inputs import Array
+from vitrail.inspect.inputs import Array, config_at
 from vitrail.inspect.layers import feature_colours, feature_similarity, layer_features, layer_outputs
 from vitrail.inspect.rollout import Fusion, rollout
-from vitrail.models import ViT
+from vitrail.models import ViT, ViTConfig
 from vitrail.models.features import evaluating
 from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps, signed_to_bytes
 from vitrail.serve.limits import PixelLimit
@@ -76,10 +76,12 @@ def analyse(bundle: Bundle, image: Tensor) -> Exploration:
 
 def _analyse(bundle: Bundle, image: Tensor) -> Exploration:
     model, batch, attention = bundle.model, _batch(bundle, image), None
+    config: ViTConfig | None = None
     if isinstance(model, ViT):
-        features, grid = layer_features(model, batch), model.config.grid
+        config = config_at(model, batch)
+        features, grid = layer_features(model, batch), config.grid
         outputs = layer_outputs(model, features)[0] if bundle.head == "set" else None
-        attention = _attention(model, batch)
+        attention = _attention(model, config, batch)
     else:
         with evaluating(model), torch.no_grad():
             found = model.features(batch)
@@ -87,7 +89,7 @@ def _analyse(bundle: Bundle, image: Tensor) -> Exploration:
             features = found.tokens[None].float().cpu().numpy()
             outputs = model.head(found.pooled).float().cpu().numpy() if bundle.head == "set" else None
     info = _describe(bundle) | {"grid": list(grid), "image_size": list(image.shape[1:])}
-    info |= _attention_info(model, attention) | _predictions(bundle, outputs) | _notes(bundle)
+    info |= _attention_info(config, attention) | _predictions(bundle, outputs) | _notes(bundle)
     return Exploration(image.cpu(), info, features[0], attention)
 
 
@@ -96,8 +98,7 @@ def _batch(bundle: Bundle, image: Tensor) -> Tensor:
     return image[None].to(weight.device, weight.dtype)
 
 
-def _attention(model: ViT, batch: Tensor) -> ByteMaps | None:
-    config = model.config
+def _attention(model: ViT, config: ViTConfig, batch: Tensor) -> ByteMaps | None:
     if config.blocks * config.heads * config.tokens**2 > MAX_ATTENTION:
         return None
     layers = [ByteMaps.of(weights[0].float().cpu().numpy()) for _, weights in model.attention(batch)]
@@ -133,10 +134,9 @@ def _describe(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _attention_info(model: Any, attention: ByteMaps | None) -> dict[str, Any]:
-    if not isinstance(model, ViT):
+def _attention_info(config: ViTConfig | None, attention: ByteMaps | None) -> dict[str, Any]:
+    if config is None:
         return {"attention": None}
-    config = model.config
     per_layer = config.heads * config.tokens * (config.tokens + 4)
     if attention is None:
         return {"attention": {"send": "query of a layer", "bytes_per_layer": per_layer, "max_error": 1 / 510}}
@@ -198,8 +198,8 @@ def distances(bundle: Bundle, image: Tensor) -> dict[str, Any]:
     """Mean attention distance by layer and head for this image, in pixels, and that of uniform attention."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = attention_distance(bundle.model, _batch(bundle, image))
-    return {"distance": found.tolist(), "uniform": uniform_distance(bundle.model.config)}  # type: ignore[arg-type]
+        found = attention_distance(bundle.model, batch := _batch(bundle, image))
+    return {"distance": found.tolist(), "uniform": uniform_distance(config_at(bundle.model, batch))}  # type: ignore[arg-type]
 
 
 def rolled_out(bundle: Bundle, image: Tensor, fusion: Fusion, residual: bool) -> list[float]:

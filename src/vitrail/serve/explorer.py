@@ -100,10 +100,9 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
             preprocess = service.bundle(worker).stored_preprocess()
             if not preprocess.exif and await service.in_pool(stays_rotated, files[0], preprocess, service.pixels):
                 found.info["notes"] = [*found.info["notes"], ROTATED]
-            found.info |= {"id": key, "model": worker.name, "photo": False}
-            kept.add(key, found)
             found.photo = await service.in_pool(compute.photo, files[0], preprocess, service.pixels)
-            found.info["photo"] = bool(found.photo)
+            found.info |= {"id": key, "model": worker.name, "photo": bool(found.photo)}
+            kept.add(key, found)  # when it is complete: the same image may be asked for meanwhile
         return JSONResponse(found.info)
 
     @router.get("/{key}/picture", response_class=Response)
@@ -150,6 +149,16 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
             raise ServiceError(422, f"layer is {layer}; the last layer is {len(found.features) - 1}, counted from 0.")
         _check(found, None, query)
         values = await service.in_pool(found.similarity, layer)
+        return _bytes(values if query is None else values[query])
+
+    @router.get("/{key}/positions", response_class=Response)
+    async def positions(key: str, query: Token = None) -> Response:
+        """Return the cosine similarity of the position embeddings of patches [query, key]: b stands for b / 127.5 − 1."""
+        found = kept[key]
+        bundle = service.bundle(service.worker(found.info["model"]))
+        values = await service.in_pool(position_bytes, bundle, found.info["image_size"])
+        if query is not None and query >= len(values):
+            raise ServiceError(422, f"query is {query}; the last patch is {len(values) - 1}, counted from 0.")
         return _bytes(values if query is None else values[query])
 
     @router.get("/{key}/colours", response_class=Response)
@@ -206,15 +215,6 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         outputs = await _computed(request, service, worker, work, found.image)
         also = [one["index"] for one in found.info["predictions"]]
         return {"predictions": compute.predictions(bundle, outputs, also)}
-
-    @router.get("/positions", response_class=Response)
-    async def positions(model: Model = None, query: Token = None) -> Response:
-        """Return the cosine similarity of the position embeddings of patches [query, key]: b stands for b / 127.5 − 1."""
-        bundle = service.bundle(service.worker(model))
-        values = await service.in_pool(position_bytes, bundle)
-        if query is not None and query >= len(values):
-            raise ServiceError(422, f"query is {query}; the last patch is {len(values) - 1}, counted from 0.")
-        return _bytes(values if query is None else values[query])
 
 
 async def _computed(request: Request, service: Service, worker: ModelWorker, work: Work, image: bytes | Tensor) -> Any:

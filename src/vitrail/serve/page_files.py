@@ -22,11 +22,14 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files if "." + file.name.rpartition(".")[2] in TYPES}
 
 
-def position_bytes(bundle: Bundle) -> Array:
-    """Return the position similarity as bytes [patch, patch]; it reads weights alone, so any thread may compute it."""
+def position_bytes(bundle: Bundle, image_size: tuple[int, int]) -> Array:
+    """Return the position similarity of an image of this size, as bytes [patch, patch].
+
+    It reads weights alone, so any thread may compute it.
+    """
     if not isinstance(bundle.model, ViT):
         raise VitrailError(f"{bundle.model.config.name} is a ResNet: it has no position embeddings. ViTs and hybrids have.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        values = position_similarity(bundle.model)
+        values = position_similarity(bundle.model, image_size=image_size)
     return signed_to_bytes(values.reshape(values.shape[0] * values.shape[1], -1))

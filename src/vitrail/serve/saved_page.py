@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, get_args
-from urllib.parse import quote
 
 import numpy as np
 
@@ -42,13 +41,7 @@ def saved_page(models: Mapping[str, Bundle], images: Sequence[NamedImage], credi
             notes.append(f"{name}: the page includes the maps of {len(layers)} of {found.info['layers']} layers ({text}).")
         found.info["saved_layers"] = layers
         items.append({"name": image.name, "info": found.info, "answers": _answers(bundle, found, layers)})
-    positions = {}
-    for name, bundle in models.items():
-        if any(item["info"]["model"] == name and item["info"]["positions"] for item in items):
-            values = position_bytes(bundle)
-            if values.nbytes <= MAX_REPLY:
-                positions[f"positions?model={quote(name, safe='')}"] = _text(values.tobytes())
-    data = {"names": [image.name for image in images], "items": items, "positions": positions, "credit": credit}
+    data = {"names": [image.name for image in images], "items": items, "credit": credit}
     return _page(data), list(dict.fromkeys(notes))
 
 
@@ -79,6 +72,10 @@ def _answers(bundle: Bundle, found: Exploration, layers: Sequence[int]) -> dict[
     answers = {"picture": compute.picture(found, bundle.stored_preprocess()), "colours": found.colours().tobytes()}
     if found.photo:
         answers["photo"] = found.photo
+    if found.info["positions"]:
+        positions = position_bytes(bundle, found.info["image_size"])
+        if positions.nbytes <= MAX_REPLY:
+            answers["positions"] = positions.tobytes()
     for layer in layers:
         answers[f"similarity?layer={layer}"] = found.similarity(layer).tobytes()
     if found.attention is not None:

@@ -44,7 +44,19 @@ export function css([r, g, b], alpha = 1) {
   return `rgba(${r}, ${g}, ${b}, ${alpha})`;
 }
 
-// Black or white text, whichever can be read on a colour.
-export function inkOn([r, g, b]) {
-  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#111" : "#fff";
+// How much of the photo is left where a map is drawn as light: never nothing, so that one sees where things are.
+export function lightAt(place) {
+  return 1 - 0.86 * (1 - place ** 0.6);
+}
+
+// The colour that stands for a place on the scale, as the legend shows it.
+export function legendColour(place, signed, style) {
+  const grey = Math.round(255 * lightAt(place));
+  return css(style === "light" && !signed ? [grey, grey, grey] : colourOf(place, signed));
+}
+
+// Black or white text, whichever has more contrast on a colour (luminance as in WCAG).
+export function inkOn(colour) {
+  const [r, g, b] = colour.map((value) => (value <= 10 ? value / 3295 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
 }

@@ -18,21 +18,22 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-// A row of buttons of which one is chosen; arrow keys move along it. `role` is tab or radio.
-export function choices(root, role, entries, chosen, choose) {
+// A row of buttons of which one is chosen; arrow keys move along it. `role` is tab or radio; tabs control `controlled`.
+export function choices(root, role, entries, chosen, choose, controlled = null) {
   const marked = role === "tab" ? "aria-selected" : "aria-checked";
   const key = JSON.stringify(entries);
   if (root.dataset.entries !== key) {
     root.dataset.entries = key; // built again only when the entries change, so that focus stays
     root.replaceChildren(
       ...entries.map(([value, label, title]) => {
-        const button = element("button", { type: "button", role, "data-value": String(value), ...(title ? { title } : {}) }, [label]);
+        const more = { ...(title && { title }), ...(controlled && { "aria-controls": controlled }) };
+        const button = element("button", { type: "button", role, id: `${root.id}-${value}`, "data-value": String(value), ...more }, [label]);
         button.addEventListener("click", () => choose(value));
         return button;
       }),
     );
     root.onkeydown = (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      const step = { ArrowRight: 1, ArrowLeft: -1, ...(role === "radio" && { ArrowDown: 1, ArrowUp: -1 }) }[event.key];
       if (!step) return;
       const buttons = [...root.children];
       const next = buttons[(buttons.indexOf(document.activeElement) + step + buttons.length) % buttons.length];

@@ -2,7 +2,7 @@
 
 import { element } from "./dom.js";
 import { state } from "./state.js";
-import { colourOf, css } from "./colours.js";
+import { legendColour } from "./colours.js";
 import { formatted } from "./maps.js";
 
 export function savePng(stages) {
@@ -24,16 +24,25 @@ function caption(context, stage, left, top, side) {
   const map = stage.item.shown;
   context.fillStyle = "#1a1822";
   context.font = "600 16px system-ui, sans-serif";
-  context.fillText(map ? map.title : "Features as colours", left, top);
+  const [title, detail] = stage.words();
+  context.fillText(fitting(context, title, side), left, top);
   context.font = "13px system-ui, sans-serif";
-  context.fillText(`${map ? `${map.detail} · ` : ""}${stage.item.info.model} · ${stage.item.name}`, left, top + 20);
+  context.fillText(fitting(context, [detail, stage.item.info.model, stage.item.name].join(" · "), side), left, top + 20);
   if (!map) return;
   for (let k = 0; k < 200; k++) {
-    context.fillStyle = css(colourOf(k / 199, map.signed));
+    context.fillStyle = legendColour(k / 199, map.signed, state.style);
     context.fillRect(left + k, top + 34, 1, 10);
   }
   context.fillStyle = "#1a1822";
   context.fillText(`${formatted(map.scale.low, map.unit)} to ${formatted(map.scale.high, map.unit)}`, left + 210, top + 44);
+}
+
+// The text, or as much of it as fits and an ellipsis.
+function fitting(context, text, width) {
+  if (context.measureText(text).width <= width) return text;
+  let count = text.length;
+  while (count && context.measureText(`${text.slice(0, count)}…`).width > width) count--;
+  return `${text.slice(0, count)}…`;
 }
 
 export function saveJson(stages) {
@@ -47,7 +56,7 @@ export function saveJson(stages) {
       grid: item.info.grid,
       image_size: item.info.image_size,
       preprocess: item.info.preprocess,
-      predictions: item.masked ?? item.info.predictions,
+      predictions: item.masked?.predictions ?? item.info.predictions,
       largest_error_of_a_weight: item.info.attention?.max_error ?? null,
       map: item.shown && {
         title: item.shown.title, detail: item.shown.detail, unit: item.shown.unit === "percent" ? "fraction" : item.shown.unit,

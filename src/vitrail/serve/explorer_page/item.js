@@ -11,9 +11,17 @@ export class Item {
     this.waiting = new Map(); // path → promise
     this.failed = new Map(); // path → message
     this.onArrival = () => {};
-    this.masked = null; // predictions with patches off
+    this.masked = null; // predictions with patches off, and how many are
+    this.closed = false;
     this.tokens = info.prefix.length + info.grid[0] * info.grid[1];
     this.patches = info.grid[0] * info.grid[1];
+  }
+
+  // It is no longer shown: free its pictures, and load no more of its layers.
+  close() {
+    this.closed = true;
+    this.picture?.close();
+    this.photo?.close();
   }
 
   async openPictures() {
@@ -90,6 +98,7 @@ export class Item {
     if (!this.info.attention || this.info.attention.send !== "layer") return;
     const layers = this.info.saved_layers || [...Array(this.info.layers).keys()];
     for (const layer of [...layers].sort((a, b) => Math.abs(a - first) - Math.abs(b - first))) {
+      if (this.closed) return;
       if (!this.layers.has(layer)) await this.loadLayer(layer);
     }
   }
@@ -100,12 +109,12 @@ export class Item {
   }
 
   positions(patch) {
-    return this.signed(`positions?model=${encodeURIComponent(this.info.model)}`, patch, this.patches);
+    return this.signed("positions", patch, this.patches);
   }
 
   signed(path, query, width) {
     const small = width * width <= 2 << 20;
-    const found = this.result(small ? path : `${path}&query=${query}`, (buffer) => new Uint8Array(buffer));
+    const found = this.result(small ? path : `${path}${path.includes("?") ? "&" : "?"}query=${query}`, (buffer) => new Uint8Array(buffer));
     if (!found) return null;
     const start = small ? query * width : 0;
     return Float32Array.from(found.subarray(start, start + width), (value) => value / 127.5 - 1);
@@ -132,7 +141,15 @@ export class Item {
 
   async predictWithout(patches) {
     const options = { method: "POST", body: JSON.stringify({ patches }), headers: { "Content-Type": "application/json" } };
-    return json(await this.source.get(this, "masked", options)).predictions;
+    return { count: patches.length, predictions: json(await this.source.get(this, "masked", options)).predictions };
+  }
+
+  // The patches whose centre lies in one of `off`, which are patches of another item.
+  offLike(other, off) {
+    if (other === this) return off;
+    const hidden = new Set(off.map((patch) => other.info.prefix.length + patch));
+    const mine = this.info.prefix.length;
+    return [...Array(this.patches).keys()].filter((patch) => hidden.has(other.tokenLike(this, mine + patch)));
   }
 
   // The layer and the token that correspond to those of another item: the same relative depth, head and place.

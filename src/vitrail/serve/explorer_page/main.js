@@ -12,15 +12,21 @@ import { showPredictions } from "./predictions.js";
 import { Stage } from "./stage.js";
 
 const source = openSource(askForToken);
-const NAMES = { attention: "Attention", rollout: "Rollout", similarity: "Similarity", colours: "Colours", positions: "Positions" };
+const NAMES = {
+  attention: ["Attention", "Where the query reads from, in one layer"],
+  rollout: ["Rollout", "Attention multiplied through all layers, from the output to the patches"],
+  similarity: ["Similarity", "Which patches have features like those of the query"],
+  colours: ["Colours", "Three principal components of the features, as red, green and blue"],
+  positions: ["Positions", "Which position embeddings are like that of the query"],
+};
 let start = { models: [], images: [] };
 let stages = [];
 let maskedFor = ""; // the patches that `item.masked` of the shown images answers to
-const thumbnails = [];
 const newest = [0, 0]; // the number of the last request for each side
 
 const items = () => stages.map((stage) => stage.item);
-const first = () => stages[0].item;
+// The item whose layers, heads and patches the state counts: the first one that has attention, as a ResNet has no layers.
+const reference = () => items().find((item) => item.info.attention) ?? stages[0].item;
 
 // --- opening ---
 
@@ -34,28 +40,48 @@ async function openItem(blob, name, model) {
 
 // Put an item on the left (0) or the right (1) and show it.
 function place(item, slot) {
-  const fresh = slot === 0 && !stages.length;
-  if (slot === 0) fitState(item, fresh);
-  stages[slot] = new Stage(item, first, needs);
+  const before = stages.length ? reference() : null;
+  stages[slot]?.item.close();
+  stages[slot] = new Stage(item, reference, needs);
+  arrange(before);
+  item.prefetch(item.layerLike(reference(), state.layer)).catch(showError);
+}
+
+// Show the stages; `before` is the item that the state counted layers and patches of.
+function arrange(before) {
+  if (before) followReference(before);
+  fitState(before === null);
+  byId("model").value = stages[0].item.info.model;
   byId("stages").replaceChildren(...stages.map((stage) => stage.root));
+  if (stages.length > 1) stages[1].heading.append(closeButton());
   document.body.classList.toggle("comparing", stages.length > 1);
+  document.body.classList.remove("empty");
+  for (const button of document.querySelectorAll(".actions button")) button.disabled = false;
   for (const other of items()) other.masked = null;
   maskedFor = "";
   redraw();
-  item.prefetch(item.layerLike(first(), state.layer)).catch(showError);
+}
+
+// Choose in the present reference what was chosen in the one before: the same relative depth and the same places.
+function followReference(before) {
+  const now = reference();
+  if (now === before) return;
+  state.layer = now.layerLike(before, state.layer);
+  state.query = now.tokenLike(before, state.query);
+  state.off = now.offLike(before, state.off);
+  state.hover = null;
 }
 
 // Keep what is chosen where the model has it; otherwise choose something that shows well.
-function fitState(item, fresh) {
-  const changes = {};
-  const tokens = item.tokens;
-  if (fresh && given.layer === undefined) changes.layer = Math.floor(item.featureLayers * 0.55);
-  else changes.layer = Math.min(state.layer, item.featureLayers - 1);
-  if ((fresh && given.query === undefined) || state.query >= tokens) changes.query = item.info.prefix.length + centre(item.info.grid);
-  if (state.head !== "mean" && state.head >= item.info.heads) changes.head = "mean";
-  if (!hasView(item, state.view)) changes.view = "similarity";
-  changes.off = state.off.filter((patch) => patch < item.patches);
-  Object.assign(state, changes);
+function fitState(fresh) {
+  const item = reference();
+  const { grid, heads, prefix } = item.info;
+  if (fresh && given.layer === undefined) state.layer = Math.floor(item.featureLayers * 0.55);
+  state.layer = Math.min(state.layer, item.featureLayers - 1);
+  if ((fresh && given.query === undefined) || state.query >= item.tokens) state.query = prefix.length + centre(grid);
+  if (state.head !== "mean" && state.head >= heads) state.head = "mean";
+  if (!items().some((each) => hasView(each, state.view))) state.view = "similarity";
+  state.off = state.off.filter((patch) => patch < item.patches);
 }
 
 // Show an image, or the promise of one, on one side. `number` is that of an offered image. Whatever was asked for last stays:
@@ -64,21 +90,30 @@ async function open(blob, name, slot = 0, model = null, number = null) {
   const request = ++newest[slot];
   const outdated = () => request !== newest[slot];
   hideError();
-  document.body.classList.add("busy");
-  byId("status").textContent = `Computing ${name} …`;
+  showBusy(`Computing ${name} …`);
   try {
-    const item = await openItem(await blob, name, model ?? (slot === 0 ? byId("model").value : stages[1]?.item.info.model ?? byId("model").value));
-    if (outdated()) return;
+    const item = await openItem(await blob, name, model ?? byId("model").value);
+    if (outdated()) {
+      item.close();
+      return;
+    }
     item.number = number;
     place(item, slot);
     setPlaces({ [slot ? "image2" : "image"]: number, [slot ? "model2" : "model"]: start.models.length > 1 || slot ? item.info.model : null });
   } catch (error) {
     if (outdated()) return;
     showError(error, name);
+    if (stages.length) byId("model").value = stages[0].item.info.model;
     draw(); // the line for screen readers is that of the shown map again
   } finally {
-    if (!outdated()) document.body.classList.remove("busy");
+    if (!outdated()) showBusy("");
   }
+}
+
+function showBusy(text) {
+  document.body.classList.toggle("busy", text !== "");
+  byId("busy").textContent = text;
+  if (text) byId("status").textContent = text;
 }
 
 function openOffered(number, slot = 0, model = null) {
@@ -89,16 +124,15 @@ function openOffered(number, slot = 0, model = null) {
 
 function needs(token) {
   for (const item of items()) {
-    if (state.view === "attention" && item.info.attention) item.needAttention(item.layerLike(first(), state.layer), item.tokenLike(first(), token));
+    if (state.view === "attention" && item.info.attention) item.needAttention(item.layerLike(reference(), state.layer), item.tokenLike(reference(), token));
   }
 }
 
 function draw() {
   if (!stages.length) return;
-  state.layer = nearestLayer(first().info.saved_layers, state.layer);
-  const maps = items().map((item) => currentMap(item, first()) || null);
-  maps.first = first();
-  shareScale(maps);
+  state.layer = nearestLayer(reference().info.saved_layers, state.layer);
+  const maps = items().map((item) => currentMap(item, reference()) || null);
+  shareScale(maps, reference());
   stages.forEach((stage, number) => {
     stage.item.shown = maps[number];
     stage.draw(maps[number]);
@@ -109,7 +143,7 @@ function draw() {
     drawPanel();
   } else if (!panelTimer) panelTimer = setTimeout(drawPanel, 60); // while the pointer moves, the image comes first
   predictMasked();
-  if (state.hover === null && (maps[0] || state.view === "colours")) byId("status").textContent = maps[0] ? describeMap(maps[0]) : stages[0].caption();
+  if (state.hover === null && (maps[0] || state.view === "colours")) byId("status").textContent = maps[0] ? describeMap(maps[0]) : `${stages[0].words().join(", ")}.`;
   document.body.dataset.drawn = maps[0] ? String(maps[0].query ?? "all") : ""; // the query whose map is on the screen, for tests
 }
 
@@ -117,7 +151,7 @@ let panelTimer = 0;
 function drawPanel() {
   clearTimeout(panelTimer);
   panelTimer = 0;
-  showPanel(byId("panel"), items());
+  showPanel(byId("panel"), items(), reference());
 }
 
 // A saved page of a large model has only some layers.
@@ -127,12 +161,12 @@ function nearestLayer(layers, wanted) {
 }
 
 function drawControls() {
-  const item = first();
+  const item = reference();
   const info = item.info;
-  byId("model-line").textContent = `${info.name} · ${info.image_size.join("×")} pixels · ${(info.parameters / 1e6).toFixed(1)} M parameters${info.layers ? ` · ${info.layers} layers × ${info.heads} heads` : ""}`;
+  byId("model-line").textContent = modelLine(stages[0].item.info);
   byId("model-line").title = byId("model-line").textContent; // the line is cut off where it is too long
-  choices(byId("views"), "tab", VIEWS.filter((view) => items().some((each) => hasView(each, view))).map((view) => [view, NAMES[view]]), state.view, (view) => update({ view }));
-  choices(byId("tabs"), "tab", PANELS, state.panel, (panel) => update({ panel }));
+  choices(byId("views"), "tab", VIEWS.filter((view) => items().some((each) => hasView(each, view))).map((view) => [view, ...NAMES[view]]), state.view, (view) => update({ view }), "stages");
+  choices(byId("tabs"), "tab", PANELS, state.panel, (panel) => update({ panel }), "panel");
   const heads = [["mean", "mean"], ...[...Array(info.heads).keys()].map((head) => [head, String(head)])];
   choices(byId("head-control"), "radio", heads, state.head, (head) => update({ head }));
   const layered = ["attention", "similarity", "colours"].includes(state.view) && info.layers > 1;
@@ -150,6 +184,11 @@ function drawControls() {
   byId("caveat").textContent = caveat(item);
 }
 
+function modelLine(info) {
+  const layers = info.layers ? ` · ${info.layers} layers × ${info.heads} heads` : "";
+  return `${info.name} · ${info.image_size.join("×")} pixels · ${(info.parameters / 1e6).toFixed(1)} M parameters${layers}`;
+}
+
 function caveat(item) {
   if (state.view === "attention" || state.view === "rollout") {
     const included = item.info.saved_layers && item.info.saved_layers.length < item.info.layers ? ` This saved page has layers ${item.info.saved_layers.join(", ")}.` : "";
@@ -162,21 +201,24 @@ function caveat(item) {
 
 // Predict with patches off, once the choice rests; an answer that comes late is dropped.
 let timer = 0;
+let maskedRequest = 0;
 function predictMasked() {
   const wanted = state.off.join(".");
   if (wanted === maskedFor || source.saved) return;
   maskedFor = wanted;
+  const request = ++maskedRequest;
   clearTimeout(timer);
   timer = setTimeout(async () => {
     try {
       for (const item of items()) {
-        const patches = state.off.map((patch) => item.tokenLike(first(), first().info.prefix.length + patch) - item.info.prefix.length);
+        const patches = item.offLike(reference(), state.off);
         const found = patches.length && item.info.predictions.length ? await item.predictWithout(patches) : null;
-        if (maskedFor === wanted) item.masked = found;
+        if (request !== maskedRequest) return;
+        item.masked = found;
       }
       redraw();
     } catch (error) {
-      showError(error);
+      if (request === maskedRequest) showError(error);
     }
   }, 80);
 }
@@ -193,18 +235,39 @@ function hideError() {
   byId("error").hidden = true;
 }
 
+// Ask once, however many requests need it.
+let asked = null;
 function askForToken(again) {
+  asked ??= enteredToken(again).finally(() => (asked = null));
+  return asked;
+}
+
+function enteredToken(again) {
   const dialog = byId("token-dialog");
   if (again) byId("token-hint").textContent = "This token was not accepted. Enter the server’s VITRAIL_TOKEN.";
+  dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((resolve) => {
-    const send = () => {
-      dialog.close();
-      resolve(byId("token").value);
-    };
-    byId("token-send").onclick = send;
-    byId("token").onkeydown = (event) => event.key === "Enter" && (event.preventDefault(), send());
+  return new Promise((resolve, reject) => {
+    const closed = () =>
+      dialog.returnValue === "send" ? resolve(byId("token").value) : reject(new Error("This server answers only with its token. Reload the page to enter it."));
+    dialog.addEventListener("close", closed, { once: true });
   });
+}
+
+function closeButton() {
+  const button = element("button", { type: "button", class: "close", "aria-label": "End the comparison", title: "End the comparison" }, ["×"]);
+  button.addEventListener("click", showOne);
+  return button;
+}
+
+function showOne() {
+  newest[1]++; // one that is still computed must not appear
+  const before = reference();
+  stages[1]?.item.close();
+  stages.length = 1;
+  setPlaces({ image2: null, model2: null });
+  arrange(before);
+  byId("compare-button").focus();
 }
 
 function setUpCompare() {
@@ -213,16 +276,18 @@ function setUpCompare() {
     const options = [["same", "the same image"], ...start.images.map((name, number) => [number, name]), ...(source.saved ? [] : [["file", "choose a file …"]])];
     byId("compare-image").replaceChildren(...options.map(([value, label]) => element("option", { value: String(value) }, [label])));
     byId("compare-model").replaceChildren(...start.models.map((name) => element("option", { value: name }, [name])));
-    const other = start.images.findIndex((name) => name !== first().name);
-    byId("compare-image").value = start.models.length > 1 || other < 0 ? "same" : String(other);
-    byId("compare-model").value = start.models.find((name) => name !== first().info.model) ?? first().info.model;
+    const { name: shown, info } = stages[0].item;
+    const other = start.images.findIndex((name) => name !== shown);
+    byId("compare-image").value = stages[1]?.item.number ?? (start.models.length > 1 || other < 0 ? "same" : String(other));
+    byId("compare-model").value = stages[1]?.item.info.model ?? start.models.find((name) => name !== info.model) ?? info.model;
+    byId("compare-none").hidden = stages.length < 2;
     dialog.showModal();
   });
   byId("compare-show").addEventListener("click", () => {
     dialog.close();
     const [image, model] = [byId("compare-image").value, byId("compare-model").value];
     if (image === "file") byId("compare-file").click();
-    else if (image === "same") open(first().blob, first().name, 1, model, first().number);
+    else if (image === "same") open(stages[0].item.blob, stages[0].item.name, 1, model, stages[0].item.number);
     else openOffered(Number(image), 1, model);
   });
   byId("compare-file").addEventListener("change", (event) => {
@@ -232,10 +297,7 @@ function setUpCompare() {
   });
   byId("compare-none").addEventListener("click", () => {
     dialog.close();
-    newest[1]++; // one that is still computed must not appear
-    stages.length = 1;
-    place(first(), 0);
-    setPlaces({ image2: null, model2: null });
+    showOne();
   });
 }
 
@@ -265,7 +327,7 @@ function setUpControls() {
   byId("depth").addEventListener("input", (event) => update({ layer: Number(event.target.value) }));
   for (const id of ["fusion", "scale", "style"]) byId(id).addEventListener("change", (event) => update({ [id]: event.target.value }));
   for (const id of ["residual", "pixels"]) byId(id).addEventListener("change", (event) => update({ [id]: event.target.checked }));
-  byId("model").addEventListener("change", () => open(first().blob, first().name, 0, byId("model").value, first().number));
+  byId("model").addEventListener("change", () => open(stages[0].item.blob, stages[0].item.name, 0, byId("model").value, stages[0].item.number));
   byId("png-button").addEventListener("click", () => savePng(stages));
   byId("json-button").addEventListener("click", () => saveJson(stages));
   byId("theme-button").addEventListener("click", () => {
@@ -281,6 +343,7 @@ function setUpControls() {
 }
 
 async function showGallery() {
+  const thumbnails = [];
   const buttons = start.images.map((name, number) => {
     const canvas = element("canvas", { width: "96", height: "96", "aria-hidden": "true" });
     thumbnails.push(canvas);
@@ -309,9 +372,10 @@ async function begin() {
   setUpFiles();
   setUpControls();
   setUpCompare();
-  setUpTour(first);
+  setUpTour(reference);
   onChange(draw);
-  start = await source.start();
+  showBusy("Connecting …");
+  start = await source.start((models) => showBusy(`Loading ${models.join(", ")} …`));
   byId("model").replaceChildren(...start.models.map((name) => element("option", { value: name }, [name])));
   if (start.models.includes(opened.model)) byId("model").value = opened.model;
   const chosen = (text) => (Number(text) < start.images.length ? Math.max(0, Number(text) || 0) : 0);
@@ -319,8 +383,14 @@ async function begin() {
   if (stages.length && (opened.image2 !== undefined || opened.model2 !== undefined)) {
     const model = start.models.includes(opened.model2) ? opened.model2 : start.models[0];
     await openOffered(chosen(opened.image2 ?? opened.image ?? 0), 1, model);
+    Object.assign(state, given); // counted in the reference of both
+    fitState(true);
+    redraw();
   }
   await showGallery();
 }
 
-begin().catch(showError);
+begin().catch((error) => {
+  showBusy("");
+  showError(error);
+});

@@ -7,9 +7,9 @@ export function shownQuery() {
 }
 
 // The map of one item; null while its numbers are on their way.
-export function currentMap(item, first) {
-  const query = item.tokenLike(first, shownQuery());
-  const layer = item.layerLike(first, state.layer);
+export function currentMap(item, reference) {
+  const query = item.tokenLike(reference, shownQuery());
+  const layer = item.layerLike(reference, state.layer);
   const head = state.head === "mean" ? "mean" : Math.min(state.head, item.info.heads - 1);
   if (state.view === "attention") return item.info.attention && attentionMap(item, layer, head, query);
   if (state.view === "rollout") return item.info.attention && rolloutMap(item);
@@ -79,32 +79,39 @@ function positionMap(item, query) {
 }
 
 // One scale for all layers and heads of the shown query, from what has arrived.
-export function scaleOfAll(item, first) {
-  const query = item.tokenLike(first, shownQuery());
+export function commonScale(items, reference) {
   let high = 0;
-  for (let layer = 0; layer < item.info.layers; layer++) {
-    for (let head = 0; head < item.info.heads; head++) {
-      const row = item.attention(layer, head, query);
-      if (row) high = Math.max(high, maximum(row.subarray(item.info.prefix.length)));
+  for (const item of items) {
+    const query = item.tokenLike(reference, shownQuery());
+    for (let layer = 0; layer < item.info.layers; layer++) {
+      for (let head = 0; head < item.info.heads; head++) {
+        const row = item.attention(layer, head, query);
+        if (row) high = Math.max(high, maximum(row.subarray(item.info.prefix.length)));
+      }
     }
   }
   return { low: 0, high };
 }
 
 // Several maps side by side share one colour scale.
-export function shareScale(maps) {
+export function shareScale(maps, reference) {
   const found = maps.filter(Boolean);
   if (!found.length) return;
-  if (state.scale === "all" && state.view === "attention") {
-    for (const map of found) map.scale = scaleOfAll(map.item, maps.first);
-  }
-  const scale = { low: Math.min(...found.map((map) => map.scale.low)), high: Math.max(...found.map((map) => map.scale.high)) };
+  const all = state.scale === "all" && state.view === "attention";
+  const [lows, highs] = [found.map((map) => map.scale.low), found.map((map) => map.scale.high)];
+  const scale = all ? commonScale(found.map((map) => map.item), reference) : { low: Math.min(...lows), high: Math.max(...highs) };
   for (const map of found) map.scale = scale;
 }
 
 export function formatted(value, unit) {
-  if (unit === "percent") return `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
+  if (unit === "percent") return `${percent(100 * value)} %`;
   return value.toFixed(2).replace("-", "−");
+}
+
+// Two digits that count, down to thousandths: a weight is small where there are many tokens.
+function percent(value) {
+  const digits = [9.95, 0.995, 0.0995].filter((limit) => value < limit).length;
+  return value ? value.toFixed(digits) : "0";
 }
 
 export function strongest(map) {

@@ -1,7 +1,6 @@
 // Predictions as bars; with patches off, the bars before are drawn behind.
 
 import { element } from "./dom.js";
-import { state } from "./state.js";
 
 let shownFor = null;
 
@@ -14,32 +13,43 @@ export function showPredictions(root, items) {
 
 function one(item, named) {
   const { predictions, score } = item.info;
-  const shown = item.masked ?? predictions;
-  const parts = named ? [element("h3", {}, [`${item.name} · ${item.info.model}`])] : [];
+  const shown = (item.masked?.predictions ?? predictions).slice(0, 7);
+  const parts = named ? [element("h3", { title: item.name }, [`${item.name} · ${item.info.model}`])] : [];
   if (!predictions.length) return element("div", { class: "prediction-group" }, [...parts, element("p", { class: "hint" }, ["This model has no trained head: it has features, but no predictions."])]);
   const before = new Map(predictions.map((each) => [each.index, each.score]));
-  const most = score === "value" ? Math.max(...predictions.map((each) => Math.abs(each.score)), 1e-9) : 1;
-  const list = element("ol", { class: item.masked ? "bars changed" : "bars" }, shown.slice(0, 7).map((each) => bar(each, before.get(each.index), most, score, item.masked)));
-  if (item.masked) parts.push(element("p", { class: "hint" }, [`${state.off.length} of ${item.patches} patches off. The outline is the prediction of the whole image.`]));
-  return element("div", { class: "prediction-group" }, [...parts, list]);
+  const range = score === "value" ? rangeOf([...predictions, ...shown].map((each) => each.score)) : [0, 1];
+  if (item.masked) parts.push(element("p", { class: "hint" }, [`${item.masked.count} of ${item.patches} patches off. The outline is the prediction of the whole image.`]));
+  const bars = shown.map((each) => bar(each, item.masked ? before.get(each.index) : undefined, range, score));
+  return element("div", { class: "prediction-group" }, [...parts, element("ol", { class: item.masked ? "bars changed" : "bars" }, bars)]);
 }
 
-function bar(each, before, most, score, masked) {
-  const text = score === "value" ? each.score.toPrecision(4) : `${(100 * each.score).toFixed(1)} %`;
-  const fill = element("i", { class: each.chosen ? "fill" : "fill below" });
-  fill.style.width = `${(100 * Math.abs(each.score)) / most}%`;
-  const track = element("span", { class: "track", "aria-hidden": "true" }, [fill]);
-  if (masked && before !== undefined) {
-    const ghost = element("i", { class: "ghost" });
-    ghost.style.width = `${(100 * Math.abs(before)) / most}%`;
-    track.append(ghost);
-  }
-  const change = masked && before !== undefined && score !== "value" ? signed(100 * (each.score - before)) : "";
+function bar(each, before, range, score) {
+  const fill = barFrom(each.chosen ? "fill" : "fill below", each.score, range);
+  const track = element("span", { class: "track", "aria-hidden": "true" }, [fill, ...(before === undefined ? [] : [barFrom("ghost", before, range)])]);
+  const change = before === undefined || score === "value" ? [] : [element("small", {}, [` ${signed(100 * (each.score - before))}`])];
   return element("li", {}, [
-    element("span", { class: "label" }, [each.label]),
+    element("span", { class: "label", title: each.label }, [each.label]),
     track,
-    element("span", { class: "number" }, [text, ...(change ? [element("small", {}, [` ${change}`])] : [])]),
+    element("span", { class: "number" }, [scoreText(each.score, score), ...change]),
   ]);
+}
+
+// The range of bars that begin at 0.
+export function rangeOf(values) {
+  const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
+  return high > low ? [low, high] : [0, 1];
+}
+
+// A bar from 0 to a value, which may be negative, inside a track that goes over the range.
+export function barFrom(kind, value, [low, high]) {
+  const made = element("i", { class: kind });
+  made.style.left = `${(100 * (Math.min(0, value) - low)) / (high - low)}%`;
+  made.style.width = `${(100 * Math.abs(value)) / (high - low)}%`;
+  return made;
+}
+
+export function scoreText(value, score) {
+  return score === "value" ? value.toPrecision(4).replace("-", "−") : `${(100 * value).toFixed(1)} %`;
 }
 
 function signed(value) {

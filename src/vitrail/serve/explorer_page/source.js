@@ -7,10 +7,11 @@ export class ServerSource {
     this.saved = false;
   }
 
-  async start() {
+  async start(onLoading) {
     for (;;) {
       const found = await (await this.checked(await this.request("/explorer/start"))).json();
       if (found.ready) return found;
+      onLoading(found.models);
       await new Promise((resolve) => setTimeout(resolve, 500)); // the model still loads
     }
   }
@@ -27,7 +28,7 @@ export class ServerSource {
 
   // The server keeps few images; one that it has dropped is sent again, and the user does not notice.
   async get(item, path, options = {}) {
-    const address = path.startsWith("positions") ? `/explorer/${path}` : `/explorer/${item.info.id}/${path}`;
+    const address = `/explorer/${item.info.id}/${path}`;
     let answer = await this.request(address, options);
     if (answer.status === 404 && (await answer.clone().text()).includes("no longer kept")) {
       await this.analyse(item.blob, item.info.model);
@@ -38,16 +39,16 @@ export class ServerSource {
 
   async request(path, options = {}) {
     for (;;) {
-      const headers = { ...options.headers, ...(this.token ? { Authorization: `Bearer ${this.token}` } : {}) };
+      const sent = this.token;
+      const headers = { ...options.headers, ...(sent ? { Authorization: `Bearer ${sent}` } : {}) };
       let answer;
       try {
         answer = await fetch(path, { ...options, headers });
-      } catch (error) {
-        if (error.name === "AbortError") throw error;
+      } catch {
         throw new Error("The server does not answer. Is it still running?");
       }
       if (answer.status !== 401) return answer;
-      this.token = await this.askForToken(this.token !== null);
+      if (this.token === sent) this.token = await this.askForToken(sent !== null); // another request may have got a new one
     }
   }
 
@@ -87,8 +88,7 @@ export class SavedSource {
   }
 
   async get(item, path) {
-    const whole = path.startsWith("positions") ? this.data.positions : this.data.items.find((one) => one.info.id === item.info.id).answers;
-    const text = whole[path];
+    const text = this.data.items.find((one) => one.info.id === item.info.id).answers[path];
     if (text === undefined) throw new Error("This is not part of the saved page. Run `vitrail explore` to see it.");
     const letters = atob(text);
     const bytes = new Uint8Array(letters.length);

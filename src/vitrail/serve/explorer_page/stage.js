@@ -1,34 +1,36 @@
 // The image with a map on it: draws, and turns pointer and keys into the query.
 
 import { state, update } from "./state.js";
-import { colourOf, css, fraction, inkOn } from "./colours.js";
-import { formatted, shownQuery, strongest } from "./maps.js";
+import { colourOf, css, fraction, inkOn, legendColour, lightAt } from "./colours.js";
+import { formatted, hasView, shownQuery, strongest } from "./maps.js";
 import { element } from "./dom.js";
 
 const LEAD = "rgba(12, 10, 20, 0.38)";
 
 export class Stage {
-  constructor(item, getFirst, needs) {
+  constructor(item, getReference, needs) {
     this.item = item;
     this.needs = needs; // asks for the numbers of a query at once, before the next frame is drawn
-    this.getFirst = getFirst; // the item whose tokens `state.query` counts
+    this.getReference = getReference; // the item whose tokens `state.query` counts
     this.canvas = element("canvas", { class: "picture", "aria-hidden": "true" });
     this.frame = element("div", {
       class: "frame", tabindex: "0", role: "application",
       "aria-label": `${item.name}: ${item.info.grid[0]} by ${item.info.grid[1]} patches. Arrow keys choose the query patch, Enter keeps it.`,
     }, [this.canvas, (this.tip = element("div", { class: "tip", hidden: "" }))]);
-    this.tokens = element("div", { class: "tokens", role: "group", "aria-label": "Prefix tokens" });
+    this.tokens = element("div", { class: "tokens", role: "group", "aria-label": "Prefix tokens" }, item.info.prefix.map((name, token) => this.tokenButton(name, token)));
     this.title = element("p", { class: "map-title" });
     this.bar = element("canvas", { class: "bar", width: "256", height: "1", "aria-hidden": "true" });
     this.low = element("span");
     this.high = element("span");
     this.legend = element("div", { class: "legend" }, [this.low, this.bar, this.high]);
     this.notes = element("ul", { class: "notes" }, item.info.notes.map((text) => element("li", {}, [text])));
-    this.heading = element("p", { class: "stage-name" }, [element("strong", {}, [item.name]), ` ${item.info.model}`]);
+    this.heading = element("p", { class: "stage-name" }, [element("strong", { title: item.name }, [item.name]), element("span", {}, [item.info.model])]);
     this.root = element("figure", { class: "stage" }, [
       this.heading, this.frame, this.tokens,
       element("figcaption", {}, [element("div", { class: "caption-row" }, [this.title, this.legend])]), this.notes,
     ]);
+    const [height, width] = item.info.image_size;
+    this.root.style.setProperty("--aspect", String(width / height));
     this.listen();
   }
 
@@ -49,7 +51,7 @@ export class Stage {
     frame.addEventListener("pointerdown", (event) => {
       const patch = this.patchAt(event);
       if (patch === null || state.panel !== "off") return;
-      this.painting = !state.off.includes(this.firstPatch(patch));
+      this.painting = !state.off.includes(this.referencePatch(patch));
       this.paint(patch);
     });
     for (const end of ["pointerup", "pointercancel"]) frame.addEventListener(end, () => (this.painting = undefined));
@@ -61,9 +63,9 @@ export class Stage {
   }
 
   key(event) {
-    const first = this.getFirst();
-    const prefix = first.info.prefix.length;
-    const [rows, columns] = first.info.grid;
+    const reference = this.getReference();
+    const prefix = reference.info.prefix.length;
+    const [rows, columns] = reference.info.grid;
     const patch = Math.max(0, shownQuery() - prefix);
     const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     if (steps[event.key]) {
@@ -75,7 +77,7 @@ export class Stage {
       else update({ query: shownQuery(), hover: null });
     } else if (event.key === "[" || event.key === "]") {
       const layer = state.layer + (event.key === "]" ? 1 : -1);
-      update({ layer: Math.min(first.featureLayers - 1, Math.max(0, layer)) });
+      update({ layer: Math.min(reference.featureLayers - 1, Math.max(0, layer)) });
     } else return;
     event.preventDefault();
   }
@@ -88,24 +90,23 @@ export class Stage {
     return row >= 0 && row < rows && column >= 0 && column < columns ? row * columns + column : null;
   }
 
-  // Tokens and patches are kept as those of the first item.
+  // Tokens and patches are kept as those of the reference.
   tokenOf(patch) {
-    return this.getFirst().tokenLike(this.item, this.item.info.prefix.length + patch);
+    return this.getReference().tokenLike(this.item, this.item.info.prefix.length + patch);
   }
 
-  firstPatch(patch) {
-    return this.tokenOf(patch) - this.getFirst().info.prefix.length;
+  referencePatch(patch) {
+    return this.tokenOf(patch) - this.getReference().info.prefix.length;
   }
 
   paint(patch) {
-    const number = this.firstPatch(patch);
+    const number = this.referencePatch(patch);
     if (state.off.includes(number) !== this.painting) update({ off: toggled(state.off, number) });
   }
 
   draw(map) {
     const { item, canvas } = this;
     const [height, width] = item.info.image_size;
-    this.frame.style.aspectRatio = `${width} / ${height}`;
     const ratio = Math.min(2, window.devicePixelRatio || 1);
     const size = Math.max(64, Math.round(this.frame.clientWidth * ratio));
     if (canvas.width !== size) {
@@ -116,10 +117,11 @@ export class Stage {
     context.imageSmoothingEnabled = !state.pixels;
     context.drawImage(state.pixels ? item.picture : item.photo, 0, 0, canvas.width, canvas.height);
     if (state.view === "colours") this.drawColours(context);
+    else if (map && isLight(map)) this.drawLight(context, map);
     else if (map) this.drawMap(context, map);
     this.drawLead(context);
     this.drawOff(context);
-    const query = item.tokenLike(this.getFirst(), shownQuery()) - item.info.prefix.length;
+    const query = item.tokenLike(this.getReference(), shownQuery()) - item.info.prefix.length;
     if (query >= 0 && state.view !== "rollout" && state.view !== "colours") this.drawQuery(context, query, map, ratio);
     this.describe(map);
   }
@@ -133,18 +135,33 @@ export class Stage {
     return [x, y, Math.round((column + 1) * w) - x, Math.round((row + 1) * h) - y];
   }
 
+  // Colours on a grey photo: every hue is that of the map, so it can be compared with the colour bar.
   drawMap(context, map) {
+    this.drawGrey(context);
     for (let patch = 0; patch < map.patches.length; patch++) {
-      const place = fraction(map.patches[patch], map.scale);
-      if (state.style === "light" && !map.signed) context.fillStyle = `rgba(9, 8, 18, ${0.86 * (1 - place ** 0.6)})`;
-      else context.fillStyle = css(colourOf(place, map.signed), map.signed ? 0.74 : 0.54 + 0.24 * place);
+      context.fillStyle = css(colourOf(fraction(map.patches[patch], map.scale), map.signed), 0.74);
       context.fillRect(...this.cell(patch));
     }
   }
 
+  drawLight(context, map) {
+    for (let patch = 0; patch < map.patches.length; patch++) {
+      context.fillStyle = `rgba(0, 0, 0, ${1 - lightAt(fraction(map.patches[patch], map.scale))})`;
+      context.fillRect(...this.cell(patch));
+    }
+  }
+
+  drawGrey(context) {
+    context.globalCompositeOperation = "saturation";
+    context.fillStyle = "#808080";
+    context.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    context.globalCompositeOperation = "source-over";
+  }
+
   drawColours(context) {
-    const colours = this.item.colours(this.item.layerLike(this.getFirst(), state.layer));
+    const colours = this.item.colours(this.item.layerLike(this.getReference(), state.layer));
     if (!colours) return;
+    this.drawGrey(context);
     for (let patch = 0; patch < this.item.patches; patch++) {
       context.fillStyle = css(colours.subarray(3 * patch, 3 * patch + 3), 0.86);
       context.fillRect(...this.cell(patch));
@@ -162,9 +179,7 @@ export class Stage {
   }
 
   drawOff(context) {
-    const first = this.getFirst();
-    const off = new Set(state.off.map((patch) => this.item.tokenLike(first, first.info.prefix.length + patch) - this.item.info.prefix.length));
-    for (const patch of off) {
+    for (const patch of this.item.offLike(this.getReference(), state.off)) {
       const [x, y, w, h] = this.cell(patch);
       context.fillStyle = "rgb(128, 128, 128)";
       context.fillRect(x, y, w, h);
@@ -193,11 +208,8 @@ export class Stage {
 
   describe(map) {
     const info = this.item.info;
-    this.title.replaceChildren(
-      ...(map
-        ? [element("strong", {}, [map.title]), element("span", {}, [map.detail])]
-        : [element("strong", {}, [state.view === "colours" ? "Features as colours" : "Nothing to show here"]), element("span", {}, [this.reason()])]),
-    );
+    const [title, detail] = this.words();
+    this.title.replaceChildren(element("strong", {}, [title]), element("span", {}, [detail]));
     this.legend.hidden = !map;
     if (map) this.drawLegend(map);
     this.drawTokens(map);
@@ -207,24 +219,35 @@ export class Stage {
     this.notes.hidden = !info.notes.length;
   }
 
-  caption() {
-    return `${[...this.title.children].map((part) => part.textContent).join(", ")}.`;
+  // Title and detail of what is shown, or why nothing is.
+  words() {
+    const map = this.item.shown;
+    if (map) return [map.title, map.detail];
+    if (this.isComing()) return ["Loading …", `${this.item.info.model} computes it`];
+    return [state.view === "colours" ? "Features as colours" : "Nothing to show here", this.reason()];
+  }
+
+  // Whether the view exists for this query, and its numbers are on their way.
+  isComing() {
+    const { item } = this;
+    if (!hasView(item, state.view) || item.failure()) return false;
+    if (state.view === "colours") return !item.results.has("colours");
+    return state.view !== "positions" || item.tokenLike(this.getReference(), shownQuery()) >= item.info.prefix.length;
   }
 
   reason() {
     const info = this.item.info;
-    const layer = this.item.layerLike(this.getFirst(), state.layer);
+    const layer = this.item.layerLike(this.getReference(), state.layer);
     if (state.view === "colours") return `three principal components after ${info.layers ? `layer ${layer}` : "the last stage"}, as red, green, blue`;
     if (["attention", "rollout"].includes(state.view) && !info.attention) return `${info.name} is a ResNet and has no attention.`;
-    if (state.view === "positions") return info.positions ? "Choose a patch: prefix tokens have no position." : `${info.name} has no position vectors.`;
-    return this.item.failure() ?? "Loading …";
+    if (state.view === "positions" && !info.positions) return `${info.name} has no position vectors.`;
+    return this.item.failure() ?? "Choose a patch: this view compares the positions of patches.";
   }
 
   drawLegend(map) {
     const context = this.bar.getContext("2d");
-    const light = state.style === "light" && !map.signed;
     for (let k = 0; k < 256; k++) {
-      context.fillStyle = light ? `rgb(${k}, ${k}, ${k})` : css(colourOf(k / 255, map.signed));
+      context.fillStyle = legendColour(k / 255, map.signed, state.style);
       context.fillRect(k, 0, 1, 1);
     }
     this.low.textContent = formatted(map.scale.low, map.unit);
@@ -232,37 +255,41 @@ export class Stage {
   }
 
   // Class, distillation and register tokens have no place in the image: they are buttons with their own value.
+  tokenButton(name, token) {
+    const button = element("button", { type: "button", class: "token", title: `Use the ${name} token as query` });
+    button.addEventListener("click", () => update({ query: this.getReference().tokenLike(this.item, token), hover: null }));
+    return button;
+  }
+
   drawTokens(map) {
-    const first = this.getFirst();
+    const query = this.item.tokenLike(this.getReference(), shownQuery());
     this.tokens.hidden = !this.item.info.prefix.length;
-    const query = this.item.tokenLike(first, shownQuery());
-    const buttons = this.item.info.prefix.map((name, token) => {
+    for (const [token, button] of [...this.tokens.children].entries()) {
       const value = map?.prefix ? map.prefix[token] : null;
-      const label = value === null ? name : `${name} ${formatted(value, map.unit)}`;
-      const button = element("button", { type: "button", class: "token", "aria-pressed": String(query === token), title: `Use the ${name} token as query` }, [label]);
-      if (value !== null) {
-        const colour = colourOf(fraction(value, map.scale), map.signed);
-        button.style.background = css(colour);
-        button.style.color = inkOn(colour);
-      }
-      button.addEventListener("click", () => update({ query: first.tokenLike(this.item, token), hover: null }));
-      return button;
-    });
-    this.tokens.replaceChildren(...buttons);
+      const colour = value === null ? null : colourOf(fraction(value, map.scale), map.signed);
+      button.textContent = value === null ? this.item.info.prefix[token] : `${this.item.info.prefix[token]} ${formatted(value, map.unit)}`;
+      button.setAttribute("aria-pressed", String(query === token));
+      button.style.background = colour ? css(colour) : "";
+      button.style.color = colour ? inkOn(colour) : "";
+    }
   }
 
   showTip(map) {
-    const patch = this.item.tokenLike(this.getFirst(), state.hover) - this.item.info.prefix.length;
+    const patch = this.item.tokenLike(this.getReference(), state.hover) - this.item.info.prefix.length;
     if (patch < 0) return;
     const best = strongest(map);
     const count = this.item.info.prefix.length;
     const text = map.query === null
       ? `${this.item.tokenName(patch + count)}: ${formatted(map.patches[patch], map.unit)}`
-      : `strongest: ${this.item.tokenName(best + count)}, ${formatted(map.patches[best], map.unit)}` +
+      : `strongest: ${this.item.tokenName(best + count)} with ${formatted(map.patches[best], map.unit)}` +
         (map.uniform ? ` (${(map.patches[best] / map.uniform).toFixed(1)} × uniform)` : "");
     this.tip.textContent = text;
     this.tip.hidden = false;
   }
+}
+
+function isLight(map) {
+  return state.style === "light" && !map.signed;
 }
 
 function toggled(list, one) {

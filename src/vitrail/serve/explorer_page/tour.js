@@ -12,11 +12,11 @@ function steps(item) {
   return [
     {
       title: "The image in patches", target: ".frame", changes: { view: attends ? "attention" : "similarity", layer: last, head: "mean", query: patch, panel: "heads" },
-      text: `The model cuts the image into ${item.info.grid[0]} × ${item.info.grid[1]} patches and turns each into a token. The framed patch is the query: colours show ${attends ? "which patches it reads from" : "which patches have similar features"}. Move over the image, or use the arrow keys; a click keeps a patch.`,
+      text: `The model cuts the image into ${item.info.grid[0]} × ${item.info.grid[1]} patches and turns each into a token. The framed patch is the query: the map shows ${attends ? "which patches it reads from" : "which patches have similar features"}. Move over the image, or use the arrow keys; a click keeps a patch.`,
     },
     attends && {
-      title: "From near to far", target: "#depth-control", changes: { view: "attention", layer: 0, head: "mean", query: patch },
-      text: "This is layer 0. Here many heads look nearby, or at the same colours. Move the slider to the right and watch the query look further, and at things rather than places.",
+      title: "Layer by layer", target: "#depth-control", changes: { view: "attention", layer: 0, head: "mean", query: patch },
+      text: "This is layer 0. Move the slider to the right and watch where the query reads from. In large trained models some heads of the first layers look nearby, and those of the last ones far (the paper’s Fig. 7); the panel Distance says how it is here.",
     },
     attends && {
       title: "All heads at once", target: "#panel", changes: { view: "attention", layer: Math.floor(last / 2), head: 0, query: patch, panel: "heads" },
@@ -28,7 +28,7 @@ function steps(item) {
     },
     {
       title: "Features as colours", target: ".frame", changes: { view: "colours", layer: last },
-      text: "Three principal components of the patch features, as red, green and blue. Patches with the same colour are alike for the model, whatever they look like.",
+      text: "Three principal components of the patch features, as red, green and blue. Patches with similar colours have similar features in these components, whatever they look like.",
     },
     item.info.predictions.length && !item.source.saved && {
       title: "Does a patch matter?", target: "#predictions-card", changes: { view: attends ? "rollout" : "similarity", layer: last, panel: "off" },
@@ -49,7 +49,8 @@ export function setUpTour(getItem) {
     byId("tour-text").textContent = step.text;
     byId("tour-back").disabled = number === 0;
     byId("tour-next").textContent = number === list.length - 1 ? "Explore" : "Next";
-    point(step.target);
+    byId("tour").classList.toggle("beside-panel", step.target === "#panel"); // where it hides nothing of what it is about
+    requestAnimationFrame(() => requestAnimationFrame(() => byId("tour").hidden || point(step.target))); // when the view is drawn
   };
   const end = () => {
     byId("tour").hidden = true;
@@ -72,7 +73,7 @@ export function setUpTour(getItem) {
     if (number < list.length) show();
     else end();
   });
-  byId("tour").addEventListener("keydown", (event) => event.key === "Escape" && end());
+  document.addEventListener("keydown", (event) => event.key === "Escape" && !byId("tour").hidden && end());
 }
 
 function point(selector) {
@@ -80,6 +81,8 @@ function point(selector) {
   const target = selector && document.querySelector(selector);
   if (!target) return;
   target.classList.add("pointed");
+  const covered = matchMedia("(max-width: 900px)").matches ? byId("tour").offsetHeight + 12 : 0; // at the foot of a phone
+  target.style.scrollMarginBottom = `${covered + 28}px`;
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   target.scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
 }

@@ -24,6 +24,7 @@ from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near
 from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist
 from vitrail.models.layers import Mlp, PatchEmbedding
+from vitrail.models.positions import LearnedPositions
 from vitrail.models.vit import Block
 
 pytest.importorskip("triton")
@@ -149,15 +150,15 @@ def test_a_changed_part_takes_the_plain_path_and_its_block_alone(
     assert blocks_fused == [model.blocks[0], model.blocks[2]]
 
 
-@pytest.mark.parametrize("name", ["forward", "Linear.forward"])
+@pytest.mark.parametrize("name", ["forward", "Linear.forward", "__call__"])
 def test_a_patched_class_takes_the_plain_path(
     name: str, images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
 ) -> None:
-    model, kind = tiny().eval(), Mlp if name == "forward" else nn.Linear
+    model, kind, name = tiny().eval(), nn.Linear if "Linear" in name else Mlp, name.rpartition(".")[2]
     logits(model, images, "auto")
     assert len(blocks_fused) == 3
-    real = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, x: 1.5 * real(self, x))
+    real = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, x: 1.5 * real(self, x))
     assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 3
 
 
@@ -186,6 +187,44 @@ def test_patched_embeddings_and_positions_take_the_plain_path(
     model.positions.at_input = lambda x: add(2 * x)  # type: ignore[method-assign]
     plain = logits(model, images, "plain")
     assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
+
+
+class TiltedPositions(LearnedPositions):
+    """Adds at the input, as its base class, and to the attention's scores."""
+
+    def bias(self, layer: int, *other: Any) -> Tensor:
+        return torch.linspace(-5, 5, self.table.shape[1], device=self.table.device).expand(2, self.table.shape[1], -1)
+
+
+class RepeatedPositions(LearnedPositions):
+    def before_layer(self, x: Tensor, layer: int, *other: Any) -> Tensor:
+        return x + self.table[0]
+
+
+@pytest.mark.parametrize("change", [TiltedPositions, RepeatedPositions, "bias", "before_layer"])
+def test_positions_that_act_inside_the_encoder_take_the_plain_path(
+    change: Any, images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    model = tiny(depth=1).eval()
+    before = logits(model, images, "plain")
+    if isinstance(change, str):
+        kind: Any = {"bias": TiltedPositions, "before_layer": RepeatedPositions}[change]
+        setattr(model.positions, change, types.MethodType(getattr(kind, change), model.positions))
+    else:
+        model.positions = becomes(change, model.positions)  # type: ignore[assignment]
+    assert not near(logits(model, images, "plain"), before, 1e-3)
+    assert near(logits(model, images, "auto"), logits(model, images, "plain"))
+    assert not blocks_fused and not dispatch.is_fusable(model)
+
+
+def test_positions_with_another_table_leave_the_blocks_fused(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    class Doubled(nn.Module):
+        def forward(self, table: Tensor) -> Tensor:
+            return 2 * table
+
+    model = tiny(depth=1).eval()
+    torch.nn.utils.parametrize.register_parametrization(model.positions, "table", Doubled())
+    assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 1
 
 
 def test_a_torch_function_mode_takes_the_plain_path(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:

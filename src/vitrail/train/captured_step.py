@@ -85,7 +85,7 @@ class CapturedStep:
         captures_shards: bool = False,
         new_graph: Callable[[], Graph] | None = None,
     ) -> None:
-        self._step, self._parameters, self._warmup = step, list(parameters), warmup
+        self._step, self._parameters, self._warmup = step, list(dict.fromkeys(parameters)), warmup
         if not self._parameters:
             raise VitrailError("There are no parameters to compute gradients for; pass model.parameters().")
         self._any_rank, self._on_failure, self._new_graph = any_rank, on_failure or _warn, new_graph
@@ -228,7 +228,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _shapes(tensors: tuple[Tensor, ...]) -> Hashable:
-    return tuple((one.shape, one.dtype, one.stride(), one.device) for one in tensors)
+    return tuple((one.shape, one.dtype, one.stride(), one.device, one.requires_grad) for one in tensors)
 
 
 def _unfit(inputs: tuple[Tensor, ...], device: torch.device) -> str:

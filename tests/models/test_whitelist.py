@@ -356,10 +356,14 @@ def test_a_changed_rate_of_one_dropout_counts(images: Tensor, fusing: None) -> N
 # Other kinds of differentiation
 
 
-def test_a_gradient_of_a_gradient_is_refused(images: Tensor, fusing: None) -> None:
+@pytest.mark.parametrize("recompute", [0, 3])
+def test_a_gradient_of_a_gradient_is_refused(recompute: int, images: Tensor, fusing: None) -> None:
     model = tiny().train()
+    model.checkpoint_activations(recompute)
     weight = model.blocks[0].mlp.up.weight
     (gradient,) = torch.autograd.grad(logits(model, images, "auto").square().sum(), weight, create_graph=True)
+    (plain,) = torch.autograd.grad(logits(model, images, "plain").square().sum(), weight)
+    assert near(gradient, plain, 3 * CLOSE)
     with pytest.raises(RuntimeError, match="only once"):
         torch.autograd.grad(gradient.square().sum(), weight)
 
@@ -423,6 +427,40 @@ def test_blocks_may_be_any_module_of_tokens(images: Tensor, fusing: None, blocks
         blocks_fused.clear()
         plain, fused = logits(model, images, "plain"), logits(model, images, "auto")
         assert plain.shape == (2, 5) and near(fused, plain) and len(blocks_fused) == 2
+
+
+METHODS = {
+    "": ("forward", "_add_branches", "_call_impl", "_compiled_call_impl"),
+    "attention": ("forward", "_split", "_fused", "_merge", "_call_impl"),
+    **dict.fromkeys(("norm1", "norm2", "scale1", "scale2", "dropout", "skip", "mlp", "mlp.dropout"), ("forward", "_call_impl")),
+    **dict.fromkeys(
+        ("attention.qkv", "attention.out", "attention.q_norm", "mlp.up", "mlp.down"), ("forward", "_compiled_call_impl")
+    ),
+}
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in METHODS.items() for name in names])
+def test_every_method_that_is_patched_on_an_instance_is_seen(part: str, name: str) -> None:
+    block = tiny(depth=1, qk_norm=True).blocks[0]
+    module = block.get_submodule(part)
+    assert whitelist.is_plain_block(block)
+    module.__dict__[name] = lambda *given: given[0]
+    assert not whitelist.is_plain_block(block)
+    del module.__dict__[name]
+    assert whitelist.is_plain_block(block)
+
+
+@pytest.mark.parametrize(("part", "name"), [("skip", "rate"), ("dropout", "p"), ("mlp.dropout", "p")])
+def test_where_nothing_survives_the_plain_path_is_taken(part: str, name: str) -> None:
+    block = tiny(depth=1).blocks[0]
+    setattr(block.get_submodule(part), name, 1.0)
+    assert not whitelist.is_plain_block(block) and whitelist.is_plain_block(block, eval_mode=True)
+
+
+def test_a_norm_of_heads_that_was_added_is_seen() -> None:
+    block = tiny(depth=1).blocks[0]
+    block.attention.__dict__["k_norm"] = lambda k: 2 * k
+    assert not whitelist.is_plain_block(block)
 
 
 def test_the_decision_is_never_remembered(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:

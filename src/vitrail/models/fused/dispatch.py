@@ -83,8 +83,12 @@ class ResidualStream:
 
     def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
         """Run block `number`, with what positions add before it or inside it."""
-        at_input = self._dtype is not None and (positions is None or whitelist.add_only_at_input(positions))
-        if at_input and fuses_block(block, self._pending.x, self._dtype, uses_autocast=self._uses_autocast):
+        dtype, x = self._dtype, self._pending.x
+        if (
+            dtype is not None
+            and (positions is None or whitelist.add_only_at_input(positions))
+            and fuses_block(block, x, dtype, uses_autocast=self._uses_autocast)
+        ):
             self._run_fused(number, block, num_queries)  # type: ignore[arg-type]
             return
         x, bias = self.tokens, None

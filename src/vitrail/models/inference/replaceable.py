@@ -55,13 +55,13 @@ def runs_known_code(model: nn.Module) -> bool:
     return is_ordinary_call() and all(map(_is_known, modules)) and not are_patched(set(map(type, modules)))
 
 
-def are_patched(kinds: Iterable[type[nn.Module]]) -> bool:
+def are_patched(kinds: Iterable[Any]) -> bool:
     """Tell whether a method of a class is not the one it was when this was first asked. Not only of whitelisted classes."""
     return any(getattr(kind, name, None) is not method for kind in kinds for name, method in _own_methods(kind))
 
 
 @cache
-def _own_methods(kind: type[nn.Module]) -> tuple[tuple[str, Any], ...]:
+def _own_methods(kind: Any) -> tuple[tuple[str, Any], ...]:
     """Return the functions that a class has besides those of every module, and what a call of a module runs."""
     bases = (vars(base) for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
     names = {name for names in bases for name, value in names.items() if isinstance(value, FunctionType)}

@@ -325,10 +325,16 @@ def test_copies_do_not_depend_on_torchs_defaults(precision: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-def test_a_batch_without_images_has_no_logits(precision: Any) -> None:
-    model = build()
-    images = some_images(model)[:0]
-    assert model(images).shape == for_inference(model, precision)(images).shape == (0, model.config.outputs)
+@pytest.mark.parametrize("changes", [{"distill_token": True}, {"pooling": "map"}, {"attention": "axial"}], ids=str)
+def test_a_batch_without_images_has_no_results(changes: dict[str, Any], precision: Any) -> None:
+    model = build(**changes)
+    images, made = some_images(model)[:0], for_inference(model, precision)
+    assert model(images).shape == made(images).shape == (0, model.config.outputs)
+    theirs, ours = model.features(images, [1]), made.features(images, [1])
+    assert theirs.tokens.shape == ours.tokens.shape == ours.layers[1].shape and theirs.pooled.shape == ours.pooled.shape
+    assert [weights.shape for _, weights in model.attention(images)] == [weights.shape for _, weights in made.attention(images)]
+    if model.distill_head is not None:
+        assert [len(logits) for logits in made.distilled_logits(images)] == [0, 0]
 
 
 def test_a_bias_of_one_number_is_added_to_all_outputs() -> None:

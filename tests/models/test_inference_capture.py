@@ -27,7 +27,8 @@ from vitrail.models.cuda_graph import CudaGraph
 from vitrail.models.inference import InferenceModel, capture, for_inference
 from vitrail.models.inference.capture import MAX_CAPTURES, WARMUP_CALLS, CapturedForward
 from vitrail.models.inference.gpu import GpuModel, gpu_copy
-from vitrail.models.layers import Mlp
+from vitrail.models.layers import Float32Linear, Mlp
+from vitrail.models.vit import ViT
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -170,6 +171,10 @@ def new_module(made: InferenceModel) -> None:
     made.model.norm = nn.Identity()
 
 
+def another_block(made: InferenceModel) -> None:
+    made.model.blocks.append(copy.deepcopy(made.model.blocks[0]))
+
+
 def loaded(made: InferenceModel) -> None:
     made.model.load_state_dict({name: value * 1.1 for name, value in made.model.state_dict().items()})
 
@@ -220,7 +225,8 @@ def eval_and_dropout(made: InferenceModel) -> None:
 
 
 CHANGES = [
-    in_place, new_memory, new_parameter, new_module, loaded, loaded_by_assignment, hook, patched_forward, other_class, attribute,
+    in_place, new_memory, new_parameter, new_module, another_block,
+    loaded, loaded_by_assignment, hook, patched_forward, other_class, attribute,
     inner_resize, to_double, inner_to, eval_and_dropout,
 ]  # fmt: skip
 
@@ -253,6 +259,23 @@ def test_a_class_that_is_patched_later_is_called(monkeypatch: pytest.MonkeyPatch
             assert made.model.blocks[0].mlp in called and error(found, before) > 2 * CLOSE
     called.clear()
     assert error(made(images), before) < CLOSE and not called
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, name", [(ViT, "forward"), (ViT, "_pool"), (Float32Linear, "forward"), (nn.LayerNorm, "__call__")])
+def test_any_class_of_the_model_may_be_patched_later(kind: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    images, calls = random_images(made), list[str]()
+    captured(made, images)
+    before, real, replayed = made(images), getattr(kind, name), GraphClass.replayed
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, lambda self, *given: (calls.append(name), 2 * real(self, *given))[1])
+        for _ in range(WARMUP_CALLS + 2):
+            calls.clear()
+            assert error(made(images), before) > 2 * CLOSE and calls
+    assert GraphClass.replayed <= replayed + 1  # that one was thrown away
+    captured(made, images)
+    assert error(made(images), before) < CLOSE
 
 
 @torch.no_grad()

@@ -203,6 +203,18 @@ def shared_weight(model: ViT) -> None:
     model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
 
 
+def strided_weights(model: ViT) -> None:
+    """Transposed in memory, as weights of a library that stores [in, out] are without a copy."""
+    for layer in (model.blocks[1].attention.qkv, model.blocks[1].attention.out, model.blocks[1].mlp.up, model.blocks[1].mlp.down):
+        layer.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
+
+
+def one_bias_for_all_heads(model: ViT) -> None:
+    tokens = model.positions.table.shape[1]
+    bias = torch.linspace(-2, 2, tokens).expand(tokens, -1)
+    model.positions.bias = lambda layer: bias
+
+
 def another_head(model: ViT) -> None:
     model.head = nn.Sequential(nn.Linear(192, 30), nn.Tanh(), nn.Linear(30, 20))
 
@@ -211,7 +223,7 @@ CHANGES: list[Callable[[ViT], None]] = [
     lora, norm_without_bias, norm_without_weights, another_norm, norm_subclass, mlp_subclass, block_subclass, patched_mlp,
     patched_attention_method, hook_on_norm, hook_before_linear, hook_on_block, hook_on_final_norm, hook_on_patches,
     no_final_norm, no_norm_in_a_block, a_block_twice, wrapped_block, vit_subclass, patches_subclass, parametrised_weight,
-    shared_weight, another_head,
+    shared_weight, strided_weights, one_bias_for_all_heads, another_head,
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near
 from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist
 from vitrail.models.layers import Mlp, PatchEmbedding
+from vitrail.models.positions import LearnedPositions
 from vitrail.models.vit import Block
 
 pytest.importorskip("triton")
@@ -149,15 +150,15 @@ def test_a_changed_part_takes_the_plain_path_and_its_block_alone(
     assert blocks_fused == [model.blocks[0], model.blocks[2]]
 
 
-@pytest.mark.parametrize("name", ["forward", "Linear.forward"])
+@pytest.mark.parametrize("name", ["forward", "Linear.forward", "__call__"])
 def test_a_patched_class_takes_the_plain_path(
     name: str, images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
 ) -> None:
-    model, kind = tiny().eval(), Mlp if name == "forward" else nn.Linear
+    model, kind, name = tiny().eval(), nn.Linear if "Linear" in name else Mlp, name.rpartition(".")[2]
     logits(model, images, "auto")
     assert len(blocks_fused) == 3
-    real = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, x: 1.5 * real(self, x))
+    real = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, x: 1.5 * real(self, x))
     assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 3
 
 
@@ -186,6 +187,44 @@ def test_patched_embeddings_and_positions_take_the_plain_path(
     model.positions.at_input = lambda x: add(2 * x)  # type: ignore[method-assign]
     plain = logits(model, images, "plain")
     assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
+
+
+class TiltedPositions(LearnedPositions):
+    """Adds at the input, as its base class, and to the attention's scores."""
+
+    def bias(self, layer: int, *other: Any) -> Tensor:
+        return torch.linspace(-5, 5, self.table.shape[1], device=self.table.device).expand(2, self.table.shape[1], -1)
+
+
+class RepeatedPositions(LearnedPositions):
+    def before_layer(self, x: Tensor, layer: int, *other: Any) -> Tensor:
+        return x + self.table[0]
+
+
+@pytest.mark.parametrize("change", [TiltedPositions, RepeatedPositions, "bias", "before_layer"])
+def test_positions_that_act_inside_the_encoder_take_the_plain_path(
+    change: Any, images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    model = tiny(depth=1).eval()
+    before = logits(model, images, "plain")
+    if isinstance(change, str):
+        kind: Any = {"bias": TiltedPositions, "before_layer": RepeatedPositions}[change]
+        setattr(model.positions, change, types.MethodType(getattr(kind, change), model.positions))
+    else:
+        model.positions = becomes(change, model.positions)  # type: ignore[assignment]
+    assert not near(logits(model, images, "plain"), before, 1e-3)
+    assert near(logits(model, images, "auto"), logits(model, images, "plain"))
+    assert not blocks_fused and not dispatch.is_fusable(model)
+
+
+def test_positions_with_another_table_leave_the_blocks_fused(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    class Doubled(nn.Module):
+        def forward(self, table: Tensor) -> Tensor:
+            return 2 * table
+
+    model = tiny(depth=1).eval()
+    torch.nn.utils.parametrize.register_parametrization(model.positions, "table", Doubled())
+    assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 1
 
 
 def test_a_torch_function_mode_takes_the_plain_path(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
@@ -317,10 +356,14 @@ def test_a_changed_rate_of_one_dropout_counts(images: Tensor, fusing: None) -> N
 # Other kinds of differentiation
 
 
-def test_a_gradient_of_a_gradient_is_refused(images: Tensor, fusing: None) -> None:
+@pytest.mark.parametrize("recompute", [0, 3])
+def test_a_gradient_of_a_gradient_is_refused(recompute: int, images: Tensor, fusing: None) -> None:
     model = tiny().train()
+    model.checkpoint_activations(recompute)
     weight = model.blocks[0].mlp.up.weight
     (gradient,) = torch.autograd.grad(logits(model, images, "auto").square().sum(), weight, create_graph=True)
+    (plain,) = torch.autograd.grad(logits(model, images, "plain").square().sum(), weight)
+    assert near(gradient, plain, 3 * CLOSE)
     with pytest.raises(RuntimeError, match="only once"):
         torch.autograd.grad(gradient.square().sum(), weight)
 
@@ -384,6 +427,40 @@ def test_blocks_may_be_any_module_of_tokens(images: Tensor, fusing: None, blocks
         blocks_fused.clear()
         plain, fused = logits(model, images, "plain"), logits(model, images, "auto")
         assert plain.shape == (2, 5) and near(fused, plain) and len(blocks_fused) == 2
+
+
+METHODS = {
+    "": ("forward", "_add_branches", "_call_impl", "_compiled_call_impl"),
+    "attention": ("forward", "_split", "_fused", "_merge", "_call_impl"),
+    **dict.fromkeys(("norm1", "norm2", "scale1", "scale2", "dropout", "skip", "mlp", "mlp.dropout"), ("forward", "_call_impl")),
+    **dict.fromkeys(
+        ("attention.qkv", "attention.out", "attention.q_norm", "mlp.up", "mlp.down"), ("forward", "_compiled_call_impl")
+    ),
+}
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in METHODS.items() for name in names])
+def test_every_method_that_is_patched_on_an_instance_is_seen(part: str, name: str) -> None:
+    block = tiny(depth=1, qk_norm=True).blocks[0]
+    module = block.get_submodule(part)
+    assert whitelist.is_plain_block(block)
+    module.__dict__[name] = lambda *given: given[0]
+    assert not whitelist.is_plain_block(block)
+    del module.__dict__[name]
+    assert whitelist.is_plain_block(block)
+
+
+@pytest.mark.parametrize(("part", "name"), [("skip", "rate"), ("dropout", "p"), ("mlp.dropout", "p")])
+def test_where_nothing_survives_the_plain_path_is_taken(part: str, name: str) -> None:
+    block = tiny(depth=1).blocks[0]
+    setattr(block.get_submodule(part), name, 1.0)
+    assert not whitelist.is_plain_block(block) and whitelist.is_plain_block(block, eval_mode=True)
+
+
+def test_a_norm_of_heads_that_was_added_is_seen() -> None:
+    block = tiny(depth=1).blocks[0]
+    block.attention.__dict__["k_norm"] = lambda k: 2 * k
+    assert not whitelist.is_plain_block(block)
 
 
 def test_the_decision_is_never_remembered(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:

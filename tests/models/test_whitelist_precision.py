@@ -31,6 +31,18 @@ def test_logits_are_float32_and_fine() -> None:
     assert found.dtype == torch.float32 and len(found.unique()) > 390
 
 
+@pytest.mark.parametrize("weights, given", [(torch.float32, torch.float64), (torch.float64, torch.bfloat16)])
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "BiT-R50x1"])
+def test_autocast_takes_float64_images_and_weights(name: str, weights: torch.dtype, given: torch.dtype) -> None:
+    """Autocast casts neither."""
+    size: dict[str, Any] = {"depth": 1} if "ViT" in name else {"layers": (1, 1, 1, 1)}
+    model = randomise(create_model(name, outputs=3, image_size=64, seed=0, **size)).to(DEVICE).eval()
+    images = torch.randn(2, 3, 64, 64, device=DEVICE)
+    exact = model(images)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert near(model.to(weights)(images.to(given)), exact, 0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])

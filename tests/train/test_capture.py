@@ -247,6 +247,32 @@ def test_inputs_that_need_gradients_are_refused_with_the_reason() -> None:
     assert len(reasons) == 1 and "input 0 requires a gradient" in reasons[0] and images.grad is not None
 
 
+def test_inputs_get_their_gradients_from_a_captured_step_too() -> None:
+    model, step = network()
+    made = stand_in(step, list(model.parameters()))
+    for number in range(6):
+        made(*batch(number))
+    assert made.captured
+    images, targets = batch(6)
+    made(images.requires_grad_(), targets)
+    assert images.grad is not None
+    made(*batch(7))
+    assert made.captured
+
+
+def test_parameters_given_twice_get_their_gradient_once() -> None:
+    model, step = network()
+    made = CapturedStep(step, [*model.parameters(), model.weight], new_graph=lambda: StandIn(list(model.parameters())))
+    for number in range(6):
+        made(*batch(number))
+    found = model.weight.grad
+    model.weight.grad = None
+    for number in range(6):
+        step(*batch(number))
+    assert made.captured and found is not None and model.weight.grad is not None
+    assert torch.allclose(found, model.weight.grad)
+
+
 # On a GPU
 
 

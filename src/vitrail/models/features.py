@@ -59,6 +59,8 @@ def in_precision_of(images: Tensor, weight: Tensor) -> Tensor:
     device = images.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # the meta device has none
         return images.to(weight.dtype)
+    if torch.float64 in (images.dtype, weight.dtype):  # which autocast leaves as it is
+        return images.to(weight.dtype)
     autocast = torch.get_autocast_dtype(device)
     if device == "cpu" and weight.dtype not in (torch.float32, torch.float64, autocast):  # norms are not cast there
         raise VitrailError(

@@ -86,7 +86,7 @@ class CapturedStep:
         new_graph: Callable[[], Graph] | None = None,
     ) -> None:
         self._step, self._warmup = step, warmup
-        self._parameters = [] if isinstance(parameters, nn.Module) else list(parameters)
+        self._parameters = [] if isinstance(parameters, nn.Module) else list(dict.fromkeys(parameters))
         if not self._parameters:
             raise VitrailError("There are no parameters to compute gradients for; pass model.parameters().")
         self._any_rank, self._on_failure, self._new_graph = any_rank, on_failure or _warn, new_graph
@@ -229,7 +229,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _shapes(tensors: tuple[Tensor, ...]) -> Hashable:
-    return tuple((one.shape, one.dtype, one.stride(), one.device) for one in tensors)
+    return tuple((one.shape, one.dtype, one.stride(), one.device, one.requires_grad) for one in tensors)
 
 
 def _unfit(inputs: tuple[Tensor, ...], device: torch.device) -> str:

@@ -87,11 +87,11 @@ class ResidualStream:
 
     def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
         """Run block `number`, with what positions add before it or inside it."""
-        at_input = positions is None or positions.at == "input"
+        dtype, x = self._dtype, self._pending.x
         if (
-            self._dtype is not None
-            and at_input
-            and fuses_block(block, self._pending.x, self._dtype, uses_autocast=self._uses_autocast)
+            dtype is not None
+            and (positions is None or whitelist.add_only_at_input(positions))
+            and fuses_block(block, x, dtype, uses_autocast=self._uses_autocast)
         ):
             self._run_fused(number, block, num_queries)  # type: ignore[arg-type]
             return
@@ -149,7 +149,7 @@ def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocas
 
 def is_fusable(model: ViT) -> bool:
     """Tell whether the fused kernels know all parts of the encoder, as it is now."""
-    return model.positions.at == "input" and all(whitelist.is_plain_block(block) for block in model.blocks)
+    return whitelist.add_only_at_input(model.positions) and all(whitelist.is_plain_block(block) for block in model.blocks)
 
 
 def _kernels_run(x: Tensor, dtype: torch.dtype) -> bool:

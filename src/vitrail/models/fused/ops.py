@@ -100,10 +100,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "Vitrail's fused kernels compute one gradient at a time. "
                 'For is_grads_batched=True, set model.kernels = "plain" before the forward pass.'
             )
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph; a compiled graph refuses by itself
+            with torch.no_grad():
+                return backward(ctx, *grads)
+        ctx = _ReadOnce(ctx)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph; a compiled graph refuses by itself
-            return results
         sources = [one for one in (*grads, *ctx.saved_tensors) if one is not None and one.requires_grad]
         tensors = [one for one in results if isinstance(one, Tensor)]
         if not sources or not tensors:
@@ -112,6 +114,16 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(next(refusing) if isinstance(one, Tensor) else one for one in results)
 
     return wrapper
+
+
+class _ReadOnce:
+    """The context of an autograd function, whose saved tensors activation checkpointing lets one read only once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 class _Refuse(torch.autograd.Function):

@@ -21,7 +21,7 @@ from vitrail.models.attention import Attention
 from vitrail.models.fused.folded_norm import FoldedNorm
 from vitrail.models.fused.launch import PLAIN_TENSORS
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
-from vitrail.models.positions import KINDS
+from vitrail.models.positions import KINDS, Positions
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -59,13 +59,9 @@ def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bo
 
 
 def shape_of_block(
-    block: nn.Module,
-    device: int | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    layer_scale: bool = False,
-    eval_mode: bool = False,
-) -> BlockShape | None:
+    block: nn.Module, device: int | None = None, dtype: torch.dtype | None = None,
+    *, layer_scale: bool = False, eval_mode: bool = False,
+) -> BlockShape | None:  # fmt: skip
     """Return the sizes of a plain block; None for one that is not plain, or has a parameter on another device or of another dtype.
 
     `device` is `get_device()` of the tokens: the number of a GPU, or -1. None: any, but one for all parameters.
@@ -176,8 +172,7 @@ def _are_affine_norms(norm1: Any, norm2: Any, width: int, device: int | None, dt
 
 _Linear, _Dropout, _Parameter = nn.Linear, nn.Dropout, nn.Parameter
 _NORMS = frozenset({nn.LayerNorm, FoldedNorm})
-_NO_SCALES = frozenset({nn.Identity})
-_SCALES = frozenset({nn.Identity, LayerScale})
+_NO_SCALES, _SCALES = frozenset({nn.Identity}), frozenset({nn.Identity, LayerScale})
 
 
 def is_ordinary_call() -> bool:
@@ -234,8 +229,16 @@ def are_plain_positions(positions: nn.Module) -> bool:
     return type(positions) in _POSITIONS and not any(name in positions.__dict__ for name in _POSITION_METHODS)
 
 
+def add_only_at_input(positions: Any) -> bool:
+    """Tell whether blocks get nothing from the positions: no addition before a block and no bias of its attention."""
+    kind, state = type(positions), positions.__dict__
+    if not issubclass(kind, Positions) or positions.at != "input" or "bias" in state or "before_layer" in state:
+        return False
+    return kind.bias is Positions.bias and kind.before_layer is Positions.before_layer
+
+
 _POSITIONS = frozenset(KINDS.values())
-_POSITION_METHODS = frozenset({"at_input", "_add", "_table"})
+_POSITION_METHODS = frozenset({"at_input", "before_layer", "bias", "_add", "_table"})
 
 
 def _is_parameter(parameter: Any) -> bool:
@@ -289,9 +292,9 @@ def class_methods() -> tuple[tuple[type[nn.Module], str, Any], ...]:
     """Each whitelisted class with its methods as they were when this was first called: when `vitrail.models.vit` is imported."""
     from vitrail.models.vit import Block
 
-    layers = (Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
-    kinds = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
-    methods: list[tuple[type[nn.Module], str]] = [(kind, "forward") for kind in (Block, *kinds)]
+    layers = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
+    kinds: tuple[type[nn.Module], ...] = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
+    methods = [(kind, name) for kind in kinds for name in ("forward", "__call__")]
     methods += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
     methods += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
     return tuple((kind, name, getattr(kind, name)) for kind, name in methods)

@@ -4,9 +4,9 @@ A service that sends one image after another would wait for the launches. A repl
 was captured, so:
 
 - A capture belongs to a shape, to torch's settings for float32 matmuls and determinism, and to the model as it is. After every
-  replay, while the GPU still works, these are compared with what was captured: the settings, the model's modules, their classes,
-  attributes and hooks, and every parameter and buffer by identity, address and version. If anything changed, all captures are
-  dropped and the call is computed anew. Before a replay there is as little Python as can be: the GPU waits for it.
+  replay, while the GPU still works, these are compared with what was captured: the settings, the model's modules, their classes
+  with all methods, attributes and hooks, and every parameter and buffer by identity, address and version. If anything changed, all
+  captures are dropped and the call is computed anew. Before a replay there is as little Python as can be: the GPU waits for it.
 - Only models that run torch's and our code alone, without hooks, are captured (`runs_known_code`). Under torch.compile, functorch,
   global module hooks, a dispatch mode (such as a FLOP counter) or a capture of the caller's own, the model is called as usual.
 - One thread at a time copies its images in, replays and copies the logits out; an event puts the calls of several streams in order.
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from vitrail.models.cuda_graph import CudaGraph, Graph, random_state, recover
 from vitrail.models.fused.ops import device_guard
 from vitrail.models.fused.whitelist import has_hooks, is_eager_call, is_patched
-from vitrail.models.inference.replaceable import runs_known_code
+from vitrail.models.inference.replaceable import are_patched, runs_known_code
 
 log = logging.getLogger("vitrail")
 
@@ -124,9 +124,7 @@ class CapturedForward:
                 return None
             with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():  # the former takes microseconds
                 result = capture.call.replay(images)
-            if is_patched():  # this and the state are looked at while the GPU works
-                return None
-            if capture.is_current():
+            if capture.is_current():  # looked at while the GPU works
                 return result
             self._drop()
         return None
@@ -204,7 +202,9 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._kinds = [(module, type(module)) for module in modules]
-        self._attributes = [(vars(module), len(vars(module))) for module in modules]  # one more is a patched method
+        self._classes = set(map(type, modules))
+        dicts = [one for module in modules for one in (vars(module), module._parameters, module._buffers, module._modules)]
+        self._dicts, self._count = dicts, sum(map(len, dicts))  # one more is a patched method, or another block
         self._slots = [
             (slots, name, value)
             for module in modules
@@ -223,9 +223,8 @@ class ModelState:
         for slots, name, value in self._slots:
             if slots.get(name, _MISSING) is not value:
                 return False
-        for attributes, count in self._attributes:
-            if len(attributes) != count:
-                return False
+        if sum(map(len, self._dicts)) != self._count:
+            return False
         for tensor, address in self._tensors:
             if tensor.data_ptr() != address:
                 return False
@@ -235,7 +234,7 @@ class ModelState:
         for module, kind in self._kinds:
             if type(module) is not kind:
                 return False
-        return not self._has_new_hooks()
+        return not are_patched(self._classes) and not self._has_new_hooks()
 
     def _has_new_hooks(self) -> bool:
         registered = RemovableHandle.next_id  # counts the hooks of all modules: looking at each is needed only when it moves

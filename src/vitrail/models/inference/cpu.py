@@ -29,8 +29,6 @@ class CpuModel(InferenceModel):
 
     def _logits(self, images: Tensor) -> Tensor:
         images = self._moved(images)
-        if not len(images):  # packed layers need at least one image
-            return self.model(images.new_zeros(1, *images.shape[1:]))[:0]  # type: ignore[no-any-return]
         if torch._C._len_torch_dispatch_stack() or not runs_known_code(self.model):
             return self.model(images)  # type: ignore[no-any-return]
         return on_worker_threads(self.model, images)

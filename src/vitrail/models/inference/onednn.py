@@ -34,7 +34,8 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, gelu: Gelu | N
 
 
 def pack_int8(weight: Tensor) -> Tensor:
-    return torch.ops.onednn.qlinear_prepack(weight, None)  # type: ignore[no-any-return]
+    # It reads the memory row by row, whatever the strides.
+    return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)  # type: ignore[no-any-return]
 
 
 def unpack_int8(packed: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class PackedBlock(nn.Module):
         size = CHUNK[self.precision.matmul]
         bias = None if bias is None else bias[..., :num_queries, :] * self.score_scale
         found = torch.empty_like(x[:, :num_queries])
+        if not len(x):
+            return found
         for part, into in zip(x.split(size), found.split(size), strict=True):
             attended = self._attend(*self._split(part, num_queries), bias)
             self._after_attention(part[:, :num_queries], attended, into)
@@ -75,6 +77,8 @@ class PackedBlock(nn.Module):
 
     def with_attention(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the block's output, and its attention [batch, head, query, key]."""
+        if not len(x):
+            return torch.empty_like(x), x.new_empty(0, self.heads, x.shape[1], x.shape[1])
         q, k, v = (part.float() for part in self._split(x, None))
         scores = (q @ k.transpose(-2, -1)) / self.score_scale
         weights = (scores if bias is None else scores + bias).softmax(dim=-1)
@@ -96,7 +100,7 @@ class PackedBlock(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         rows = max(1, SCORES_BYTES // (2 * q.shape[2] * k.shape[2]))
         if bias is not None:
-            bias = bias.to(q.dtype).expand(q.shape[0], -1, -1, -1).flatten(0, 1)
+            bias = bias.to(q.dtype).expand(*q.shape[:2], -1, -1).flatten(0, 1)
         parts = (part.flatten(0, 1).split(rows) for part in (q, k, v))
         biases = repeat(None) if bias is None else bias.split(rows)
         found = list(map(_attend_exp2, *parts, biases))

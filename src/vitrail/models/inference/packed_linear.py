@@ -72,6 +72,8 @@ class Int8Linear(InferenceLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         found = [self._matmul(*quantise(image)) for image in x]
+        if not found:
+            return x.new_empty(*x.shape[:-1], len(self.scales), dtype=self.dtype)
         return found[0][None] if len(found) == 1 else torch.stack(found)
 
     def _matmul(self, values: Tensor, scale: float, zero: int) -> Tensor:

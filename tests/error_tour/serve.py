@@ -21,7 +21,7 @@ import torch
 
 import vitrail
 from tests.error_tour.case import Case, at
-from vitrail.data.preprocess import preset
+from vitrail.data.preprocess import Preprocess, preset
 from vitrail.serve.app import create_app
 from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.byte_maps import MAX_REPLY
@@ -40,7 +40,7 @@ from vitrail.serve.page_files import position_bytes
 from vitrail.serve.saved_page import _explored
 from vitrail.serve.server import _bind
 from vitrail.serve.service import Service, models_of
-from vitrail.serve.settings import ServeSettings
+from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.serve.tensors import InferRequest, images_of_request, json_length, read_images
 from vitrail.serve.worker import ModelWorker
 
@@ -122,9 +122,11 @@ def decoded(data: bytes, preprocess: Any = None, **settings: Any) -> Any:
     return decode(data, preprocess or preset("imagenet", size=32), ServeSettings(**settings), PixelLimit(10**9))
 
 
-def corrupted(data: bytes, name: str) -> Any:
-    """Fail as a decoder may fail."""
-    raise SyntaxError("broken PNG file")
+class Corrupted(Preprocess):
+    """Fails as a decoder may fail."""
+
+    def __call__(self, image: Any, *, name: str = "image") -> Any:
+        raise SyntaxError("broken PNG file")
 
 
 def many_scans() -> bytes:
@@ -263,8 +265,12 @@ CASES: tuple[Case, ...] = (
        "The token is missing or wrong:", "send the header Authorization: Bearer TOKEN."),
     at("serve/guard.py:Guard._check#2", lambda: check([(b"host", b"example.org")], path="/explorer/start", images=(1,)),
        "The explorer shows files of this machine,", "so it opens only as localhost or 127.0.0.1."),
-    at("serve/guard.py:Guard._check#3", lambda: check([(b"content-length", b"ten")]),
+    at("serve/guard.py:Guard._check#4", lambda: check([(b"content-length", b"ten")]),
        "Content-Length is 'ten';", "it must be the number of bytes of the body."),
+    at("serve/guard.py:Guard._check#3", lambda: check([(b"content-encoding", b"gzip")]),
+       "The body is compressed (Content-Encoding: gzip);", "send it as it is."),
+    at("serve/settings.py:token_of_environment", lambda: token_of_environment({"VITRAIL_TOKEN": " "}),
+       "VITRAIL_TOKEN is set but empty, so everybody could call the service.", "Give it a value, or unset it."),
     at("serve/guard.py:_Body.receive", slow_upload, "The request was not received within 0.01 s.", "Send fewer or smaller images."),
     at("serve/guard.py:_too_large", lambda: check([(b"content-length", b"99999999")]),
        "The request is larger than 33,554,432 bytes.", "Send fewer or smaller images."),
@@ -273,14 +279,20 @@ CASES: tuple[Case, ...] = (
        "The image, or a tile of it, has 80 × 60 pixels;", "send one of at most 1,000."),
     at("serve/images.py:decode#2", lambda: decoded(many_scans()),
        "The JPEG has 80 × 60 pixels in too many scans: 101 or more.", "Save it as a baseline JPEG."),
-    at("serve/images.py:decode#3", lambda: decoded(photo("truncated.jpg")),
+    at("serve/images.py:decode#3", lambda: decoded(png(33_000, 1), preset("timm", size=64)),
+       "The image has 33000 × 1 pixels, and 166,353,000 while it is resized;", "crop it to a shape that is less narrow."),
+    at("serve/images.py:decode#4", lambda: decoded(photo("truncated.jpg")),
        "the image: truncated: the file ends before the image is complete.", "Replace or remove it."),
-    at("serve/images.py:decode#4", lambda: decoded(photo(), corrupted),
+    at("serve/images.py:decode#5", lambda: decoded(photo(), Corrupted()),
        "The image cannot be decoded: the file is corrupted.", "Send an intact JPEG or PNG file."),
     at("serve/images.py:_size#1", lambda: decoded(b""), "The image is empty (0 bytes);", "send the content of an image file."),
     at("serve/images.py:_size#2", lambda: decoded(png(20_000, 20_000)),
        "The image has too many pixels;", "send one of at most 64,000,000."),
     at("serve/images.py:_size#3", lambda: decoded(photo("text.jpg")), "This is not an image of a", FORMATS),
+    at("serve/costly_files.py:check_opened", lambda: decoded(b"P3 1 1 255 1 2 3"),
+       "This is a PPM file of text, which takes long to decode.", "Save it as PNG or JPEG."),
+    at("serve/costly_files.py:_corrupted", lambda: decoded(b"GIF89a" + bytes(7) + b"!\xfe" + b"\1x" * 4001),
+       "The image is not decoded, because it has too many comments.", "Save it again, for instance as PNG."),
     at("serve/base64_text.py:bytes_of_text#1", lambda: bytes_of_text("https://example.org/a.jpg"),
        "URLs are not fetched;", "send the image itself as a data: URI or base64."),
     at("serve/base64_text.py:bytes_of_text#2", lambda: bytes_of_text("data:text/plain,hello"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import struct
 from pathlib import Path
@@ -113,6 +114,42 @@ def test_open_inference_protocol(client: Client, bundle: Bundle, jpegs: list[byt
         output = answer["outputs"][0]
         assert status == 200 and answer["id"] == "7" and output["shape"] == [2, 4] and output["datatype"] == "FP32"
         assert np.abs(np.reshape(output["data"], (2, 4)) - expected).max() < 1e-4
+
+
+def test_null_stands_for_what_a_client_leaves_out(client: Client) -> None:
+    zeros = {"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072, "parameters": None}
+    for outputs in (None, [{"name": "logits", "parameters": None}]):
+        given = {"id": None, "inputs": [zeros], "outputs": outputs, "parameters": None}
+        status, answer, _ = client.call("POST", "/v2/models/tiny/infer", given)
+        assert status == 200 and len(answer["outputs"][0]["data"]) == 4, answer
+
+
+def test_an_output_says_whether_it_is_binary_whatever_the_request_says(client: Client) -> None:
+    zeros = {"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072}
+    for general, own, binary in ((True, None, True), (True, False, False), (False, True, True), (False, None, False)):
+        parameters = {} if own is None else {"binary_data": own}
+        outputs = [{"name": "logits", "parameters": parameters}]
+        given = {"inputs": [zeros], "outputs": outputs, "parameters": {"binary_data_output": general}}
+        status, _, headers = client.call("POST", "/v2/models/tiny/infer", given)
+        assert status == 200 and ("inference-header-content-length" in headers) == binary
+
+
+def test_head_is_answered_as_get_without_a_body(client: Client) -> None:
+    for path in ("/v2/health/ready", "/", "/metrics", "/v1/models"):
+        connection = client.connect()
+        for method in ("HEAD", "GET"):  # on one connection
+            connection.request(method, path)
+            answer = connection.getresponse()
+            assert answer.status == 200 and bool(answer.read()) == (method == "GET")
+            assert int(answer.headers["content-length"]) > 0
+        connection.close()
+
+
+def test_a_compressed_body_is_named(client: Client, jpegs: list[bytes]) -> None:
+    for path in ("/v1/predict", "/v2/models/tiny/infer", "/v1/embeddings"):
+        status, answer, _ = client.call("POST", path, gzip.compress(jpegs[0]), content_encoding="gzip")
+        assert status == 415 and "Content-Encoding: gzip" in answer["error"]
+    assert client.call("POST", "/v1/predict", jpegs[0], content_encoding="identity")[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import zlib
 
 import pytest
@@ -17,7 +18,12 @@ from PIL import Image
 
 from tests.serve.conftest import Client, until
 from vitrail.checkpoints import Bundle
-from vitrail.serve.images import count_scans, tile_of_tiff
+from vitrail.data.preprocess import Preprocess
+from vitrail.serve.base64_text import bytes_of_text
+from vitrail.serve.errors import ServiceError
+from vitrail.serve.images import count_scans, decode, tile_of_tiff
+from vitrail.serve.limits import PixelLimit
+from vitrail.serve.settings import ServeSettings
 
 
 def tiff(*tiles: tuple[int, int], big: bool = False, order: str = "<") -> bytes:
@@ -72,6 +78,114 @@ def test_every_byte_255_may_follow_a_scan() -> None:
         stream = io.BytesIO()
         noise.save(stream, "JPEG", quality=95, **options)
         assert count_scans(stream.getvalue()) == (10 if "progressive" in options else 1)
+
+
+def directory(fields: int, blob: int, *more: tuple[int, int, int]) -> bytes:
+    """Return a TIFF directory of `fields` fields, of which all but `more` (tag, count, value) name the same `blob` bytes."""
+    entries = [(tag, 4, count, value) for tag, count, value in more]
+    entries += [(1000 + number, 7, blob, None) for number in range(fields - len(more))]
+    start = 8 + 2 + 12 * fields + 4
+    packed = b"".join(struct.pack("<HHII", tag, kind, count, start if at is None else at) for tag, kind, count, at in entries)
+    return struct.pack("<2sHIH", b"II", 42, 8, fields) + packed + bytes(4) + bytes(blob)
+
+
+def files_of_large_directories() -> dict[str, bytes]:
+    """Return files of 0.3 MB whose metadata Pillow reads as 260 MB, since many fields name the same bytes."""
+    exif = directory(1000, 1 << 18)
+    values = {256: 16, 257: 16, 258: 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: 16, 279: 256}
+    files = {"TIFF": directory(1000, 1 << 18, *((tag, 1, value) for tag, value in values.items()))}
+    for kind, options in (("PNG", {}), ("WEBP", {"lossless": True})):
+        stream = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(stream, kind, exif=exif, **options)
+        files[kind] = stream.getvalue()
+    jpeg = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(jpeg, "JPEG")
+    parts = [b"Exif\0\0" + exif[start : start + 60_000] for start in range(0, len(exif), 60_000)]
+    segments = b"".join(b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part for part in parts)
+    return {**files, "JPEG": jpeg.getvalue()[:2] + segments + jpeg.getvalue()[2:]}
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "PNG", "WEBP", "JPEG"])
+def test_metadata_are_not_larger_than_their_file(client: Client, kind: str) -> None:
+    tracemalloc.start()
+    status, answer, _ = client.call("POST", "/v1/predict", files_of_large_directories()[kind])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert status == 422 and "metadata are larger than the file" in answer["error"]
+    assert most < 32e6
+
+
+def test_strips_are_not_there_more_than_once(client: Client) -> None:
+    def strips(count: int) -> bytes:
+        fields = [(256, 4, 64), (257, 4, 64), (258, 4, 8), (259, 4, 1), (262, 4, 1), (273, 1, None), (277, 4, 1), (278, 4, 1)]
+        start = 8 + 2 + 12 * len(fields) + 4
+        packed = b"".join(
+            struct.pack("<HHII", tag, kind, count if value is None else 1, start if value is None else value)
+            for tag, kind, value in fields
+        )
+        return struct.pack("<2sHIH", b"II", 42, 8, len(fields)) + packed + bytes(4) + b"\x08" * count + bytes(64)
+
+    assert client.call("POST", "/v1/predict", strips(64))[0] == 200
+    for count, reason in ((64 * 6, "more than once"), (400_000, "too many strips")):
+        status, answer, _ = client.call("POST", "/v1/predict", strips(count))
+        assert status == 422 and reason in answer["error"]
+
+
+def bmp(width: int, height: int, data: bytes) -> bytes:
+    """Return a BMP of 8 bits with a palette, compressed by run lengths."""
+    start = 14 + 40 + 1024
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(data), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", start + len(data), 0, 0, start) + header + bytes(1024) + data
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (bmp(8_000_000, 1, b"\0\2\xff\xff\xff\xff"), "run lengths"),  # 2 GB of zeros
+        (bmp(8_000_000, 8, b"\1\1\0\0" * 8), "run lengths"),  # 64 million zeros one by one
+        (b"P3 100 100 255\n" + b"#\n" * (1 << 20), "PPM file of text"),  # each comment is a copy of the rest
+        (b"P6 #" + b"x" * (8 << 20) + b"\n1 1 255\nabc", "not an image of a known format"),  # read byte by byte
+    ],
+)
+def test_what_pillow_decodes_in_python_is_refused(client: Client, data: bytes, expected: str) -> None:
+    began = time.process_time()
+    _, answer, _ = client.call("POST", "/v1/predict", data)
+    assert expected in answer["error"] and time.process_time() - began < 1
+
+
+def test_comments_of_a_gif_are_limited(client: Client) -> None:
+    stream = io.BytesIO()
+    Image.linear_gradient("L").save(stream, "GIF")
+    data = stream.getvalue()
+    picture = 13 + 3 * 256
+
+    def commented(blocks: int) -> bytes:
+        return data[:picture] + b"!\xfe" + (b"\xff" + b"x" * 255) * blocks + b"\0" + data[picture:]
+
+    assert client.call("POST", "/v1/predict", commented(200))[0] == 200
+    began = time.process_time()
+    status, answer, _ = client.call("POST", "/v1/predict", commented(60_000))
+    assert status == 422 and "too many comments" in answer["error"] and time.process_time() - began < 1
+
+
+def test_a_narrow_image_is_not_resized_to_a_huge_one(bundle: Bundle) -> None:
+    preprocess = Preprocess(size=(64, 64), resize="short-side", resize_to=73)
+    limit = PixelLimit(1)
+    stream = io.BytesIO()
+    Image.new("RGB", (33_000, 1)).save(stream, "PNG")
+    with pytest.raises(ServiceError, match="33000 × 1 pixels, and 175,857,000 while it is resized"):
+        decode(stream.getvalue(), preprocess, ServeSettings(), limit)
+    assert decode(stream.getvalue(), Preprocess(size=(64, 64)), ServeSettings(), limit).shape == (3, 64, 64)
+
+
+def test_a_data_uri_of_many_parameters_takes_no_memory() -> None:
+    text = "data:" + ";a" * 1_000_000
+    tracemalloc.start()
+    with pytest.raises(ServiceError, match="not a data: URI"):
+        bytes_of_text(text)
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+    assert bytes_of_text("data:image/jpeg;charset=utf-8;base64,aGk=") == b"hi"
 
 
 @pytest.mark.slow

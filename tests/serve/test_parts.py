@@ -19,7 +19,7 @@ from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import masked
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.own import _one_map
-from vitrail.serve.settings import ServeSettings
+from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.serve.worker import Job, Kind, ModelWorker
 
 
@@ -38,6 +38,14 @@ def test_everything_but_health_and_the_page_needs_the_token(bundle: Bundle) -> N
         for path in ("/metrics", "/openapi.json", "/v1/models", "/v2", "/v2/models/tiny", "/explorer/start", "/nothing"):
             assert client.call("GET", path)[0] == 401, path
             assert client.call("GET", path, authorization="Bearer secret")[0] == (404 if path == "/nothing" else 200), path
+
+
+def test_an_empty_token_does_not_open_the_service() -> None:
+    assert token_of_environment({}) is None
+    assert token_of_environment({"VITRAIL_TOKEN": "secret\n"}) == "secret"
+    for empty in ("", " \n"):
+        with pytest.raises(VitrailError, match="is set but empty"):
+            token_of_environment({"VITRAIL_TOKEN": empty})
 
 
 @pytest.mark.parametrize("size", [(32, 32), (16, 32)])

@@ -22,7 +22,7 @@ from vitrail.commands.serve import run_and_end
 from vitrail.commands.terminal import Console
 from vitrail.errors import VitrailError
 from vitrail.files import write_text
-from vitrail.serve.settings import ServeSettings
+from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.text import printable
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def explore(
         if not no_browser:
             threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()  # a text browser would block
 
-    token = os.environ.get("VITRAIL_TOKEN") or None
+    token = token_of_environment(os.environ)
     run_and_end(service, lambda: serve(service, host="127.0.0.1", port=port, token=token, cors=(), announce=announce))
 
 

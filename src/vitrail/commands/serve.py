@@ -14,7 +14,7 @@ import tyro
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.commands.terminal import Console
 from vitrail.errors import VitrailError
-from vitrail.serve.settings import ServeSettings
+from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.text import printable
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def serve(
     from vitrail.serve.server import serve as run
     from vitrail.serve.service import Service, models_of
 
+    token = token_of_environment(os.environ)
     log_as_json()
     service = Service(models_of(models, preprocess), settings)
     console = Console(stderr=True)
@@ -72,7 +73,7 @@ def serve(
         )
 
     def start() -> None:
-        run(service, host=host, port=port, token=os.environ.get("VITRAIL_TOKEN") or None, cors=cors, announce=announce)
+        run(service, host=host, port=port, token=token, cors=cors, announce=announce)
 
     run_and_end(service, start)
 

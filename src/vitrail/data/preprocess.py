@@ -136,7 +136,7 @@ class Preprocess:
         full = self.decoded(image, name=name)
         name = str(image) if isinstance(image, str | os.PathLike) else name
         height, width = self._resized(full.shape[0], full.shape[1])
-        if max(height, full.shape[0]) * width > MAX_PIXELS:  # Pillow resizes the rows first
+        if self.largest_on_the_way(full.shape[0], full.shape[1]) > MAX_PIXELS:
             raise BadImage(
                 name,
                 f"{_times(full.shape)} pixels: resizing to {_times((height, width))} would exceed the limit of "
@@ -159,6 +159,11 @@ class Preprocess:
                 "Resize the image, or use a preprocessing with pad=True or another resize."
             )
         return self._pad(self._crop(scaled))
+
+    def largest_on_the_way(self, height: int, width: int) -> int:
+        """Return the pixels of the largest image that resizing one of this size makes, before its centre is cropped."""
+        rows, columns = self._resized(height, width)
+        return max(rows, height) * columns  # Pillow resizes along the rows first
 
     def decoded(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> Array:
         """Return the image in its own size, upright where `exif` says so: [height, width, channels]."""

@@ -38,7 +38,7 @@ _MEANINGS = {
     404: "There is no such model.",
     408: "The request arrived too slowly.",
     413: "The request, or its number of images, is too large.",
-    415: "This is not an image.",
+    415: "This is not an image, or the body is compressed.",
     422: "The image cannot be decoded or computed.",
     429: "The queue is full.",
     503: "The model is loading, the service is shutting down, or the deadline passed.",

@@ -43,6 +43,9 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":  # answered as GET; uvicorn, which has the scope as it was, sends no body
+            scope = {**scope, "method": "GET"}
         body = _Body(receive, self.service.settings, self.service.bytes, _may_discard(scope))
         answer = _Answer(send, body, self.service, _request_id(scope))
         began = time.monotonic()
@@ -54,7 +57,7 @@ class Guard:
             path = getattr(scope.get("route"), "path", "other")
             self.service.metrics.count("vitrail_requests_total", path=path, status=str(answer.status))
             self.service.metrics.observe("vitrail_request_seconds", seconds, path=path)
-            values = {"method": scope["method"], "path": scope["path"][:500], "status": answer.status, "seconds": round(seconds, 4)}
+            values = {"method": method, "path": scope["path"][:500], "status": answer.status, "seconds": round(seconds, 4)}
             log.info("request", extra=values if answer.request_id is None else {**values, "request_id": answer.request_id.decode()})
 
     async def _run(self, scope: Scope, body: _Body, answer: _Answer) -> None:
@@ -80,6 +83,10 @@ class Guard:
                 raise ServiceError(401, "The token is missing or wrong: send the header Authorization: Bearer TOKEN.")
         if self.service.explorer_images and scope["path"].startswith("/explorer/") and not _is_local(headers.get(b"host", b"")):
             raise ServiceError(421, "The explorer shows files of this machine, so it opens only as localhost or 127.0.0.1.")
+        encoding = headers.get(b"content-encoding", b"").strip().lower()
+        if encoding not in (b"", b"identity"):
+            shown = encoding[:40].decode("latin-1")
+            raise ServiceError(415, f"The body is compressed (Content-Encoding: {shown}); send it as it is.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
             shown = length[:40].decode("latin-1")

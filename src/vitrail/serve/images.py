@@ -16,6 +16,7 @@ from vitrail.cpus import usable_cpus
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import BadImage
 from vitrail.errors import VitrailError
+from vitrail.serve.costly_files import PPM_HEADER, check_comments, check_opened, limit_directories
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
@@ -48,6 +49,7 @@ def _ignore_warnings() -> None:
 
 def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: PixelLimit) -> Tensor:
     """Return the model's input. Its size is read before any pixel is decoded."""
+    limit_directories()
     width, height = _size(data, settings)
     if width * height > settings.max_pixels:
         found = f"The image, or a tile of it, has {width} × {height} pixels"
@@ -57,10 +59,17 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
         raise ServiceError(
             422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more. Save it as a baseline JPEG."
         )
-    with limit.hold(width * height):
+    # A line of 30,000 pixels, resized by its short side, is an image of 100 million on the way.
+    resized = max(preprocess.largest_on_the_way(height, width), preprocess.largest_on_the_way(width, height))  # upright or not
+    if resized > max(settings.max_pixels, 4 * math.prod(preprocess.size)):
+        found = f"The image has {width} × {height} pixels, and {resized:,} while it is resized"
+        raise ServiceError(422, f"{found}; crop it to a shape that is less narrow.")
+    with limit.hold(max(width * height, resized)):
         try:
             return preprocess(data, name="the image")
         except (VitrailError, BadImage) as error:
+            if isinstance(error.__cause__, ServiceError):  # of `limit_directories`, with a message of its own
+                raise error.__cause__ from None
             raise ServiceError(422, str(error)) from error
         except Exception as error:  # a corrupted file can make decoders fail in many ways
             raise ServiceError(
@@ -71,13 +80,18 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
 def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
     if not data:
         raise ServiceError(422, "The image is empty (0 bytes); send the content of an image file.")
+    check_comments(data)
     try:
-        with Image.open(io.BytesIO(data)) as image:  # as decoding opens it: a file can be of two formats at once
+        # As decoding opens it: a file can be of two formats at once. Only the header of a PPM decides what it is.
+        with Image.open(io.BytesIO(data[:PPM_HEADER] if data.startswith(b"P") else data)) as image:
+            check_opened(image)
             if image.format == "TIFF" and data[:4] in _TIFF:
                 return max(image.size, tile_of_tiff(data), key=math.prod)
             if image.format != "TIFF" and image.format in (*_FORMATS, "MPO"):  # photos of phones: several JPEG pictures
                 return image.size
             raise ValueError(image.format)
+    except ServiceError:
+        raise
     except Image.DecompressionBombError as error:
         raise ServiceError(422, f"The image has too many pixels; send one of at most {settings.max_pixels:,}.") from error
     except Exception as error:  # headers of corrupted files fail in many ways, too

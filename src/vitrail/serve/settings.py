@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vitrail.errors import VitrailError
@@ -47,3 +48,11 @@ class ServeSettings:
             raise VitrailError(f"--max-upload is {self.max_upload}; it must be at least --max-bytes, which is {self.max_bytes}.")
         if self.decoders is not None and self.decoders < 1:
             raise VitrailError(f"--decoders is {self.decoders}; it must be at least 1.")
+
+
+def token_of_environment(environment: Mapping[str, str]) -> str | None:
+    """Return VITRAIL_TOKEN without spaces around it: a file that it was read from may end in a new line."""
+    token = environment.get("VITRAIL_TOKEN")
+    if token is not None and not token.strip():  # a mistake in the configuration must not open the service
+        raise VitrailError("VITRAIL_TOKEN is set but empty, so everybody could call the service. Give it a value, or unset it.")
+    return None if token is None else token.strip()

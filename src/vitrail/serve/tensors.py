@@ -11,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from vitrail.errors import counted
 from vitrail.serve.base64_text import bytes_of_text
@@ -32,8 +32,16 @@ _Text = Annotated[str, Field(max_length=200)]
 
 class Parameters(BaseModel):
     binary_data_size: _Size | None = None
-    binary_data: bool = False
+    binary_data: bool | None = None
     binary_data_output: bool = False
+
+
+def _unless_null(default: Any) -> BeforeValidator:
+    """Some clients send null for what they leave out."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+_Parameters = Annotated[Parameters, _unless_null(Parameters())]
 
 
 class InputTensor(BaseModel):
@@ -41,19 +49,19 @@ class InputTensor(BaseModel):
     shape: list[Annotated[int, Field(ge=0, le=1 << 30)]] = Field(max_length=8)
     datatype: _Text
     data: list[Any] | None = None
-    parameters: Parameters = Parameters()
+    parameters: _Parameters = Parameters()
 
 
 class OutputTensor(BaseModel):
     name: _Text
-    parameters: Parameters = Parameters()
+    parameters: _Parameters = Parameters()
 
 
 class InferRequest(BaseModel):
     id: _Text | None = None
     inputs: list[InputTensor] = Field(min_length=1, max_length=8)
-    outputs: list[OutputTensor] = Field([], max_length=8)
-    parameters: Parameters = Parameters()
+    outputs: Annotated[list[OutputTensor], Field(max_length=8), _unless_null([])] = []
+    parameters: _Parameters = Parameters()
 
 
 def json_length(header: str | None, length: int) -> int:
@@ -177,7 +185,8 @@ def answer(name: str, version: str, body: InferRequest, rows: np.ndarray[Any, An
     """Return logits in JSON, or after it where the request asks for binary data."""
     from fastapi.responses import JSONResponse, Response
 
-    binary = body.parameters.binary_data_output or any(output.parameters.binary_data for output in body.outputs)
+    chosen = [one.parameters.binary_data for one in body.outputs if one.parameters.binary_data is not None]
+    binary = any(chosen) if chosen else body.parameters.binary_data_output
     output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": list(rows.shape)}
     found: dict[str, Any] = {"model_name": name, "model_version": version, "outputs": [output]}
     if body.id is not None:

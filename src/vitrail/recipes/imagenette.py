@@ -5,8 +5,8 @@
     vitrail finetune --from runs/finetune-imagenette --recipe finetune-imagenette-160 --data packed:PACKED
     vitrail train imagenette-scratch --data packed:PACKED
 
-First 96 pixels, where a step costs a quarter, then 160 for an epoch and a half: position embeddings are resampled twice (§3.2). AdamW
-with a learning rate that falls by layer. `imagenette-scratch` is the first of the two runs without pre-training, for comparison.
+First 96 pixels, where a step costs a quarter, then 160 for an epoch and a half: position embeddings are resampled twice (§3.2).
+AdamW with a learning rate that falls by layer. `imagenette-scratch` is the first run without pre-training, for comparison.
 """
 
 from __future__ import annotations

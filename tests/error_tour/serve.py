@@ -270,7 +270,7 @@ CASES: tuple[Case, ...] = (
     at("serve/guard.py:Guard._check#3", lambda: check([(b"content-encoding", b"gzip")]),
        "The body is compressed (Content-Encoding: gzip);", "send it as it is."),
     at("serve/settings.py:token_of_environment", lambda: token_of_environment({"VITRAIL_TOKEN": " "}),
-       "VITRAIL_TOKEN is set but empty, so everybody could call the service.", "Give it a value, or unset it."),
+       "VITRAIL_TOKEN is set but empty, so the service would be open to all.", "Give it a value, or unset it."),
     at("serve/guard.py:_Body.receive", slow_upload, "The request was not received within 0.01 s.", "Send fewer or smaller images."),
     at("serve/guard.py:_too_large", lambda: check([(b"content-length", b"99999999")]),
        "The request is larger than 33,554,432 bytes.", "Send fewer or smaller images."),

@@ -431,7 +431,7 @@ def test_blocks_may_be_any_module_of_tokens(images: Tensor, fusing: None, blocks
 
 METHODS = {
     "": ("forward", "_add_branches", "_call_impl", "_compiled_call_impl"),
-    "attention": ("forward", "_split", "_fused", "_merge", "_call_impl"),
+    "attention": ("forward", "_split", "_attend", "_merge", "_call_impl"),
     **dict.fromkeys(("norm1", "norm2", "scale1", "scale2", "dropout", "skip", "mlp", "mlp.dropout"), ("forward", "_call_impl")),
     **dict.fromkeys(
         ("attention.qkv", "attention.out", "attention.q_norm", "mlp.up", "mlp.down"), ("forward", "_compiled_call_impl")

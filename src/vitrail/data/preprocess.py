@@ -136,7 +136,7 @@ class Preprocess:
         full = self.decoded(image, name=name)
         name = str(image) if isinstance(image, str | os.PathLike) else name
         height, width = self._resized(full.shape[0], full.shape[1])
-        if self.largest_on_the_way(full.shape[0], full.shape[1]) > MAX_PIXELS:
+        if self.peak_pixels(full.shape[0], full.shape[1]) > MAX_PIXELS:
             raise BadImage(
                 name,
                 f"{_times(full.shape)} pixels: resizing to {_times((height, width))} would exceed the limit of "
@@ -160,7 +160,7 @@ class Preprocess:
             )
         return self._pad(self._crop(scaled))
 
-    def largest_on_the_way(self, height: int, width: int) -> int:
+    def peak_pixels(self, height: int, width: int) -> int:
         """Return the pixels of the largest image that resizing one of this size makes, before its centre is cropped."""
         rows, columns = self._resized(height, width)
         return max(rows, height) * columns  # Pillow resizes along the rows first

@@ -60,7 +60,7 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
             422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more. Save it as a baseline JPEG."
         )
     # A line of 30,000 pixels, resized by its short side, is an image of 100 million on the way.
-    resized = max(preprocess.largest_on_the_way(height, width), preprocess.largest_on_the_way(width, height))  # upright or not
+    resized = max(preprocess.peak_pixels(height, width), preprocess.peak_pixels(width, height))  # upright or not
     if resized > max(settings.max_pixels, 4 * math.prod(preprocess.size)):
         found = f"The image has {width} × {height} pixels, and {resized:,} while it is resized"
         raise ServiceError(422, f"{found}; crop it to a shape that is less narrow.")

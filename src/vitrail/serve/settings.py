@@ -54,5 +54,5 @@ def token_of_environment(environment: Mapping[str, str]) -> str | None:
     """Return VITRAIL_TOKEN without spaces around it: a file that it was read from may end in a new line."""
     token = environment.get("VITRAIL_TOKEN")
     if token is not None and not token.strip():  # a mistake in the configuration must not open the service
-        raise VitrailError("VITRAIL_TOKEN is set but empty, so everybody could call the service. Give it a value, or unset it.")
+        raise VitrailError("VITRAIL_TOKEN is set but empty, so the service would be open to all. Give it a value, or unset it.")
     return None if token is None else token.strip()

@@ -119,6 +119,8 @@ CASES: tuple[Case, ...] = (
        "has no head, so it has no output to take gradients of.", "Use attention, which needs none."),
     at("models/attention_maps.py:attention_gradients#2", lambda: vit().attention_gradients(images(), torch.tensor([7])),
        "`outputs` is [7];", "it takes one number from 0 to 2 for each of 1 image."),
+    at("models/surgery.py:checkpoint_activations", lambda: vit().checkpoint_activations(-3),
+       "checkpoint_activations(-3)", "a number of blocks from 0, or None for all 2"),
     at("models/recompute.py:Recompute.__post_init__", lambda: vit().checkpoint_activations(1, "norms"),  # type: ignore[arg-type]
        "keep is 'norms';", "recomputed blocks can keep nothing or matmuls."),
     at("models/fused/dispatch.py:ResidualStream.__init__", misspelled_kernels, "model.kernels is 'Plain';",

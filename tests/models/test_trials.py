@@ -40,6 +40,7 @@ def test_results_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["prefix tokens and positions"] == ("failed", "RuntimeError: PTX was refused")
     assert found["cross-entropy"][0] == "not tried" and found["block of ViT-B, erf GELU"] == ("passed", "")
     assert found["attention over 197 tokens"] == ("not used", trials._NEEDS_LARGE_GPU)
+    assert found["fp8 matmuls"] == ("not used", trials._NEEDS_FP8)
     hopper = [result for kernel, (result, _) in found.items() if kernel.startswith("Hopper")]
     assert hopper == ["not used"] * len(selection.hopper_differences(CPU, torch.float16, 197, 12)) and len(found) == 12
 
@@ -52,6 +53,14 @@ def test_an_amd_gpu_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.sm_major.cache_clear()
     assert launch.sm_major(GPU) == 0 and launch.sm_major(CPU) == 9
     launch.sm_major.cache_clear()
+
+
+def test_fp8_needs_ada_or_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, expected in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        launch.has_fp8_matmuls.cache_clear()
+        assert launch.has_fp8_matmuls(GPU) is expected and not launch.has_fp8_matmuls(CPU)
+    launch.has_fp8_matmuls.cache_clear()
 
 
 def test_bf16_is_not_chosen_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

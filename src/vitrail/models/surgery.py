@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
+from vitrail.errors import VitrailError
 from vitrail.models.attention import AxialAttention
 from vitrail.models.config import BiTConfig, Pair, PositionRule, ViTConfig
 from vitrail.models.layers import Float32Linear
@@ -68,6 +69,8 @@ def checkpoint_activations(model: ViT | BiT, total: int, blocks: int | None, kee
 
     They keep nothing but their input or, with "matmuls", also what is expensive to compute again.
     """
-    model.recompute = Recompute(total if blocks is None else min(max(blocks, 0), total), keep)
+    if blocks is not None and blocks < 0:
+        raise VitrailError(f"checkpoint_activations({blocks}): give a number of blocks from 0, or None for all {total}.")
+    model.recompute = Recompute(total if blocks is None else min(blocks, total), keep)
     log.info("activation checkpointing: %d/%d blocks", model.recompute.blocks, total)
     return model.recompute.blocks

@@ -38,6 +38,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
+def has_fp8_matmuls(device: torch.device) -> bool:
+    """Tell whether the GPU multiplies fp8: NVIDIA's from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
 def sm_major(device: torch.device) -> int:
     """Return the major compute capability; 9 (Hopper) for memory plans and the interpreter, 0 for AMD's GPUs.
 

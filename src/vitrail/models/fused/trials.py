@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import torch
 
-from vitrail.models.fused.launch import has_triton, sm_major
+from vitrail.models.fused.launch import has_fp8_matmuls, has_triton, sm_major
 from vitrail.models.fused.self_test import TOLERANCE, TransientError, fault
 
 Result = Literal["passed", "failed", "not used", "not tried"]
 _WIDTH, _MLP, _HEADS = 768, 3072, 12  # of ViT-B
 _TOKENS = (50, 197)  # of patches of 32 and 16 at 224 pixels
 _NEEDS_LARGE_GPU = "torch's attention is used: this one needs Hopper or a large Blackwell (compute capability 9.0 or 10.0)"
+_NEEDS_FP8 = "this GPU has no fp8 matmuls (compute capability 8.9)"
 _NEEDS_HOPPER = "written for Hopper (compute capability 9.0)"
 
 
@@ -83,7 +84,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
     hopper = "" if sm_major(device) == 9 else _NEEDS_HOPPER
     for name, difference in selection.hopper_differences(device, dtype, _TOKENS[-1], _HEADS).items():
         yield _Case(name, difference, selection.TOLERANCE, hopper)
-    yield _Case("fp8 matmuls", lambda: cases.blocks_difference(device, torch.bfloat16, 64, 96, 2, False, fp8=True), 0.0)
+    fp8 = "" if has_fp8_matmuls(device) else _NEEDS_FP8
+    yield _Case("fp8 matmuls", lambda: cases.blocks_difference(device, torch.bfloat16, 64, 96, 2, False, fp8=True), 0.0, fp8)
 
 
 def _bound(difference: Callable[..., float], *arguments: Any) -> Callable[[], float]:

@@ -29,6 +29,12 @@ torch.set_num_threads(1)
 gc.disable()  # until all is imported: what modules hold is not garbage, however often it is looked at
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures have ordered them
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest tests first: at the end of a run one worker would be left with one of them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish() -> None:
     """Exempt all that was imported from garbage collection: each full one would look at millions of objects again."""
     gc.collect()

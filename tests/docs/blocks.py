@@ -6,6 +6,7 @@ A comment before a block, which the rendered page does not show, changes how it 
     <!-- not run where "torchrun": GPU -->                    only its commands with this text are not run
     <!-- run with "--steps 2": it would take minutes -->      its commands are run with these arguments added
     <!-- run with "--steps 2" where "finetune": … -->         some of them
+    <!-- run with "steps=2" where "vitrail.finetune": … -->   in Python, the calls of this function
     <!-- before: paths = ["cat.jpg"] -->                      Python that the block needs, run before it
 
 Blocks without a language, `sh` and `console` are commands. In a `console` block, or after a first line with `$`, only lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import re
@@ -17,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from tests.docs.blocks import REASONS, Piece, pages, pieces
+from tests.docs.blocks import REASONS, Mark, Piece, pages, pieces
 from tests.docs.workplace import make_workplace
 from vitrail.cli import main
 
 PAGES = [page for page in pages() if any(not piece.skipped for piece in pieces(page))]
+MARKS = {"tour.md": pytest.mark.long, "training.md": pytest.mark.long}
 
 
 def test_every_mark_has_a_known_reason() -> None:
@@ -40,7 +42,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=MARKS.get(page.name, ())) for page in PAGES], ids=lambda page: page.name)
 def test_the_page_runs(
     page: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,7 +73,7 @@ def _run(piece: Piece, names: dict[str, Any], servers: contextlib.ExitStack) -> 
         return
     if piece.language == "python":
         exec(compile(piece.before, piece.page, "exec"), names)
-        exec(compile("\n" * piece.line + piece.code, piece.page, "exec"), names)
+        exec(compile(_with_arguments("\n" * piece.line + piece.code, piece.marks), piece.page, "exec"), names)
         return
     words = shlex.split(f"{piece.code.partition(' # ')[0]} {piece.extra}", comments=True)
     words = [_here(word) for word in words]
@@ -88,6 +90,19 @@ def _run(piece: Piece, names: dict[str, Any], servers: contextlib.ExitStack) -> 
         subprocess.run(words, check=True, timeout=30)
     else:
         raise ValueError("The tests can run Python and the command vitrail, ls, cat, mkdir, cp and curl. Mark what is not run.")
+
+
+def _with_arguments(code: str, marks: Sequence[Mark]) -> ast.Module:
+    """Add the arguments of `run with` to the calls that it names."""
+    tree = ast.parse(code)
+    for mark in marks:
+        if mark.kind == "run with":
+            added = ast.parse(f"call({mark.extra})", mode="eval").body
+            calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and ast.unparse(one.func) == mark.where]
+            assert calls and isinstance(added, ast.Call), f"{mark.where!r} is not called in this block."
+            for call in calls:
+                call.keywords += added.keywords
+    return tree
 
 
 def _run_session(piece: Piece, names: dict[str, Any]) -> None:

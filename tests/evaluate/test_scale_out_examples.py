@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.test_parallel import free_port
+from tests.train.processes import free_port
 from vitrail.checkpoints import load
 from vitrail.evaluate.shards import embed_shards
 

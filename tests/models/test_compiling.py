@@ -33,7 +33,7 @@ HOPPER = {"_hopper_attention_kernel", "_matmul_bias_kernel", "_matmul_gelu_backw
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, 89, pytest.param(90, marks=pytest.mark.long), 100, 120])
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "error"}

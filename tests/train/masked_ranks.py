@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
+from tests.train.processes import run_ranks
 from tests.train.small import train
 from tests.train.test_masked_runs import TASKS, of_the_image, recipe_of
 from vitrail.tasks.masked import Masked
@@ -36,6 +35,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(Path(sys.argv[1]))
-    dist.destroy_process_group()
+    run_ranks(2, main, Path(sys.argv[1]))

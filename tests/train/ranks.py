@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.train.processes import run_ranks
 from tests.train.small import small, train
 from tests.train.test_capture import StandIn
 from tests.train.test_masked_runs import TASKS, recipe_of
@@ -236,6 +238,9 @@ def go_on(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    {"begin": begin, "go_on": go_on}[sys.argv[1]](Path(sys.argv[2]))
-    dist.destroy_process_group()
+    folder = Path(sys.argv[1])
+    run_ranks(2, begin, folder, on_one_machine=False)
+    for engine in ("ddp", "fsdp"):
+        for ranks in (1, 3):
+            shutil.copytree(folder / f"cut-{engine}", folder / f"cut-{engine}-{ranks}")
+    run_ranks(3, go_on, folder, on_one_machine=False)

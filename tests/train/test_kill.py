@@ -40,6 +40,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:

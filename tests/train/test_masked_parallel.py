@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.train.masked_ranks import run_of
+from tests.train.processes import run_module
 from tests.train.small import train, weights
 from tests.train.test_masked_runs import of_the_image
 from vitrail.tasks.masked import Masked
 from vitrail.train.run import RunFolder
-
-ROOT = Path(__file__).parents[2]
 
 
 def apart(one: Path, two: Path) -> float:
@@ -28,20 +23,7 @@ def apart(one: Path, two: Path) -> float:
 
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = [sys.executable, "-m", "tests.train.masked_ranks", str(tmp_path)]
-    started = [
-        subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
-    ]
-    try:
-        assert [process.wait(300) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    run_module("tests.train.masked_ranks", tmp_path)
     # A rank draws what it hides for itself, so two ranks hide other patches than one; but engines agree.
     assert apart(tmp_path / "colour-ddp", tmp_path / "colour-fsdp") < 1e-5
     monkeypatch.setattr(Masked, "draw", of_the_image)

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.train.processes import run_module
 from tests.train.ranks import ADAM, CAPTURED, FROZEN, KEPT, NonFinite, distilling, higher_is_better, run_of
 from tests.train.small import train, weights
 from vitrail.errors import VitrailError
 from vitrail.train.parallel import choose_device
 from vitrail.train.prepare import prepare
 from vitrail.train.run import RunFolder
-
-ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def launch(ranks: int, what: str, out: Path) -> None:
-    """As torchrun would start them."""
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    command = [sys.executable, "-m", "tests.train.ranks", what, str(out)]
-    started = [
-        subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    try:
-        assert [process.wait(400) for process in started] == [0] * ranks
-    finally:
-        for process in started:
-            process.kill()
 
 
 def close(one: Path, two: Path) -> float:
@@ -52,15 +24,12 @@ def close(one: Path, two: Path) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_engine_and_every_change_of_ranks_computes_what_one_process_does(tmp_path: Path) -> None:
     """One test, because starting processes is what takes the time."""
     train(run_of(steps=3), tmp_path / "teacher")
-    launch(2, "begin", tmp_path)
-    for engine in ("ddp", "fsdp"):
-        for ranks in (1, 3):
-            shutil.copytree(tmp_path / f"cut-{engine}", tmp_path / f"cut-{engine}-{ranks}")
-    launch(3, "go_on", tmp_path)
+    run_module("tests.train.ranks", tmp_path)
     train(run_of(), tmp_path / "alone")
     for engine in ("ddp", "fsdp", "hybrid"):
         assert close(tmp_path / engine, tmp_path / "alone") < 1e-5, engine

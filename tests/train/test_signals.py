@@ -278,7 +278,7 @@ except VitrailError as error:
 
 @pytest.mark.slow
 def test_a_killed_rank_is_a_sentence_for_the_others(tmp_path: Path) -> None:
-    from tests.train.test_parallel import ROOT, free_port
+    from tests.train.processes import ROOT, free_port
 
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}

@@ -104,7 +104,7 @@ def _shown(value: Any) -> str:
 def check_metadata(metadata: Any, format: Format, type: str, shape: Sequence[int | None]) -> str | None:
     """Return what is wrong with the metadata of a file whose input has this type and shape, or None.
 
-    Whoever reads them later then finds what they expect, and the graph gets an input that it can run.
+    Later readers then find what they expect, and the graph gets an input that it can run.
     """
     entries: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
     missing = [key for key in NEEDED if key not in entries]

@@ -160,6 +160,11 @@ def test_a_model_that_differs_is_not_written(tmp_path: Path, bundle: Bundle, mon
     assert not (tmp_path / "out").exists()
     export_model(bundle, tmp_path / "out", settings, images=sample_photos(2), force=True)
     assert json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))["forced"] is True
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(VitrailError, match="so it was not written"):
+        export_model(bundle, tmp_path / "out", settings, images=sample_photos(2))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before  # the old one survives
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
 
 
 def test_accuracies_are_compared_where_labels_are_known(tmp_path: Path, bundle: Bundle) -> None:

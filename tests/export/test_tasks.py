@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 import vitrail
 from tests.export.test_export import TINY, bundle_of
 from vitrail.checkpoints import Bundle
+from vitrail.checkpoints.native import save
 from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
@@ -74,12 +76,39 @@ def test_labels_of_a_multi_label_model_are_compared_at_its_thresholds(bundle: Bu
     bundle = dataclasses.replace(bundle, task="multilabel", provenance={"task": {"thresholds": thresholds}})
     photos = sample_photos(4)
     expected = logits_of(bundle, photos)
-    assert compare(bundle, artefact(expected), photos).agreement == 1.0
     limits = np.log(np.array(thresholds) / (1 - np.array(thresholds)))
+    assert compare(bundle, artefact(expected), photos).agreement == 1.0
     flipped = expected.copy()
     flipped[:, 1] = np.where(expected[:, 1] >= limits[1], limits[1] - 1, limits[1] + 1)
     found = compare(bundle, artefact(flipped), photos)
-    assert found.agreement == pytest.approx(0.8) and "labels are the same" in " ".join(found.problems("int8"))
+    chosen, reference = flipped >= limits, expected >= limits
+    assert found.agreement == pytest.approx((chosen & reference).sum() / (chosen | reference).sum())
+    assert "of the labels that either model chooses, both choose" in " ".join(found.problems("int8"))
+    none = compare(bundle, artefact(expected - 100), photos)
+    assert none.agreement == 0 and none.problems("int8")
+    silent = dataclasses.replace(bundle, model=_scaled(bundle, 0.0), provenance={"task": {"thresholds": [0.9] * 5}})
+    neither = compare(silent, artefact(0 * expected), photos)
+    assert neither.agreement is None and not neither.problems("fp32") and "no label chosen" in neither.describe()
+    assert neither.problems("int8") == ["neither model chooses a label, so nothing is compared: give images that have labels"]
+
+
+@pytest.mark.slow
+def test_an_int8_model_that_never_chooses_a_label_fails(tmp_path: Path, bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    """Few labels are true, so that nearly all decisions of a model that rejects every label are right."""
+    photos = sample_photos()
+    limits = np.sort(logits_of(bundle, photos), axis=0)[-2:].mean(axis=0)  # each label is chosen for one photo
+    rare = {"task": {"thresholds": (1 / (1 + np.exp(-limits))).tolist()}}
+    save(tmp_path / "rare", bundle.model, preprocess=bundle.preprocess, classes=bundle.classes, task="multilabel", provenance=rare)
+    several = vitrail.load(tmp_path / "rare")
+    broken = dataclasses.replace(several, model=copy.deepcopy(several.model))
+    with torch.no_grad():
+        broken.model.head.bias -= 100  # type: ignore[union-attr, operator]
+    settings = ExportSettings(precision="int8")
+    export_model(broken, tmp_path / "out", settings, images=photos, calibrate=photos[:4], force=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "verify", str(tmp_path / "out"), str(tmp_path / "rare")])
+    assert ended.value.code == 1
+    assert "of the labels that either model chooses, both choose 0.0%, needed is 95%" in capsys.readouterr().out
 
 
 def test_a_loss_of_accuracy_beyond_max_drop_is_a_problem(tmp_path: Path, bundle: Bundle) -> None:

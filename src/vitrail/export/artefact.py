@@ -13,11 +13,14 @@ import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError
+from vitrail.export.metadata import Shape, check_metadata
+from vitrail.export.settings import Format
 from vitrail.regular_files import utf8_path
 
-FILES = {"onnx": "model.onnx", "pt2": "model.pt2"}
+FILES: dict[Format, str] = {"onnx": "model.onnx", "pt2": "model.pt2"}
 REPORT = "report.json"
 Array = np.ndarray[Any, Any]
+Opened = tuple[dict[str, Any], Callable[[Array], Array], tuple[str, Shape]]  # metadata, what runs it, type and shape of its input
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,14 @@ class Artefact:
         """Open a folder that `vitrail export` wrote, or the .onnx or .pt2 file in it."""
         given = Path(path)
         file = next((given / name for name in FILES.values() if (given / name).is_file()), given) if given.is_dir() else given
-        format = next((format for format in FILES if file.suffix == f".{format}"), None)
+        format: Format | None = next((format for format in FILES if file.suffix == f".{format}"), None)
         if format is None or not file.is_file():
             raise VitrailError(f"{path} is not an exported model: give a folder with model.onnx or model.pt2, or such a file.")
         with utf8_path(file.parent) as folder:  # weights above 2 GB are in a second file there
-            metadata, run = (_open_onnx if format == "onnx" else _open_pt2)(Path(folder) / file.name)
-        missing = [key for key in ("model", "preprocess", "classes", "input", "input_type", "precision") if key not in metadata]
-        if missing:
-            raise VitrailError(
-                f"{file} was not written by `vitrail export`: its metadata has no {', '.join(missing)}. Give one that was."
-            )
+            metadata, run, (type, shape) = (_open_onnx if format == "onnx" else _open_pt2)(Path(folder) / file.name)
+        problem = check_metadata(metadata, format, type, shape)
+        if problem is not None:
+            raise VitrailError(f"{file} is not as `vitrail export` wrote it: {problem}. Export it again.")
         return cls(file, format, metadata, run)
 
     @property
@@ -100,7 +101,10 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _open_onnx(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
+_ONNX_TYPES = {"tensor(float)": "float32", "tensor(uint8)": "uint8"}
+
+
+def _open_onnx(file: Path) -> Opened:
     from vitrail.export.onnx_file import INPUT, need_onnx, read_metadata
 
     need_onnx()
@@ -113,10 +117,13 @@ def _open_onnx(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
         metadata = read_metadata(file)
     except Exception as error:  # onnxruntime and protobuf have many kinds of their own
         raise VitrailError(f"{file} cannot be read as an ONNX model ({first_line(error)}). Export or copy it again.") from error
-    return metadata, lambda batch: np.asarray(session.run(None, {INPUT: batch})[0])
+    given = session.get_inputs()[0]
+    type = _ONNX_TYPES.get(given.type, given.type)
+    shape = tuple(side if isinstance(side, int) else None for side in given.shape)
+    return metadata, lambda batch: np.asarray(session.run(None, {INPUT: batch})[0]), (type, shape)
 
 
-def _open_pt2(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
+def _open_pt2(file: Path) -> Opened:
     from vitrail.export.onnx_file import quiet
 
     extra = {"vitrail.json": ""}
@@ -129,9 +136,11 @@ def _open_pt2(file: Path) -> tuple[dict[str, Any], Callable[[Array], Array]]:
             f"{file} cannot be read as a torch.export program ({first_line(error)}). Export or copy it again."
         ) from error
     module = program.module()
+    given = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-1]  # weights come first
+    shape = tuple(side if isinstance(side, int) else None for side in given.shape)
 
     @torch.no_grad()
     def run(batch: Array) -> Array:
         return module(torch.from_numpy(batch)).numpy()  # type: ignore[no-any-return]
 
-    return metadata, run
+    return metadata, run, (str(given.dtype).removeprefix("torch."), shape)

@@ -17,6 +17,7 @@ from vitrail.data import embedded
 from vitrail.data.types import Split
 from vitrail.errors import VitrailError, counted
 from vitrail.export.artefact import Array, Artefact
+from vitrail.export.metadata import differences
 from vitrail.models.features import evaluating
 
 BATCH = 8
@@ -51,24 +52,29 @@ class Comparison:
     spread: float
     """The largest logit minus the smallest, of the PyTorch model; for a regression, the range of that output."""
     agreement: float | None
-    """Fraction of equal decisions: of images whose highest logit is the same output's; for several labels, of all labels."""
+    """Fraction of equal decisions: of images whose highest logit is the same output's; for several labels, of the labels that
+    either model chooses, those that both choose (of all labels, nearly all are rejected), None if neither chooses any."""
     accuracy: float | None = None
     reference_accuracy: float | None = None
     cosine: float | None = None
     """The smallest cosine of the angle between the outputs of both models for an image."""
     task: str = "classify"
+    metadata: tuple[str, ...] = ()
+    """What the exported file says otherwise than the checkpoint: class names, preprocessing, thresholds and so on."""
 
     def problems(self, precision: str, max_drop: float | None = None) -> list[str]:
         """Say which limits of this precision are missed; `max_drop` is how much accuracy may be lost, where it is known."""
-        limit, found = THRESHOLDS[precision], []
+        limit, found = THRESHOLDS[precision], list(self.metadata)
         if not np.isfinite(self.max_difference):
-            return ["logits are not finite"]
+            return [*found, "logits are not finite"]
         error = limit.regression if self.task == "regress" else limit.error
         scale = self.spread if self.task == "regress" else max(self.spread, 1.0)
         if error is not None and self.max_difference > (allowed := error * scale):
             found.append(f"{self._outputs} differ by up to {self.max_difference:.2g}, allowed is {allowed:.2g}")
         if self.agreement is not None and self.agreement < limit.agreement:
             found.append(f"{self._decisions} {self.agreement:.1%}, needed is {limit.agreement:.0%}")
+        if self.agreement is None and self.task == "multilabel" and error is None:
+            found.append("neither model chooses a label, so nothing is compared: give images that have labels")
         if max_drop is not None and self.accuracy is not None and self.reference_accuracy is not None:
             drop = self.reference_accuracy - self.accuracy
             if drop > max_drop + 1e-9:
@@ -82,7 +88,8 @@ class Comparison:
     @property
     def _decisions(self) -> str:
         several = self.task == "multilabel"
-        return "labels are the same for" if several else "the top class is the same for this share of the images:"
+        top = "the top class is the same for this share of the images:"
+        return "of the labels that either model chooses, both choose" if several else top
 
     def describe(self) -> str:
         text = (
@@ -92,7 +99,11 @@ class Comparison:
         if self.cosine is not None:
             text += f", smallest cosine {self.cosine:.5f}"
         if self.agreement is not None:
-            text += f", same {'labels' if self.task == 'multilabel' else 'top class'} for {self.agreement:.1%}"
+            several = self.task == "multilabel"
+            text += f", {'both choose' if several else 'same top class for'} {self.agreement:.1%}"
+            text += " of the labels that either chooses" if several else ""
+        elif self.task == "multilabel":
+            text += ", no label chosen"
         if self.accuracy is not None and self.reference_accuracy is not None:
             text += f", accuracy {self.accuracy:.1%} (PyTorch {self.reference_accuracy:.1%})"
         return text
@@ -130,6 +141,7 @@ def compare(
         reference_accuracy=None if known is None else float((reference_top == known).mean()),
         cosine=_cosine(logits, reference),
         task=bundle.task,
+        metadata=tuple(differences(artefact.metadata, bundle)),
     )
 
 
@@ -150,7 +162,9 @@ def _agreement(bundle: Bundle, found: Array, expected: Array) -> float | None:
         return float((found.argmax(1) == expected.argmax(1)).mean())
     probabilities = np.clip(np.asarray(bundle.thresholds), 1e-9, 1 - 1e-9)
     limits = np.log(probabilities / (1 - probabilities))
-    return float(((found >= limits) == (expected >= limits)).mean())
+    chosen, reference = found >= limits, expected >= limits
+    either = int((chosen | reference).sum())
+    return float((chosen & reference).sum() / either) if either else None
 
 
 def _cosine(found: Array, expected: Array) -> float | None:

@@ -14,6 +14,7 @@ from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError, counted
 from vitrail.export.artefact import FILES, REPORT, Artefact
 from vitrail.export.blocks import block_errors, describe
+from vitrail.export.metadata import metadata_of
 from vitrail.export.module import Exported, exported_module
 from vitrail.export.onnx_file import need_onnx, write_onnx
 from vitrail.export.quantise import quantise
@@ -58,7 +59,7 @@ def export_model(
         resized = exported_module(bundle.model, torch.float32, image_size=settings.image_size).model
         bundle = dataclasses.replace(bundle, model=resized, preprocess=preprocess)  # type: ignore[arg-type]
     module = exported_module(bundle.model, _TYPES[settings.precision], input=settings.input, preprocess=preprocess)
-    metadata = _metadata(bundle, module, settings)
+    metadata = metadata_of(bundle, settings, str(module.input_type).removeprefix("torch."))
     with atomic_folder(target) as new, utf8_path(new) as name:
         folder = Path(name)
         file = folder / FILES[settings.format]
@@ -109,28 +110,3 @@ def _write(
     quantise(exact, file, [batch for images in batched(calibrate) for _, batch in source.batches(images)])
     for path in file.parent.glob("float.onnx*"):
         path.unlink()
-
-
-def _metadata(bundle: Bundle, module: Exported, settings: ExportSettings) -> dict[str, Any]:
-    from importlib.metadata import version
-
-    config = bundle.model.config
-    layout = "batch, channel, height, width" if settings.input == "normalised" else "batch, height, width, channel"
-    return {
-        "model": config.name,
-        "config": config.to_dict(),
-        "classes": list(bundle.classes) if bundle.classes else [],
-        "task": bundle.task,
-        "activation": "sigmoid" if bundle.sigmoid else "none" if bundle.task == "regress" else "softmax",
-        "thresholds": list(bundle.thresholds) if bundle.task == "multilabel" else [],
-        "preprocess": bundle.stored_preprocess().to_dict(),
-        "input": settings.input,
-        "input_type": str(module.input_type).removeprefix("torch."),
-        "layout": layout,
-        "format": settings.format,
-        "precision": settings.precision,
-        "opset": settings.opset if settings.format == "onnx" else None,
-        "source": bundle.report.source,
-        "assumptions": bundle.report.assumptions,
-        "versions": {name: version(name) for name in ("vitrail", "torch")},
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import IO, Any, cast
 
 from PIL import Image, TiffImagePlugin
 
@@ -66,7 +66,7 @@ def limit_directories() -> None:
 
     @functools.wraps(load)
     def limited(self: TiffImagePlugin.ImageFileDirectory_v2, fp: Any) -> None:
-        load(self, _Limited(fp))
+        load(self, cast("IO[bytes]", _Limited(fp)))
         for tag in _OFFSETS:
             count = len(self._tagdata.get(tag, b"")) // _BYTES_PER_VALUE.get(self.tagtype.get(tag, 0), 1)
             if count > _MAX_STRIPS:

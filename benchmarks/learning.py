@@ -9,6 +9,7 @@ and such a model has stopped learning from context.
     python benchmarks/learning.py --data packed:TINY --out runs/learning             # three seeds of 20 epochs
     python benchmarks/learning.py --data packed:TINY --out runs/learning --short     # one seed of 5 epochs
     python benchmarks/learning.py --data packed:TINY --out runs/strong --strong --batch 512 --lr 1e-3 --epochs 20 --seeds 1
+    python benchmarks/learning.py --data packed:CIFAR --out runs/cpu --model ViT-Ti/8 --size 32 --epochs 2 --precision bf16
     python benchmarks/learning.py --data digits --out runs/try --tiny                # on any machine: does everything run?
 
 Run the short form after every change of kernels, attention, optimiser or loop. One seed is noisy, so its bar is 2 points: it finds
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.bench.machine import hardware
 from vitrail.data import open_source
 from vitrail.data.augment.spec import Augment
 from vitrail.data.loader import EvalLoader, TrainLoader
@@ -83,6 +85,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--precision", default="auto", choices=("auto", "bf16", "fp32"), help="of both; auto: fp32 for timm on a CPU"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", choices=LIBRARIES, help="run one of them, for instance to run both at once in two processes")
     parser.add_argument("--strong", action="store_true", help="RandAugment, erasing, mixup and cutmix besides crop and flip")
@@ -122,6 +127,7 @@ def recipe_for(seed: int, options: argparse.Namespace) -> Recipe:
         schedule=ScheduleSpec(kind="cosine", warmup=options.warmup),
         epochs=options.epochs,
         batch=options.batch,
+        precision=options.precision,
         seed=seed,
         eval_every=0,
     )
@@ -149,6 +155,7 @@ def finished(library: str, seed: int, options: argparse.Namespace, device: torch
         "lr": options.lr,
         "warmup": options.warmup,
         "augment": "strong" if options.strong else "light",
+        "precision": options.precision,
         "seed": seed,
         "accuracy_percent": round(100 * accuracy, 2),
         "loss": round(loss, 4),
@@ -192,7 +199,7 @@ def theirs(recipe: Recipe, options: argparse.Namespace, device: torch.device) ->
         workers=spec.workers,
         device=device,
     )
-    total, precision = total_steps(recipe, batches.steps), chosen_precision("auto", device)
+    total, precision = total_steps(recipe, batches.steps), chosen_precision(recipe.precision, device)
     optim = recipe.optim
     optimizer = torch.optim.AdamW(decayed(model, optim.weight_decay), lr=optim.lr, fused=device.type == "cuda")
     for step, batch in enumerate(batches):
@@ -291,10 +298,10 @@ def attention_entropy(model: nn.Module, images: Tensor) -> float:
 def report(rows: list[Row], options: argparse.Namespace, device: torch.device) -> None:
     import timm
 
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = {
         "data": open_source(options.data).describe(),
-        "hardware": hardware,
+        "hardware": hardware(device),
         "torch": str(torch.__version__),
         "timm": timm.__version__,
     }
@@ -310,13 +317,14 @@ def report(rows: list[Row], options: argparse.Namespace, device: torch.device) -
         verdict = "met" if difference >= -bar else "MISSED"
         print(f"difference: {difference:+.2f} points; bar: at least {-bar:+.1f} ({verdict})")
     short = f"{'-strong' * options.strong}{'-short' * options.short}"
-    name = f"learning{short}-{hardware.lower().replace(' ', '-')}-torch{torch.__version__.split('+')[0]}.csv"
+    precision = f"-{options.precision}" if options.precision != "auto" else ""
+    file = f"learning{short}{precision}-{name.lower().replace(' ', '-')}-torch{torch.__version__.split('+')[0]}.csv"
     folder = options.out if options.tiny or options.only else Path(__file__).parent / "results"
-    with atomic_file(folder / name) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
+    with atomic_file(folder / file) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, [*rows[0], *about], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**row, **about} for row in rows)
-    print(f"written to {folder / name}")
+    print(f"written to {folder / file}")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", help="only modes whose name begins with one of these words")
+    parser.add_argument("--captured", action="store_true", help="leave out modes that are not captured, and those without kernels")
     parser.add_argument("--tiny", action="store_true", help="two small blocks on the CPU, few steps, no results written")
     options = parser.parse_args()
     if options.tiny:
@@ -137,7 +138,8 @@ def compare(name: str, options: argparse.Namespace, device: torch.device) -> lis
     chosen = [
         (kind, make)
         for kind, make in MODES.items()
-        if not options.only or kind.split(",")[0].split()[0] in options.only or kind in options.only
+        if (not options.only or kind.split(",")[0].split()[0] in options.only or kind in options.only)
+        and not (options.captured and kind.endswith(("uncaptured", "plain")))
     ]
     entries = [make(kind, config, images, targets) for kind, make in chosen if not missing(kind)]
     for number in range(options.rounds):

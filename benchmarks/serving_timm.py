@@ -1,7 +1,7 @@
 """Requests per second of `vitrail serve` against the same service around timm's model under torch.compile, on one machine.
 
     python -m benchmarks.serving_timm                     # ViT-B/16 at 224 pixels in bf16: about five minutes on a GPU
-    python -m benchmarks.serving_timm --images 16         # requests of 16 images: HTTP costs less, the model more
+    python -m benchmarks.serving_timm --images 1 16       # also requests of 16 images: HTTP costs less, the model more
     python -m benchmarks.serving_timm --tiny              # test that everything runs, on a CPU too; writes no results
 
 Both servers are this package's, with the same decoding, queue, batches, settings and weights; only the model differs: that of
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--model", default="ViT-B/16")
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--compile-mode", default="reduce-overhead", help="of torch.compile, for timm's model")
-    parser.add_argument("--images", type=int, default=1, help="per request")
+    parser.add_argument("--images", type=int, nargs="+", default=[1], help="per request; several are measured one after the other")
     parser.add_argument("--clients", type=int, default=64, help="connections")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0, help="of a round")
@@ -71,16 +71,16 @@ def main() -> None:
     if options.tiny:
         options.model, options.clients, options.rounds, options.seconds, options.precision = "ViT-Ti/16", 8, 2, 3.0, "fp32"
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(options, Path(folder))
-    print_rows(rows)
-    if not options.tiny:
-        write(options, rows)
+        for images, rows in measure(options, Path(folder)).items():
+            print_rows(rows)
+            if not options.tiny:
+                write(options, images, rows)
 
 
-def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+def measure(options: argparse.Namespace, folder: Path) -> dict[int, list[Row]]:
+    """Return the rows for each number of images per request."""
     changes = {"depth": 1, "image_size": 64} if options.tiny else {}  # compiled in seconds
     checkpoint, photos = make_checkpoint(folder, options.model, **changes), make_photos()
-    bodies, kind = request_bodies(photos, options.images)
     cores = sorted(os.sched_getaffinity(0))
     load = options.load_cores or cores[-1:]
     os.sched_setaffinity(0, load)
@@ -92,17 +92,21 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
             arguments += ["--compile-mode", options.compile_mode, "--device", options.device]
             servers[library] = Server(arguments, folder / f"{library}.log", for_servers)
         difference = compare_answers(servers, photos, _TOLERANCE[options.precision])
-        for server in servers.values():  # warm up: also shapes that come up only under load
-            asyncio.run(closed_loop(server.port, bodies, options.clients, options.seconds, kind))
-        found = [
-            {library: measure_round(server, options, bodies, kind) for library, server in servers.items()}
-            for _ in range(options.rounds)
-        ]
+        found = {}
+        for images in options.images:
+            bodies, kind = request_bodies(photos, images)
+            for server in servers.values():  # warm up: also shapes that come up only under load
+                asyncio.run(closed_loop(server.port, bodies, options.clients, options.seconds, kind))
+            found[images] = [
+                {library: measure_round(server, options, bodies, kind) for library, server in servers.items()}
+                for _ in range(options.rounds)
+            ]
     finally:
         statuses = [server.stop() for server in servers.values()]
     if any(statuses):
         raise SystemExit(f"A server ended with status {max(statuses)}: {(folder / 'timm.log').read_text()[-2000:]}")
-    return [*rows_of(found, options.images), ("largest difference of probabilities between the two", difference, "")]
+    last = ("largest difference of probabilities between the two", difference, "")
+    return {images: [*rows_of(rounds, images), last] for images, rounds in found.items()}
 
 
 def measure_round(server: Server, options: argparse.Namespace, bodies: list[bytes], kind: str) -> dict[str, Any]:
@@ -217,13 +221,13 @@ class TimmModel:
             return self._call(images.to(self.device, self.dtype)).float()
 
 
-def write(options: argparse.Namespace, rows: list[Row]) -> None:
+def write(options: argparse.Namespace, images: int, rows: list[Row]) -> None:
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() and options.device != "cpu" else cpu_name()
-    facts = {"model": options.model, "precision": options.precision, "images_per_request": options.images, "device": device}
+    facts = {"model": options.model, "precision": options.precision, "images_per_request": images, "device": device}
     facts |= {"cpu": cpu_name(), "cores": os.cpu_count(), "compile_mode": options.compile_mode}
-    name = f"{device}-{options.model}-{options.precision}-{options.images}".replace("/", "-").replace(" ", "-").lower()
+    name = f"{device}-{options.model}-{options.precision}-{images}".replace("/", "-").replace(" ", "-").lower()
     facts |= {**versions("timm"), "command": " ".join(["python -m benchmarks.serving_timm", *sys.argv[1:]])}
     write_rows(RESULTS / f"serving-timm-{name}.csv", rows, facts)
 

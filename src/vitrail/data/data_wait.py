@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from vitrail.cpus import usable_cpus
@@ -22,10 +23,12 @@ class DataWaitTimer:
             self.compute_seconds += now - self._received
         return now
 
-    def stop(self, started: float) -> None:
-        """Note that the batch has been received."""
+    def stop(self, started: float, *, at_most: float = math.inf) -> None:
+        """Note that the batch has been received. What is longer than `at_most` was not spent on reading images."""
         self._received = time.perf_counter()
-        self.wait_seconds += self._received - started
+        seconds = self._received - started
+        self.wait_seconds += min(seconds, at_most)
+        self.compute_seconds += max(seconds - at_most, 0.0)
 
     def fraction(self) -> float:
         """Return the fraction of the time spent waiting, from 0 to 1; what is computed since the last batch counts, too."""

@@ -19,6 +19,7 @@ from vitrail.data.augment.spec import Augment
 from vitrail.data.batch import Batch, HostBatch
 from vitrail.data.classes import check_range
 from vitrail.data.data_wait import DataWaitTimer, worker_count
+from vitrail.data.device_prefetch import DevicePrefetch
 from vitrail.data.device_transforms import DeviceTransforms
 from vitrail.data.eval_reader import EvalReader, eval_slices
 from vitrail.data.preprocess import Preprocess
@@ -76,7 +77,9 @@ class _Loader:
             generator=torch.Generator().manual_seed(0),
             **worker_options,
         )
-        return _timed(loader, self.data_wait, self.bad)
+        with blocked(caught_signals()):  # workers are not to end by a signal that this process catches, to save first
+            iterator = iter(loader)
+        return _checked(iterator, self.bad)
 
     def save_bad_images(self, path: str) -> int:
         """Write the skipped images to a file, one per line with the reason, and return their number."""
@@ -137,7 +140,7 @@ class TrainLoader(_Loader):
         }
         self.reader.buffers.pin_memory = self.workers == 0 and self.device.type == "cuda"
         self._epoch = self._step = 0
-        self._host_iterator: Iterator[HostBatch] | None = None
+        self._batches: Iterator[Batch] | None = None
         for _ in batch_slices(self.order, epoch=0, step=self.steps - 1, **self._slicing):
             pass  # raise now if the last, smallest batch cannot be divided among the ranks, not at the end of the epoch
 
@@ -170,9 +173,9 @@ class TrainLoader(_Loader):
         """Yield the remaining batches of the current epoch. Workers already prefetch from the next one."""
         current = self._epoch
         while self._epoch == current:
-            if self._host_iterator is None:
-                self._host_iterator = self._start()
-            batch = self.transforms(next(self._host_iterator))
+            if self._batches is None:
+                self._batches = self._start()
+            batch = next(self._batches)
             if batch.completes_step:  # the state counts complete steps only
                 done = batch.epoch * self.steps + batch.step + 1
                 self._epoch, self._step = divmod(done, self.steps)
@@ -195,7 +198,9 @@ class TrainLoader(_Loader):
 
     def close(self) -> None:
         """Stop the workers. The next batch starts new ones at the same position."""
-        self._host_iterator = None
+        if isinstance(self._batches, DevicePrefetch):
+            self._batches.close()
+        self._batches = None
 
     def _settings(self) -> dict[str, int | str]:
         order = self.order
@@ -208,14 +213,17 @@ class TrainLoader(_Loader):
             "keep_last": order.keep_last,
         }
 
-    def _start(self) -> Iterator[HostBatch]:
+    def _start(self) -> Iterator[Batch]:
         augment = self.transforms.augment
         if augment.mixes and augment.mix_until < 1 and self.transforms.stop_mixing_at is None:
             raise VitrailError(
                 f"mix_until is {augment.mix_until:g}, a fraction of the run, but the loader does not know the length of the run. "
                 "Call set_total_steps first."
             )
-        return self._host_batches(_endless_slices(self.order, self._epoch * self.steps + self._step, self._slicing))
+        host_batches = self._host_batches(_endless_slices(self.order, self._epoch * self.steps + self._step, self._slicing))
+        if self.device.type == "cuda":
+            return DevicePrefetch(host_batches, self.transforms, self.device, self.data_wait)
+        return map(self.transforms, _timed(host_batches, self.data_wait))
 
 
 class EvalLoader(_Loader):
@@ -277,7 +285,7 @@ class EvalLoader(_Loader):
     def host_batches(self) -> Iterator[HostBatch]:
         """Read this rank's images; `batches_of` prepares them for the model."""
         self.data_wait.reset(idle=True)
-        for host in self._host_batches(self.slices()):
+        for host in _timed(self._host_batches(self.slices()), self.data_wait):
             self.record(host)
             yield host
 
@@ -333,13 +341,11 @@ class _ErrorsAsValues(Dataset[HostBatch | VitrailError]):
             return error
 
 
-def _timed(loader: DataLoader[HostBatch | VitrailError], timer: DataWaitTimer, found: dict[str, BadImage]) -> Iterator[HostBatch]:
-    with blocked(caught_signals()):  # workers are not to end by a signal that this process catches, to save first
-        iterator = iter(loader)
+def _checked(batches: Iterator[HostBatch | VitrailError], found: dict[str, BadImage]) -> Iterator[HostBatch]:
+    """Raise the errors that workers return as values, and collect the bad images."""
     while True:
-        started = timer.start()
         try:
-            host = next(iterator, None)
+            host = next(batches, None)
         except RuntimeError as error:
             raise_worker_error(error)
             raise
@@ -347,9 +353,18 @@ def _timed(loader: DataLoader[HostBatch | VitrailError], timer: DataWaitTimer, f
             return
         if isinstance(host, VitrailError):
             raise host
-        timer.stop(started)
         for bad in host.bad:
             found.setdefault(bad.name, bad)
+        yield host
+
+
+def _timed(batches: Iterator[HostBatch], timer: DataWaitTimer) -> Iterator[HostBatch]:
+    while True:
+        started = timer.start()
+        host = next(batches, None)
+        if host is None:
+            return
+        timer.stop(started)
         yield host
 
 

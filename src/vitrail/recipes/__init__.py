@@ -13,7 +13,7 @@ __all__ = ["RECIPES", "recipe_named", "summary"]
 # Each file, and the recipes in it, in the order in which they are listed.
 _FILES = (
     "digits", "cifar10_scratch", "tiny_imagenet", "plain_vit", "deit", "paper_pretrain", "paper_finetune", "augreg", "bit",
-    "masked_patch", "mae", "imagenette",
+    "masked_patch", "mae", "imagenette", "small_transfer",
 )  # fmt: skip
 
 

@@ -45,8 +45,8 @@ def imagenet() -> Recipe:
 def tiny() -> Recipe:
     return Recipe(
         name="masked-patch-tiny-imagenet",
-        model=ModelSpec(name="ViT-S/8", image_size=64, pooling="mean"),
-        data=DataSpec(source=""),
+        model=ModelSpec(name="ViT-S/8", image_size=64, pooling="mean", init="small", qk_norm=True),
+        data=DataSpec(source="", preprocess="timm"),  # that of fine-tuning
         augment=Augment(crop_area=(0.2, 1.0), device="gpu"),
         task=TaskSpec(kind="masked-patch", mask_rate=0.5, patch_target="mean-colour"),
         optim=OptimSpec(name="adamw", lr=1e-3, weight_decay=0.05),

@@ -53,7 +53,7 @@ class DevicePrefetch(Iterator[Batch]):
         started = self._timer.start()
         found = self._prepared.get()
         if not isinstance(found, _Prepared):
-            self._prepared.put(found)  # for whoever asks again: the thread has ended
+            self._prepared.put(found)  # for the next call: the thread has ended
             if isinstance(found, _End):
                 raise StopIteration
             raise found
@@ -89,7 +89,7 @@ def _prepare(
                 del host  # its buffer is free for the next batch
                 prepared.put(_Prepared(batch, None if stream is None else stream.record_event(), seconds))
                 del batch
-    except BaseException as error:  # whatever it is, it belongs to whoever waits for the batch
+    except BaseException as error:  # raised again where the batch is awaited
         prepared.put(error)
 
 

@@ -5,7 +5,7 @@
     vitrail train imagenette-160-scratch --data packed:IMAGENETTE
 
 CIFAR-10's images are enlarged to the 64×64 pixels of the model. Imagenette keeps its 160×160: the paper's higher resolution, with
-resized position embeddings (§3.2). The paper fine-tunes with SGD and without augmentation but crops and flips; so small models of so
+resized position embeddings (§3.2). The paper fine-tunes with SGD and without augmentation but crops and flips; small models of so
 few images gain from more. `imagenette-160-scratch` is the same without pre-training.
 """
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.serving_timm                     # ViT-B/16 at 224 pixels in bf16: about five minutes on a GPU
     python -m benchmarks.serving_timm --images 1 16       # also requests of 16 images: HTTP costs less, the model more
+    python -m benchmarks.serving_timm --model ViT-L/16 --image-size 384 --max-batch 16    # the model costs more than decoding
     python -m benchmarks.serving_timm --tiny              # test that everything runs, on a CPU too; writes no results
 
 Both servers are this package's, with the same decoding, queue, batches, settings and weights; only the model differs: that of
@@ -50,6 +51,8 @@ _TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}  # of a probability, between the two s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B/16")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--max-batch", type=int, default=32, help="of both services; timm's model is compiled for each size up to it")
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--compile-mode", default="reduce-overhead", help="of torch.compile, for timm's model")
     parser.add_argument("--images", type=int, nargs="+", default=[1], help="per request; several are measured one after the other")
@@ -70,6 +73,7 @@ def main() -> None:
         return
     if options.tiny:
         options.model, options.clients, options.rounds, options.seconds, options.precision = "ViT-Ti/16", 8, 2, 3.0, "fp32"
+        options.image_size = 64
     with tempfile.TemporaryDirectory() as folder:
         for images, rows in measure(options, Path(folder)).items():
             print_rows(rows)
@@ -79,8 +83,8 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[int, list[Row]]:
     """Return the rows for each number of images per request."""
-    changes = {"depth": 1, "image_size": 64} if options.tiny else {}  # compiled in seconds
-    checkpoint, photos = make_checkpoint(folder, options.model, **changes), make_photos()
+    changes = {"depth": 1} if options.tiny else {}  # compiled in seconds
+    checkpoint, photos = make_checkpoint(folder, options.model, image_size=options.image_size, **changes), make_photos()
     cores = sorted(os.sched_getaffinity(0))
     load = options.load_cores or cores[-1:]
     os.sched_setaffinity(0, load)
@@ -90,6 +94,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[int, list[Row]]:
         for library in _LIBRARIES:
             arguments = ["-m", "benchmarks.serving_timm", "--serve", library, str(checkpoint), "--precision", options.precision]
             arguments += ["--compile-mode", options.compile_mode, "--device", options.device]
+            arguments += ["--max-batch", str(options.max_batch)]
             servers[library] = Server(arguments, folder / f"{library}.log", for_servers)
         difference = compare_answers(servers, photos, _TOLERANCE[options.precision])
         found = {}
@@ -184,7 +189,7 @@ def serve(options: argparse.Namespace, library: str, checkpoint: str) -> None:
         mode = options.compile_mode
         worker.for_inference = lambda model, precision, device: TimmModel(model, precision, device, mode)  # type: ignore[assignment, misc]
     arguments = [f"model={checkpoint}", "--port", options.port, "--precision", options.precision, "--device", options.device]
-    vitrail(["serve", *arguments])
+    vitrail(["serve", *arguments, "--max-batch", str(options.max_batch)])
 
 
 class TimmModel:
@@ -225,9 +230,10 @@ def write(options: argparse.Namespace, images: int, rows: list[Row]) -> None:
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() and options.device != "cpu" else cpu_name()
-    facts = {"model": options.model, "precision": options.precision, "images_per_request": images, "device": device}
+    facts = {"model": options.model, "image_size": options.image_size, "precision": options.precision}
+    facts |= {"max_batch": options.max_batch, "images_per_request": images, "device": device}
     facts |= {"cpu": cpu_name(), "cores": os.cpu_count(), "compile_mode": options.compile_mode}
-    name = f"{device}-{options.model}-{options.precision}-{images}".replace("/", "-").replace(" ", "-").lower()
+    name = f"{device}-{options.model}-{options.image_size}-{options.precision}-{images}".replace("/", "-").replace(" ", "-").lower()
     facts |= {**versions("timm"), "command": " ".join(["python -m benchmarks.serving_timm", *sys.argv[1:]])}
     write_rows(RESULTS / f"serving-timm-{name}.csv", rows, facts)
 

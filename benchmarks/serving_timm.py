@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B/16")
     parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--max-batch", type=int, default=32, help="of both services; timm's model is compiled for each size up to it")
+    parser.add_argument("--max-batch", type=int, default=32, help="of both services; timm's model is compiled for each size")
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--compile-mode", default="reduce-overhead", help="of torch.compile, for timm's model")
     parser.add_argument("--images", type=int, nargs="+", default=[1], help="per request; several are measured one after the other")

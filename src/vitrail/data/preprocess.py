@@ -12,16 +12,18 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
 from PIL import Image
 
 from vitrail.data.resize import Interpolation, Rounding, resize
 from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError, counted, did_you_mean
 from vitrail.regular_files import read_bytes
+
+if TYPE_CHECKING:  # a process that only decodes images need not import torch
+    import torch
 
 Resize = Literal["square", "short-side", "none", "keep-aspect"]
 Geometry = Literal["torchvision", "tensorflow"]
@@ -124,10 +126,18 @@ class Preprocess:
 
     def __call__(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> torch.Tensor:
         """Preprocess one image (bytes of a file, path, Pillow image or array [H, W(, C)]) to float32 [C, H, W]."""
-        pixels = self.pixels(image, name=name)
-        if pixels.dtype == np.uint16:
-            pixels = pixels.astype(np.float32)  # torch has few operations for uint16
-        return self.normalise(torch.tensor(pixels).permute(2, 0, 1)).contiguous()
+        import torch
+
+        return torch.from_numpy(self.array(image, name=name))
+
+    def array(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> Array:
+        """Preprocess one image as a call does, but to an array, and without threads that compete with those of other images."""
+        planes = np.array(self.pixels(image, name=name).transpose(2, 0, 1), np.float32, order="C")
+        mean, std = (np.array(values, np.float32)[:, None, None] for values in (self.mean, self.std))
+        planes /= np.float32(self.max_value)
+        planes -= mean
+        planes /= std
+        return planes
 
     def pixels(self, image: bytes | Array | Image.Image | str | os.PathLike[str], *, name: str = "image") -> Array:
         """Return the image resized and cropped but not normalised: [height, width, channels], 0 to `max_value`."""
@@ -198,6 +208,8 @@ class Preprocess:
                 f"Images {tuple(images.shape)} have {counted(images.shape[-3], 'channel')}, but this preprocessing has "
                 f"{self.channels}. The expected order is [..., channels, height, width]."
             )
+        import torch
+
         mean, std = (
             torch.tensor(values, dtype=torch.float32, device=images.device)[:, None, None] for values in (self.mean, self.std)
         )

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from vitrail.data.types import Array
@@ -98,6 +96,9 @@ def _resize_tensorflow(image: Array, size: tuple[int, int], interpolation: Inter
             image, rows, columns = image[used[0]][:, used[1]], rows[:, used[0]], columns[:, used[1]]
         filtered: Array = np.einsum("yh,hwc,xw->yxc", rows, image.astype(np.float32), columns, optimize=True)
         return filtered
+    import torch  # here, because a process that only decodes images seldom needs it
+    import torch.nn.functional as F
+
     mode = "nearest-exact" if interpolation == "nearest" else "bilinear"
     planes = torch.from_numpy(_with_used_rows(image, size[0])).permute(2, 0, 1)[None]
     return F.interpolate(planes, size, mode=mode)[0].permute(1, 2, 0).contiguous().numpy()

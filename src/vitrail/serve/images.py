@@ -5,16 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from PIL import Image
-from torch import Tensor
 
-from vitrail.cpus import usable_cpus
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.types import BadImage
+from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError
 from vitrail.serve.costly_files import PPM_HEADER, check_comments, check_opened, limit_directories
 from vitrail.serve.errors import ServiceError
@@ -35,20 +31,8 @@ ROTATED = (
 )
 
 
-def decoding_pool(settings: ServeSettings) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
-        settings.decoders or min(16, usable_cpus()), thread_name_prefix="decode", initializer=_ignore_warnings
-    )
-
-
-def _ignore_warnings() -> None:
-    """Pillow warns of large images and of corrupted metadata. Both are answered, not logged."""
-    warnings.filterwarnings("ignore", module=r"PIL\.")
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-
-
-def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: PixelLimit) -> Tensor:
-    """Return the model's input. Its size is read before any pixel is decoded."""
+def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: PixelLimit) -> Array:
+    """Return the model's input, float32 [channel, height, width]. Its size is read before any pixel is decoded."""
     limit_directories()
     width, height = _size(data, settings)
     if width * height > settings.max_pixels:
@@ -66,7 +50,7 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
         raise ServiceError(422, f"{found}; crop it to a shape that is less narrow.")
     with limit.hold(max(width * height, resized)):
         try:
-            return preprocess(data, name="the image")
+            return preprocess.array(data, name="the image")
         except (VitrailError, BadImage) as error:
             if isinstance(error.__cause__, ServiceError):  # of `limit_directories`, with a message of its own
                 raise error.__cause__ from None

@@ -6,7 +6,6 @@ To parse 32 MB of numbers takes two seconds in which no other thread of the proc
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from vitrail.serve.errors import ClientLeft, ServiceError, unavailable
 from vitrail.serve.limits import ByteLimit
+from vitrail.serve.process import Refused, start
 
 MANY_VALUES, MANY_BYTES = 10_000, 1 << 20
 """JSON of so many values or bytes is parsed in the other process; the event loop parses less within milliseconds."""
@@ -57,8 +57,8 @@ class JsonProcess:
             found = await self._before(job, deadline, left)
         finally:
             given_up.set()
-        if isinstance(found, _Refused):
-            raise ServiceError(found.status, found.message)
+        if isinstance(found, Refused):
+            raise found.error()
         if isinstance(found, ServiceError):
             raise found
         result: Found = found
@@ -86,7 +86,7 @@ class JsonProcess:
             return None
         try:
             if self._process is None or self._process.poll() is not None:
-                self._process = _start()
+                self._process = start("vitrail.serve.json_process")
             process = self._process
             assert process.stdin is not None and process.stdout is not None
             pickle.dump(request, process.stdin, protocol=5)
@@ -108,28 +108,8 @@ def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[int], None], c
         loop.call_soon_threadsafe(function, count)
 
 
-class _Refused:
-    """A `ServiceError` on its way between two processes."""
-
-    def __init__(self, error: ServiceError) -> None:
-        self.status, self.message = error.status, error.message
-
-
-def _start() -> subprocess.Popen[bytes]:
-    """Start the process with the paths of this one. Ctrl-C does not reach it; it ends with its input."""
-    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # before imports that take half a second; see `main`
-    command = [sys.executable, "-P", "-c", f"{ignore}; from vitrail.serve.json_process import main; main()"]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **paths}, start_new_session=True
-    )
-
-
 def main() -> None:
-    """Answer requests of `JsonProcess` from standard input until it ends.
-
-    A service manager may send SIGTERM to every process of the service: what was accepted is still parsed, so it is ignored.
-    """
+    """Answer requests of `JsonProcess` from standard input until it ends."""
     while True:
         try:
             read, *arguments = pickle.load(sys.stdin.buffer)
@@ -138,6 +118,6 @@ def main() -> None:
         try:
             found: Any = read(*arguments)
         except ServiceError as error:
-            found = _Refused(error)
+            found = Refused(error)
         pickle.dump(found, sys.stdout.buffer, protocol=5)
         sys.stdout.buffer.flush()

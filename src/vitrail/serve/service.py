@@ -15,9 +15,9 @@ from torch import Tensor
 
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
+from vitrail.serve.decoders import Decoders
 from vitrail.serve.errors import ClientLeft, ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
-from vitrail.serve.images import decode, decoding_pool
 from vitrail.serve.json_process import JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
@@ -33,16 +33,25 @@ Found = TypeVar("Found")
 
 
 class Service:
-    """Models by name, one worker each, and a pool of threads that decode images."""
+    """Models by name, one worker each, and what decodes images."""
 
     def __init__(self, models: Mapping[str, Callable[[], Bundle]], settings: ServeSettings) -> None:
         self.settings, self.metrics = settings, Metrics()
-        self.workers = {name: ModelWorker(name, load, settings, self.metrics) for name, load in models.items()}
-        self.pool = decoding_pool(settings)
         self.bytes, self.pixels = ByteLimit(settings.max_upload), PixelLimit(settings.max_pixels)
+        self.decoders = Decoders(settings, self.pixels)
+        self.workers = {name: ModelWorker(name, self._prepared(load), settings, self.metrics) for name, load in models.items()}
         self.json = JsonProcess(settings.max_bytes)
         self.draining = False
         self.explorer_images: tuple[NamedImage, ...] = ()  # offered by the explorer; empty: its examples
+
+    def _prepared(self, load: Callable[[], Bundle]) -> Callable[[], Bundle]:
+        def load_and_prepare() -> Bundle:
+            bundle = load()
+            if bundle.preprocess is not None:
+                self.decoders.prepare(bundle.preprocess)
+            return bundle
+
+        return load_and_prepare
 
     def start(self, on_failure: Callable[[], None]) -> None:
         for worker in self.workers.values():
@@ -55,7 +64,7 @@ class Service:
             worker.stop()
         for worker in self.workers.values():
             worker.join(self.settings.deadline)
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.decoders.close()
         self.json.close()
 
     @property
@@ -92,7 +101,7 @@ class Service:
 
     async def in_pool(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """Call a function in one of the threads that decode: what takes milliseconds must not keep the event loop."""
-        return await asyncio.wrap_future(self.pool.submit(function, *arguments))
+        return await asyncio.wrap_future(self.decoders.threads.submit(function, *arguments))
 
     def deadline(self) -> float:
         """Return the deadline of a request that has just been uploaded, a time of `time.monotonic`."""
@@ -131,7 +140,7 @@ class Service:
         held: Future[Any] | None = None
         try:
             if isinstance(image, bytes):
-                held = self.pool.submit(decode, image, bundle.stored_preprocess(), self.settings, self.pixels)
+                held = self.decoders.decode(image, bundle.stored_preprocess(), deadline)
                 tensor: Tensor = await _before(held, deadline)
             else:
                 tensor = image

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from vitrail.errors import VitrailError
 from vitrail.models.settings import Precision
@@ -37,7 +38,10 @@ class ServeSettings:
     upload_seconds: float = 20.0
     """Seconds a client has to send its headers, again to send its body, and to read the answer; slower ones are cut off."""
     decoders: int | None = None
-    """Threads that decode and resize images. None: one per CPU core that the process may use, at most 16."""
+    """Images that are decoded and resized at a time. None: one per CPU core that the service may use, at most 16."""
+    decode_in: Literal["auto", "threads", "processes"] = "auto"
+    """Threads of the service share one core for what is Python; processes beside it do not, and take about 50 MB each. auto:
+    processes if there are more than 4 decoders."""
 
     def __post_init__(self) -> None:
         numbers = ("max_batch", "queue", "max_bytes", "max_pixels", "max_upload", "max_connections", "max_images")
@@ -46,6 +50,8 @@ class ServeSettings:
                 raise VitrailError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0 and finite.")
         if self.max_upload < self.max_bytes:
             raise VitrailError(f"--max-upload is {self.max_upload}; it must be at least --max-bytes, which is {self.max_bytes}.")
+        if self.decode_in not in ("auto", "threads", "processes"):
+            raise VitrailError(f"--decode-in is {self.decode_in!r}; it must be auto, threads or processes.")
         if self.decoders is not None and self.decoders < 1:
             raise VitrailError(f"--decoders is {self.decoders}; it must be at least 1.")
 

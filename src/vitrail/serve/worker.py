@@ -280,7 +280,7 @@ class ModelWorker:
             images = torch.cat([images, images.new_zeros(size - len(batch), *images.shape[1:])])
         found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
         finite = np.isfinite(found).all(axis=1)
-        return [row if good else _not_finite() for row, good in zip(found, finite, strict=True)]
+        return [row if good else not_finite() for row, good in zip(found, finite, strict=True)]
 
 
 def _head_error(bundle: Bundle) -> str:
@@ -296,7 +296,7 @@ def _outputs(model: InferenceModel, work: Kind, images: Tensor) -> Tensor:
     return found
 
 
-def _not_finite() -> ServiceError:
+def not_finite() -> ServiceError:
     return ServiceError(422, "The model's output for this image is not finite. Check its values, or serve the model in fp32.")
 
 

@@ -33,6 +33,7 @@ log = logging.getLogger("vitrail.serve")
 Kind = Literal["logits", "embedding"]
 Work = Kind | Callable[[Bundle, Tensor], Any]
 _DEADLINE_SHARE = 0.75  # of the deadline may be spent waiting; the rest is for decoding and for computation that takes longer
+_CAPTURING = threading.Lock()  # to wait for the whole GPU, as a capture does first, breaks the capture of another thread
 State = Literal["loading", "ready", "failed", "stopped"]
 
 
@@ -154,7 +155,8 @@ class ModelWorker:
             device = choose_device(self.settings.device)
             self.bundle.model.to(device)  # for attention maps, which the copy for inference does not have
             self._model = for_inference(self.bundle.model, self.settings.precision, device)
-            self._warm_up()
+            with _CAPTURING:
+                self._warm_up()
         except BaseException as error:
             self.error, self.state = error, "failed"
             self._on_failure()

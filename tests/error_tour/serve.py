@@ -383,7 +383,7 @@ CASES: tuple[Case, ...] = (
        "A has no head.", "Fine-tune it."),
     at("serve/worker.py:ModelWorker._as_answer#2", lambda: answer_to(RuntimeError("cuBLAS failed")),
        "The image could not be computed;", "the server's log says more."),
-    at("serve/worker.py:_not_finite",
+    at("serve/worker.py:not_finite",
        lambda: ask("POST", "/v2/models/tiny/infer",
                    {"inputs": [{"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [3e38] * 3072}]}),
        "The model's output for this image is not finite.", "Check its values, or serve the model in fp32."),

@@ -111,6 +111,20 @@ def test_an_int8_model_that_never_chooses_a_label_fails(tmp_path: Path, bundle: 
     assert "of the labels that either model chooses, both choose 0.0%, needed is 95%" in capsys.readouterr().out
 
 
+def test_an_int8_model_whose_output_does_not_depend_on_the_image_fails(bundle: Bundle) -> None:
+    with torch.no_grad():
+        bundle.model.head.bias[1] += 20  # every image is of this class
+    photos = sample_photos(8)
+    expected = logits_of(bundle, photos)
+    constant = compare(bundle, artefact(np.repeat(expected[:1], 8, axis=0)), photos)
+    assert constant.agreement == 1 and "same top class" in constant.problems("int8")[0]
+    rounded = expected + 0.05 * (expected - expected.mean(axis=0))
+    good = compare(bundle, artefact(rounded), photos)
+    assert good.variation_error == pytest.approx(0.05, rel=1e-3) and not good.problems("int8")
+    one = compare(bundle, artefact(expected[:1]), photos[:1])  # of one image nothing is known
+    assert one.variation_error is None and not one.problems("int8")
+
+
 def test_a_loss_of_accuracy_beyond_max_drop_is_a_problem(tmp_path: Path, bundle: Bundle) -> None:
     found = Comparison(100, "x", 1.0, 10.0, 0.97, accuracy=0.90, reference_accuracy=0.93)
     assert found.problems("int8") == [] and found.problems("int8", 0.03) == []

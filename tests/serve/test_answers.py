@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gzip
 import hashlib
 import struct
@@ -213,6 +214,16 @@ def test_attention(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
     assert status == 200 and picture[:4] == b"\x89PNG" and headers["content-type"] == "image/png"
     for wrong in ("method=attention&layer=2", "method=attention&head=2", "method=attention&query=17"):
         assert client.call("POST", f"/v1/attention?{wrong}", jpegs[0])[0] == 422
+
+
+def test_attention_that_is_not_finite_is_an_error(bundle: Bundle, jpegs: list[bytes]) -> None:
+    broken = copy.deepcopy(bundle)
+    with torch.no_grad():
+        next(iter(broken.model.parameters())).fill_(float("nan"))
+    with running(lambda: broken) as client:
+        for path in ("?method=attention", "?method=attention&format=png", ""):
+            status, answer, _ = client.call("POST", f"/v1/attention{path}", jpegs[0])
+            assert status == 422 and "error" in answer, path
 
 
 def test_every_error_is_json(client: Client) -> None:

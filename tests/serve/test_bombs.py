@@ -14,7 +14,7 @@ import tracemalloc
 import zlib
 
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from tests.serve.conftest import Client, until
 from vitrail.checkpoints import Bundle
@@ -151,6 +151,57 @@ def test_what_pillow_decodes_in_python_is_refused(client: Client, data: bytes, e
     began = time.process_time()
     _, answer, _ = client.call("POST", "/v1/predict", data)
     assert expected in answer["error"] and time.process_time() - began < 1
+
+
+def encoded(image: Image.Image, kind: str) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind)
+    return stream.getvalue()
+
+
+def test_an_icon_is_not_decoded_when_it_is_opened(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    original = PngImagePlugin.PngImageFile.load_prepare
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load_prepare", lambda self: (loaded.append(self.size), original(self))[1])
+    png = encoded(Image.new("L", (2000, 2000)), "PNG")
+    icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 0, 0, 0, 0, 1, 32, len(png), 22) + png
+    status, answer, _ = client.call("POST", "/v1/predict", icon)
+    assert status == 415 and "not an image of a known format" in answer["error"] and loaded == []
+    assert client.call("POST", "/v1/predict", png)[0] == 200 and loaded == [(2000, 2000)]
+
+
+SIZE = 30 << 20
+
+
+@pytest.mark.parametrize(
+    ("start", "piece", "status"),
+    [
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n", b"%%A: b\n", 415),
+        (b"/* XPM */\n", b"\n", 415),
+        (b"", b"Name: a\r\n", 415),  # IM
+        (b"\xff\xd8", b"\xff\xe5\0\2", 422),  # empty segments
+        (b"\xff\xd8", b"\xff\xd8", 422),  # markers without a length
+        (b"\xff\xd8", b"\xff", 422),
+        (b"\xff\xd8\xff\xe0\0\2", b"\0", 422),
+        (b"\x89PNG\r\n\x1a\n", struct.pack(">I4sI", 0, b"teXt", zlib.crc32(b"teXt")), 422),
+        (b"GIF89a\1\0\1\0\0\0\0", b"\0", 422),
+        (b"GIF89a\1\0\1\0\0\0\0!\xf9", b"\1a", 422),
+    ],
+)
+def test_pieces_that_pillow_reads_one_by_one_are_limited(start: bytes, piece: bytes, status: int) -> None:
+    data = start + piece * (SIZE // len(piece))
+    began = time.process_time()
+    with pytest.raises(ServiceError) as found:
+        decode(data, Preprocess(size=(32, 32)), ServeSettings(), PixelLimit(1 << 26))
+    assert found.value.status == status and time.process_time() - began < 1
+
+
+def test_pieces_of_ordinary_files_are_few(client: Client) -> None:
+    noise = Image.frombytes("RGB", (1200, 1200), os.urandom(3 * 1200 * 1200))
+    jpeg = encoded(noise, "JPEG")
+    segments = b"".join(b"\xff\xe2" + struct.pack(">H", 65535) + bytes(65533) for _ in range(300))  # a profile of 20 MB
+    for data in (jpeg, jpeg[:2] + segments + jpeg[2:], encoded(noise, "PNG"), encoded(noise, "GIF")):
+        assert client.call("POST", "/v1/predict", data)[0] == 200
 
 
 def test_comments_of_a_gif_are_limited(client: Client) -> None:

@@ -335,6 +335,21 @@ def test_a_finger_switches_patches_off(server: Client, open_page: Any) -> None:
     assert page.evaluate("scrollY") == 0
 
 
+def test_a_button_released_outside_ends_the_drag(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "#panel=off"))
+    wait(page, "document.body.dataset.drawn === '36'")
+    box = page.locator(".frame").bounding_box()
+    place = {column: (box["x"] + (column + 0.5) * box["width"] / 8, box["y"] + box["height"] / 16) for column in (0, 3, 5)}
+    page.mouse.move(*place[0])
+    page.mouse.down()
+    page.mouse.move(5, 5)
+    page.mouse.up()
+    for column in (3, 5):
+        page.mouse.move(*place[column])
+    wait(page, "document.body.dataset.drawn === '5'")  # the pointer only looks
+    assert page.evaluate("new URLSearchParams(location.hash.slice(1)).get('off')") == "0"
+
+
 def test_reference_page(server: Client, open_page: Any) -> None:
     page = open_page(address(server, "docs"), PHONE, color_scheme="dark")
     page.get_by_text("/v1/attention", exact=True).click()

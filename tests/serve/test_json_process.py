@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.serve.conftest import running, until
@@ -20,7 +22,7 @@ from vitrail.checkpoints import Bundle
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.json_process import MANY_BYTES, MANY_VALUES, JsonProcess
 from vitrail.serve.protocol import GuardedProtocol
-from vitrail.serve.tensors import read_images
+from vitrail.serve.tensors import InferRequest, answer, read_images
 
 SHAPE = [3, 32, 32]
 
@@ -198,3 +200,22 @@ def test_large_images_in_base64_are_read_in_the_other_process(bundle: Bundle, jp
 def test_the_other_process_does_not_import_torch() -> None:
     code = "import sys; from vitrail.serve import embeddings_body, json_process, tensors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_others_are_answered_while_many_logits_are_written() -> None:
+    rows = np.random.default_rng(0).standard_normal((64, 21_843)).astype(np.float32)
+    request = InferRequest.model_validate({"id": "a", "inputs": [{"name": "images", "shape": [64], "datatype": "FP32"}]})
+    waits: list[float] = []
+
+    async def written() -> bytes:
+        task = asyncio.ensure_future(answer("tiny", "1", request, rows))
+        while not task.done():
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            waits.append(time.monotonic() - began)
+        return bytes((await task).body)
+
+    found = json.loads(asyncio.run(written()))
+    assert list(found) == ["model_name", "model_version", "id", "outputs"] and len(waits) >= 64 and max(waits) < 0.3
+    assert np.array_equal(np.float32(found["outputs"][0].pop("data")), rows.ravel())
+    assert found["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [64, 21_843]}]

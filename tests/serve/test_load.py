@@ -255,6 +255,22 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle
         assert process.wait(20) == 0
 
 
+@pytest.mark.slow
+def test_an_upload_that_is_slow_is_answered_at_the_end(bundle: Bundle, jpegs: list[bytes]) -> None:
+    head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(jpegs[0])}\r\n\r\n".encode()
+    with running(lambda: bundle, deadline=1.0) as client:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=15) as connection:
+            connection.sendall(head + jpegs[0][:100])
+            assert until(lambda: client.service.bytes.held == 100)
+            client.service.workers["tiny"]._on_failure()  # asks the server to end
+            time.sleep(7)
+            connection.sendall(jpegs[0][100:])
+            answer = b""
+            while data := connection.recv(4096):
+                answer += data
+        assert answer.startswith(b"HTTP/1.1 200") and b'"predictions"' in answer, answer
+
+
 def test_results_of_the_load_benchmark_as_a_table(tmp_path: Path) -> None:
     from benchmarks.serving import markdown
     from benchmarks.serving_load import quantile, write_rows

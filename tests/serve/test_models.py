@@ -25,6 +25,7 @@ from vitrail.models import create_model
 from vitrail.serve.server import serve
 from vitrail.serve.service import Service
 from vitrail.serve.settings import ServeSettings
+from vitrail.serve.worker import ModelWorker
 
 
 def saved(folder: Path, name: str, *, head: bool = True, preprocess: Preprocess | None = None, **options: Any) -> Bundle:
@@ -102,6 +103,22 @@ def test_two_models_side_by_side(tmp_path: Path, bundle: Bundle, jpegs: list[byt
             assert found["model"] == name
             assert found["results"][0]["predictions"][0]["label"] == expected.predict([jpegs[0]], top=1)[0][0].label
         assert client.call("GET", "/v2/models/second")[1]["inputs"][0]["shape"] == [-1, 3, 32, 48]
+
+
+def test_models_are_warmed_up_one_after_the_other(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, together = threading.Lock(), []
+
+    def warm_up(_: ModelWorker) -> None:
+        if not busy.acquire(blocking=False):
+            together.append(True)
+            return
+        time.sleep(0.3)
+        busy.release()
+
+    monkeypatch.setattr(ModelWorker, "_warm_up", warm_up)
+    with running(lambda: bundle, second=lambda: bundle) as client:
+        assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 200)
+    assert not together
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ THRESHOLDS = {
     "bf16": Threshold(error=5e-2, agreement=0.95, regression=5e-2),
     "int8": Threshold(error=None, agreement=0.95, regression=0.1),
 }
+_MAX_VARIATION_ERROR = 0.3  # of int8: 0.05 to 0.1 is usual, 0.3 to 0.5 was seen of models calibrated with blank images
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class Comparison:
     task: str = "classify"
     metadata: tuple[str, ...] = ()
     """What the exported file says otherwise than the checkpoint: class names, preprocessing, thresholds and so on."""
+    variation_error: float | None = None
+    """Where all images have the same top class, so that equal decisions say little: ‖found − expected‖ relative to how the logits
+    vary between images, ‖expected − their mean over images‖. A model whose output does not depend on the image has 1 or more."""
 
     def problems(self, precision: str, max_drop: float | None = None) -> list[str]:
         """Say which limits of this precision are missed; `max_drop` is how much accuracy may be lost, where it is known."""
@@ -75,6 +79,11 @@ class Comparison:
             found.append(f"{self._decisions} {self.agreement:.1%}, needed is {limit.agreement:.0%}")
         if self.agreement is None and self.task == "multilabel" and error is None:
             found.append("neither model chooses a label, so nothing is compared: give images that have labels")
+        if self.variation_error is not None and error is None and not self.variation_error <= _MAX_VARIATION_ERROR:
+            found.append(
+                f"all images have the same top class, and the error of the logits is {self.variation_error:.0%} of what varies "
+                f"between images, allowed is {_MAX_VARIATION_ERROR:.0%}: give images of several classes, or calibrate with others"
+            )
         if max_drop is not None and self.accuracy is not None and self.reference_accuracy is not None:
             drop = self.reference_accuracy - self.accuracy
             if drop > max_drop + 1e-9:
@@ -142,6 +151,7 @@ def compare(
         cosine=_cosine(logits, reference),
         task=bundle.task,
         metadata=tuple(differences(artefact.metadata, bundle)),
+        variation_error=_variation_error(logits, reference) if bundle.task == "classify" and len(set(reference_top)) == 1 else None,
     )
 
 
@@ -165,6 +175,11 @@ def _agreement(bundle: Bundle, found: Array, expected: Array) -> float | None:
     chosen, reference = found >= limits, expected >= limits
     either = int((chosen | reference).sum())
     return float((chosen & reference).sum() / either) if either else None
+
+
+def _variation_error(found: Array, expected: Array) -> float | None:
+    variation = float(np.linalg.norm(expected - expected.mean(axis=0)))
+    return float(np.linalg.norm(found - expected)) / variation if variation else None
 
 
 def _cosine(found: Array, expected: Array) -> float | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+from collections.abc import Iterator
 from typing import IO, Any, cast
 
-from PIL import Image, TiffImagePlugin
+from PIL import Image, JpegImagePlugin, TiffImagePlugin
 
 from vitrail.serve.errors import ServiceError
 
@@ -20,6 +22,9 @@ _MAX_STRIPS = 300_000  # a TIFF of 64 million pixels has 250,000 tiles of the sm
 _OFFSETS = (273, 324)  # the fields of a TIFF that say where its strips or tiles are
 _BYTES_PER_VALUE = {3: 2, 4: 4, 13: 4, 16: 8}  # by type; others are counted as one byte
 _MAX_COMMENTS = 4000  # blocks of up to 255 bytes; Pillow adds each to a copy of all before
+_MAX_BLOCKS = 100_000  # a PNG of 32 MB has 4,000 chunks of the usual size
+_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_START_OF_SCAN = 0xFFDA
 _MOST_BANDS = 5  # a TIFF may store each band in tiles of its own
 
 
@@ -35,19 +40,60 @@ def check_opened(image: Image.Image) -> None:
             raise _corrupted("it has its pixels more than once")
 
 
-def check_comments(data: bytes) -> None:
-    """Refuse a GIF with more comments before its first picture than a person writes."""
-    if not data.startswith((b"GIF87a", b"GIF89a")) or len(data) < 13:
-        return
+def check_blocks(data: bytes) -> None:
+    """Refuse a file in more pieces than any program writes: Pillow reads them one by one, in Python, while other threads wait.
+
+    32 MB of empty segments of a JPEG take 8 seconds and a gigabyte.
+    """
+    count = 0
+    for blocks in _blocks(data):
+        count += blocks
+        if count > _MAX_BLOCKS:
+            raise _corrupted("it has too many blocks of metadata")
+
+
+def _blocks(data: bytes) -> Iterator[int]:
+    """Yield how many steps Pillow takes through each piece of a JPEG, PNG or GIF up to its pixels; of a PNG, to its end."""
+    if data.startswith(b"\xff\xd8"):
+        return _segments_of_jpeg(data)
+    if data.startswith(b"\x89PNG"):
+        return _chunks_of_png(data)
+    return _blocks_of_gif(data) if data.startswith((b"GIF87a", b"GIF89a")) and len(data) >= 13 else iter(())
+
+
+def _segments_of_jpeg(data: bytes) -> Iterator[int]:
+    position = 2
+    while True:
+        found = _MARKER.search(data, position)
+        yield 1 + (found.start() if found else len(data)) - position  # what is between segments is skipped byte by byte
+        kind = int.from_bytes(found[0], "big") if found else 0
+        if not found or kind == _START_OF_SCAN or kind not in JpegImagePlugin.MARKER:  # of the latter, it reads no more
+            return
+        position = found.end()
+        if JpegImagePlugin.MARKER[kind][2] is not None:
+            position += max(2, int.from_bytes(data[position : position + 2], "big"))
+
+
+def _chunks_of_png(data: bytes) -> Iterator[int]:
+    position = 8
+    while position < len(data):
+        yield 1
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
+
+
+def _blocks_of_gif(data: bytes) -> Iterator[int]:
+    """Refuse more comments before the first picture than a person writes, too."""
     position = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0)
     comments = 0
     while position < len(data) and data[position] not in b",;":
+        yield 1
         if data[position] != ord("!"):
             position += 1
             continue
         is_comment = data[position + 1 : position + 2] == b"\xfe"
         position += 2
         while position < len(data) and data[position]:
+            yield 1
             comments += is_comment
             position += 1 + data[position]
         if comments > _MAX_COMMENTS:

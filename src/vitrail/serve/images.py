@@ -12,12 +12,14 @@ from PIL import Image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError
-from vitrail.serve.costly_files import PPM_HEADER, check_comments, check_opened, limit_directories
+from vitrail.serve.costly_files import PPM_HEADER, check_blocks, check_opened, limit_directories
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# Pillow decodes icons (ICO) as soon as it opens them, and reads the headers of EPS, XPM and IM line by line, to their end.
+_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"BM", b"GIF87a", b"GIF89a", b"II", b"MM", b"P")
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # a length follows, or the file ends; no byte 255 of pixels, no restart
 _MAX_SCANS = 100  # as in libtiff
@@ -64,8 +66,10 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
 def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
     if not data:
         raise ServiceError(422, "The image is empty (0 bytes); send the content of an image file.")
-    check_comments(data)
+    check_blocks(data)
     try:
+        if not data.startswith(_BEGINNINGS):
+            raise ValueError(data[:8])
         # As decoding opens it: a file can be of two formats at once. Only the header of a PPM decides what it is.
         with Image.open(io.BytesIO(data[:PPM_HEADER] if data.startswith(b"P") else data)) as image:
             check_opened(image)

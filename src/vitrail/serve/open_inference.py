@@ -83,7 +83,7 @@ def routes(service: Service) -> APIRouter:
         for number, one in enumerate(found):
             if isinstance(one, ServiceError):
                 return error_answer(ServiceError(one.status, f"image {number}: {one.message}"))
-        return answer(name, VERSION, body, np.stack(found))
+        return await answer(name, VERSION, body, np.stack(found))
 
     def _worker(name: str, version: str) -> ModelWorker:
         if version != VERSION:

@@ -19,7 +19,7 @@ from vitrail.serve.form import files_of_form, is_form
 from vitrail.serve.guard import error_answer, read_body
 from vitrail.serve.images import ROTATED, stays_rotated
 from vitrail.serve.service import Service
-from vitrail.serve.worker import ModelWorker
+from vitrail.serve.worker import ModelWorker, not_finite
 
 _BODY = {
     "requestBody": {
@@ -126,6 +126,8 @@ def _one_map(bundle: Bundle, batch: Tensor, layer: int, head: int | None, query:
         raise ServiceError(422, f"query is {query}; the last token is {tokens - 1}, counted from 0.")
     chosen = weights[0].mean(0) if head is None else weights[0, head]
     found: np.ndarray[Any, Any] = chosen[query, config.prefix :].reshape(config.grid).float().cpu().numpy()  # type: ignore[union-attr]
+    if not np.isfinite(found).all():
+        raise not_finite()
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from vitrail.errors import VitrailError
 from vitrail.serve.app import create_app
 from vitrail.serve.protocol import protocol_class
 from vitrail.serve.service import Service
+from vitrail.serve.settings import ServeSettings
 
 
 def serve(
@@ -37,7 +39,7 @@ def serve(
         access_log=False,
         server_header=False,
         timeout_keep_alive=65,  # longer than clients and proxies usually keep a connection, which then close it first
-        timeout_graceful_shutdown=round(service.settings.deadline) + 5,
+        timeout_graceful_shutdown=_drain_seconds(service.settings),
     )
     server = _Server(config, service)
     service.start(on_failure=server.end)
@@ -46,6 +48,12 @@ def serve(
     server.run(sockets=[server_socket])
     if service.failure is not None:
         raise service.failure
+
+
+def _drain_seconds(settings: ServeSettings) -> int:
+    """Return how long a request can take that was accepted just before the end: to upload it, to wait and to be computed, to read
+    the answer. What takes longer is cut off."""
+    return math.ceil(2 * (settings.upload_seconds + settings.deadline)) + 5
 
 
 def log_as_json() -> None:

@@ -33,6 +33,7 @@ log = logging.getLogger("vitrail.serve")
 Kind = Literal["logits", "embedding"]
 Work = Kind | Callable[[Bundle, Tensor], Any]
 _DEADLINE_SHARE = 0.75  # of the deadline may be spent waiting; the rest is for decoding and for computation that takes longer
+_CAPTURING = threading.Lock()  # to wait for the whole GPU, as a capture does first, breaks the capture of another thread
 State = Literal["loading", "ready", "failed", "stopped"]
 
 
@@ -154,7 +155,8 @@ class ModelWorker:
             device = choose_device(self.settings.device)
             self.bundle.model.to(device)  # for attention maps, which the copy for inference does not have
             self._model = for_inference(self.bundle.model, self.settings.precision, device)
-            self._warm_up()
+            with _CAPTURING:
+                self._warm_up()
         except BaseException as error:
             self.error, self.state = error, "failed"
             self._on_failure()
@@ -280,7 +282,7 @@ class ModelWorker:
             images = torch.cat([images, images.new_zeros(size - len(batch), *images.shape[1:])])
         found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
         finite = np.isfinite(found).all(axis=1)
-        return [row if good else _not_finite() for row, good in zip(found, finite, strict=True)]
+        return [row if good else not_finite() for row, good in zip(found, finite, strict=True)]
 
 
 def _head_error(bundle: Bundle) -> str:
@@ -296,7 +298,7 @@ def _outputs(model: InferenceModel, work: Kind, images: Tensor) -> Tensor:
     return found
 
 
-def _not_finite() -> ServiceError:
+def not_finite() -> ServiceError:
     return ServiceError(422, "The model's output for this image is not finite. Check its values, or serve the model in fp32.")
 
 

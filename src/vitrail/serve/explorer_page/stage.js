@@ -37,6 +37,7 @@ export class Stage {
   listen() {
     const frame = this.frame;
     frame.addEventListener("pointermove", (event) => {
+      if (!event.buttons) this.painting = undefined; // it was released outside
       if (event.pointerType === "touch" && this.painting === undefined) return; // a finger scrolls; a tap chooses
       const patch = this.patchAt(event);
       if (this.painting !== undefined && patch !== null) this.paint(patch);

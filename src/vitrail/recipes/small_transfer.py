@@ -7,6 +7,16 @@
 CIFAR-10's images are enlarged to the 64×64 pixels of the model. Imagenette keeps its 160×160: the paper's higher resolution, with
 resized position embeddings (§3.2). The paper fine-tunes with SGD and without augmentation but crops and flips; small models of so
 few images gain from more. `imagenette-160-scratch` is the same without pre-training.
+
+Measured with the included model, so with a ViT-Ti/8, and without stochastic depth:
+
+    vitrail finetune --from vitrail-ti8-tiny-imagenet --recipe finetune-imagenette-160-gpu --data packed:IMAGENETTE \\
+      --data.holdout 0.03 --model.stochastic-depth 0
+    vitrail train imagenette-160-scratch --data packed:IMAGENETTE --data.holdout 0.03 --model.name ViT-Ti/8 \\
+      --model.stochastic-depth 0
+
+95.1 % of Imagenette's validation images, and 68.7 % from scratch; one seed, 149 s each on an H200 that both shared with tests.
+CIFAR-10 has not been run.
 """
 
 from __future__ import annotations

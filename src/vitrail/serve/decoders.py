@@ -1,4 +1,4 @@
-"""Decode images in threads of the service, or in processes beside it.
+"""Decode images in threads of the service, or in helper processes.
 
 Python runs one thread of a process at a time, and of decoding a photo about a fifth is Python. So on many cores threads wait for
 each other and for the event loop. A process decodes on a core of its own, and one that crashes or hangs takes no other image with
@@ -167,7 +167,7 @@ def _small_image() -> bytes:
 
 
 def _ended(status: int) -> ServiceError:
-    if status in (-9, 0):  # the system, or somebody, ended it
+    if status in (-9, 0):  # it was ended by the system or an operator
         return unavailable("The process that decoded the image has ended.")
     return ServiceError(422, "The image cannot be decoded: its decoder crashed. Send an intact JPEG or PNG file.")
 

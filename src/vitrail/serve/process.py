@@ -1,4 +1,4 @@
-"""Processes beside the service, which answer one request after another over pipes.
+"""Helper processes of the service, which answer one request after another over pipes.
 
 Python runs one thread of a process at a time. What would keep the others waiting for long is computed there.
 """

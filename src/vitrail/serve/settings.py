@@ -40,7 +40,7 @@ class ServeSettings:
     decoders: int | None = None
     """Images that are decoded and resized at a time. None: one per CPU core that the service may use, at most 16."""
     decode_in: Literal["auto", "threads", "processes"] = "auto"
-    """Threads of the service share one core for what is Python; processes beside it do not, and take about 50 MB each. auto:
+    """Threads of the service share one core for what is Python; helper processes do not, and take about 50 MB each. auto:
     processes if there are more than 4 decoders."""
 
     def __post_init__(self) -> None:

@@ -162,6 +162,30 @@ def test_a_patched_class_takes_the_plain_path(
     assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 3
 
 
+@pytest.mark.parametrize("name", ["linear", "layer_norm", "gelu", "scaled_dot_product_attention", "dropout"])
+def test_a_patched_function_of_torch_takes_the_plain_path(
+    name: str, images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
+) -> None:
+    """Profilers count calls so, and other attention kernels are put in so."""
+    model, calls, real = tiny().eval(), list[str](), getattr(F, name)
+    before = logits(model, images, "auto")
+    assert len(blocks_fused) == 3
+    monkeypatch.setattr(F, name, lambda *given, **named: (calls.append(name), 1.5 * real(*given, **named))[1])
+    found = logits(model, images, "auto")
+    assert calls and len(blocks_fused) == 3
+    assert near(found, logits(model, images, "plain")) and not near(found, before, 1e-3)
+
+
+@pytest.mark.parametrize("kind", [nn.Module, nn.Linear])
+def test_a_patched_call_of_all_modules_takes_the_plain_path(
+    kind: type[nn.Module], images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
+) -> None:
+    model, calls, real = tiny().eval(), list[nn.Module](), kind._call_impl
+    monkeypatch.setattr(kind, "_call_impl", lambda self, *given: (calls.append(self), real(self, *given))[1])
+    logits(model, images, "auto")
+    assert model.blocks[0].mlp.up in calls and not blocks_fused
+
+
 @pytest.mark.slow
 def test_a_class_patched_before_the_first_call_is_noticed() -> None:
     code = (

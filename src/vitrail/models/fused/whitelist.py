@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as module_globals
@@ -179,7 +180,8 @@ def is_ordinary_call() -> bool:
     """Tell whether modules are called eagerly and by nothing but autograd's reverse mode, with classes as they were imported.
 
     Not so under torch.compile, export and tracing, under functorch's transforms (`torch.func.grad`, `vmap`), in forward-mode
-    differentiation, in a torch function mode, with global module hooks, or after a method of a class was patched.
+    differentiation, in a torch function mode, with global module hooks, or after a method of a class was patched, or a function of
+    torch that these call.
     """
     return is_eager_call() and not is_patched()
 
@@ -194,8 +196,8 @@ def is_eager_call() -> bool:
 
 
 def is_patched() -> bool:
-    """Tell whether a method of a whitelisted class is not the one that was imported."""
-    return any(getattr(kind, name) is not method for kind, name, method in class_methods())
+    """Tell whether a method of a whitelisted class, or a function of torch that they call, is not the one that was imported."""
+    return any(getattr(owner, name) is not function for owner, name, function in imported_functions())
 
 
 def _has_function_mode() -> bool:
@@ -287,14 +289,22 @@ def _fsdp_hooks(module: nn.Module) -> set[int]:
     return {handle.id for handle in handles if handle is not None}
 
 
+# What the modules call in `torch.nn.functional`: profilers, and packages with attention kernels of their own, replace it there.
+_FUNCTIONS = ("linear", "layer_norm", "gelu", "dropout", "scaled_dot_product_attention")
+
+
 @functools.cache
-def class_methods() -> tuple[tuple[type[nn.Module], str, Any], ...]:
-    """Each whitelisted class with its methods as they were when this was first called: when `vitrail.models.vit` is imported."""
+def imported_functions() -> tuple[tuple[Any, str, Any], ...]:
+    """Each whitelisted class with its methods, and torch's functions that they call, as they were when this was first called.
+
+    That is when `vitrail.models.vit` is imported.
+    """
     from vitrail.models.vit import Block
 
     layers = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
     kinds: tuple[type[nn.Module], ...] = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
-    methods = [(kind, name) for kind in kinds for name in ("forward", "__call__")]
-    methods += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
-    methods += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
-    return tuple((kind, name, getattr(kind, name)) for kind, name in methods)
+    names: list[tuple[Any, str]] = [(kind, name) for kind in kinds for name in ("forward", "__call__", "_call_impl")]
+    names += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
+    names += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
+    names += [(F, name) for name in _FUNCTIONS]
+    return tuple((owner, name, getattr(owner, name)) for owner, name in names)

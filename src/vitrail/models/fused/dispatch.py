@@ -56,7 +56,8 @@ def fuses_positions(model: ViT, patches: Tensor) -> bool:
     """Tell whether prefix tokens and positions are added by a kernel."""
     if model.kernels == "plain" or type(model.patches) is not PatchEmbedding:
         return False
-    return whitelist.are_plain_positions(model.positions) and can_fuse(patches)
+    # First what torch.compile stops at: it cannot read the dictionaries of modules.
+    return can_fuse(patches) and whitelist.are_plain_positions(model.positions) and whitelist.holds_plain_tensors(model)
 
 
 def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tensor], *other: Pair) -> Tensor:

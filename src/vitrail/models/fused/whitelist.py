@@ -222,13 +222,23 @@ def is_plain_tensor(tensor: Any) -> bool:
 
 def is_plain_norm(norm: nn.Module, width: int) -> bool:
     """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias, in any precision."""
-    return is_plain(norm, nn.LayerNorm) and _are_affine_norms(norm, norm, width, None, None)
+    try:
+        return is_plain(norm, nn.LayerNorm) and _are_affine_norms(norm, norm, width, None, None)
+    except KeyError:  # as in `shape_of_block`
+        return False
+
+
+def holds_plain_tensors(module: nn.Module) -> bool:
+    """Tell whether a module's own parameters and buffers are plain tensors."""
+    state = module.__dict__
+    return all(one is None or is_plain_tensor(one) for own in (state["_parameters"], state["_buffers"]) for one in own.values())
 
 
 def are_plain_positions(positions: nn.Module) -> bool:
     """Tell whether positions are of one of our kinds and add to tokens what their class says."""
-    # Not `isdisjoint`: torch 2.11 cannot compile it for the dictionary of a module.
-    return type(positions) in _POSITIONS and not any(name in positions.__dict__ for name in _POSITION_METHODS)
+    if type(positions) not in _POSITIONS or not _POSITION_METHODS.isdisjoint(positions.__dict__):
+        return False
+    return holds_plain_tensors(positions)
 
 
 def add_only_at_input(positions: Any) -> bool:

@@ -103,6 +103,17 @@ def test_the_thread_ends_when_it_is_closed_or_dropped() -> None:
     assert not threads()
 
 
+def test_after_closing_there_are_no_more_batches() -> None:
+    """Only the one that was ready. Nobody waits for a thread that has ended."""
+    batches, found = prefetched(itertools.count(), lambda host: host), list[object]()
+    assert next(batches) == 0
+    batches.close()
+    reader = threading.Thread(target=lambda: found.extend(batches), daemon=True)
+    reader.start()
+    reader.join(10)
+    assert not reader.is_alive() and found in ([], [1])
+
+
 def test_only_reading_counts_as_waiting_for_data() -> None:
     """A slow transform is not cured by more workers."""
 

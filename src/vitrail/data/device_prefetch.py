@@ -85,13 +85,13 @@ def _prepare(
                 started = time.perf_counter()
                 host = next(host_batches, None)
                 if host is None:
-                    prepared.put(_End())
-                    return
+                    break
                 seconds = time.perf_counter() - started
                 batch = transform(host)
                 del host  # its buffer is free for the next batch
                 prepared.put(_Prepared(batch, None if stream is None else stream.record_event(), seconds))
                 del batch
+        prepared.put(_End())
     except BaseException as error:  # raised again where the batch is awaited
         prepared.put(error)
 

@@ -98,7 +98,7 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     """Run a block whose modules are plain (`whitelist.is_plain_block`)."""
     from vitrail.models.fused.branches import residual_norm
     from vitrail.models.fused.folded_norm import can_use_folded, folded_block
-    from vitrail.models.fused.whitelist import is_sharded
+    from vitrail.models.fused.sharded import is_sharded
 
     dtype = matmul_dtype(pending.x)
     assert dtype is not None

@@ -21,6 +21,7 @@ import vitrail.models.vit  # by its name, since that module imports this package
 from vitrail.models.attention import Attention
 from vitrail.models.fused.folded_norm import FoldedNorm
 from vitrail.models.fused.launch import PLAIN_TENSORS
+from vitrail.models.fused.sharded import fsdp_hooks, is_sharded
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS, Positions
 
@@ -28,11 +29,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether a hook of any kind sits on this module; FSDP2's own do not count, see `_fsdp_hooks`."""
+    """Tell whether a hook of any kind sits on this module; FSDP2's own do not count, see `sharded.py`."""
     state = module.__dict__
     if not (state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]):
         return False
-    own = _fsdp_hooks(module)
+    own = fsdp_hooks(module)
     return any(number not in own for kind in _HOOKS for number in state[kind])
 
 
@@ -275,28 +276,6 @@ def _is_block(block: nn.Module) -> bool:
         return False
     # FSDP2 gathers parameters for `forward_pending` only where that is registered with it, which puts it on the instance.
     return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)
-
-
-def is_sharded(block: nn.Module) -> bool:
-    """Tell whether this is a block of which FSDP2 has made its own class, and which has no other change."""
-    bases = type(block).__bases__
-    if len(bases) != 2 or bases[1] is not vitrail.models.vit.Block:
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return bases[0] is FSDPModule
-
-
-def _fsdp_hooks(module: nn.Module) -> set[int]:
-    """Return the numbers of the two hooks by which FSDP2 gathers and frees a module's parameters.
-
-    It does the same around `Block.forward_pending`, so they do not count as hooks of a user.
-    """
-    if not hasattr(module, "_get_fsdp_state"):
-        return set()
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-    return {handle.id for handle in handles if handle is not None}
 
 
 # What the modules call in `torch.nn.functional`: profilers, and packages with attention kernels of their own, replace it there.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.data.memory_splits import stored
 from vitrail.data.augment.spec import Augment
+from vitrail.data.batch import Batch
 from vitrail.data.data_wait import DataWaitTimer
 from vitrail.data.device_prefetch import DevicePrefetch
 from vitrail.data.loader import TrainLoader
@@ -100,6 +103,17 @@ def test_the_thread_ends_when_it_is_closed_or_dropped() -> None:
     assert not threads()
 
 
+def test_after_closing_there_are_no_more_batches() -> None:
+    """Only the one that was ready. Nobody waits for a thread that has ended."""
+    batches, found = prefetched(itertools.count(), lambda host: host), list[object]()
+    assert next(batches) == 0
+    batches.close()
+    reader = threading.Thread(target=lambda: found.extend(batches), daemon=True)
+    reader.start()
+    reader.join(10)
+    assert not reader.is_alive() and found in ([], [1])
+
+
 def test_only_reading_counts_as_waiting_for_data() -> None:
     """A slow transform is not cured by more workers."""
 
@@ -123,7 +137,51 @@ def test_only_reading_counts_as_waiting_for_data() -> None:
     assert timer.wait_seconds > 0.3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class RecordedStream:
+    """Stands for a CUDA stream, and notes what happens."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+        notes.append(f"made in {threading.current_thread().name}")
+
+    def wait_stream(self, other: str) -> None:
+        self.notes.append(f"waits for {other}")
+
+    def record_event(self) -> None:
+        return None
+
+
+def test_the_threads_stream_begins_after_what_was_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's stream may still be writing tensors that a transform holds. And a new thread's current device is 0."""
+    notes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordedStream(notes))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {threading.current_thread().name}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    host_batches: Any = iter([0])
+    batches = DevicePrefetch(host_batches, lambda host: notes.append("transform"), torch.device("cuda"), DataWaitTimer())  # type: ignore[arg-type, func-returns-value]
+    next(batches)
+    main = threading.current_thread().name
+    assert notes == [f"made in {main}", f"waits for that of {main}", "transform"]
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+def test_on_a_gpu_the_first_batch_waits_for_the_transforms_tensors() -> None:
+    def transform(host: int) -> Batch:
+        return Batch(late + host, late + host, torch.zeros(1), 0, 0, 0, 1, 1)
+
+    late = torch.zeros(1000, device="cuda")
+    transform(1)  # loads the kernel, which would wait for the GPU below
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    late.fill_(3)
+    batches: Any = DevicePrefetch(iter([1]), transform, late.device, DataWaitTimer())  # type: ignore[arg-type]
+    assert next(batches).images.eq(4).all()
+
+
+@needs_gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_on_a_gpu_batches_do_not_change_while_they_are_used(workers: int) -> None:
     """The thread's stream must not write over a batch that the model still reads, nor the model read one that is not ready."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 import vitrail.data.data_wait as data_wait
 from tests.data.memory_splits import MemorySplit, StoredSplit, photos, picture, stored
 from vitrail.data.augment import Augment
-from vitrail.data.batch import Batch
-from vitrail.data.loader import EvalLoader, TrainLoader
+from vitrail.data.batch import Batch, HostBatch
+from vitrail.data.device_prefetch import DevicePrefetch
+from vitrail.data.loader import EvalLoader, TrainLoader, _endless_slices
 from vitrail.data.preprocess import preset
 from vitrail.data.types import BadImage, Split
 from vitrail.errors import VitrailError
@@ -381,6 +383,27 @@ def test_a_bad_image_can_be_skipped_and_is_listed(tmp_path: Path) -> None:
     seen = [int(index) for batch in evaluation for index in batch.indices]
     assert seen == [i for i in range(30) if i not in (4, 7, 11)]
     assert set(evaluation.bad) == set(plain.bad)
+
+
+def test_a_bad_image_of_a_batch_made_ahead_is_not_listed_yet() -> None:
+    """A thread prepares batches ahead; those after the last one were never used."""
+    loader = train(with_bad_images(30, dict.fromkeys(range(0, 30, 2), b"unreadable")), bad_images="skip", batch=5)
+    steps = 0
+
+    def transform(host: HostBatch) -> Batch:
+        nonlocal steps
+        steps += 1
+        return loader.transforms(host)
+
+    slices = _endless_slices(loader.order, 0, loader._slicing)
+    loader._batches = DevicePrefetch(loader._host_batches(slices), transform, torch.device("cpu"), loader.data_wait)
+    batch = next(loader.epoch())
+    deadline = time.monotonic() + 10
+    while steps < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    alone = train(loader.split, bad_images="skip", batch=5)
+    assert same([batch], take(alone, 1)) and loader.bad and set(loader.bad) == set(alone.bad)
+    loader.close()
 
 
 def test_only_bad_images() -> None:

@@ -23,6 +23,7 @@ from vitrail.models.config import Pair, PositionRule, ViTConfig
 from vitrail.models.inference import for_inference
 from vitrail.models.lora import add_lora
 from vitrail.models.masked import MaskedPatches
+from vitrail.models.surgery import accepting_any_size
 
 SMALL = {"width": 16, "heads": 2, "depth": 2, "mlp": 32, "outputs": 5, "patch": 4}
 HYBRID = {"width": 16, "heads": 2, "depth": 2, "mlp": 32, "outputs": 5}
@@ -322,3 +323,12 @@ def test_the_field_is_stored_and_may_be_missing() -> None:
     assert stored["any_size"] is True and ViTConfig.from_dict(stored) == config
     del stored["any_size"]
     assert ViTConfig.from_dict(stored) == config.replace(any_size=False)
+
+
+def test_a_model_is_not_changed_through_the_one_that_shares_its_weights() -> None:
+    model = create_model("ViT-Ti/16", image_size=32, depth=1, outputs=3, seed=0)
+    shared = accepting_any_size(model)
+    assert shared.head is model.head and shared.class_token is model.class_token and not model.config.any_size
+    shared.replace_head(7)
+    shared.class_token = None
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 3) and model.class_token is not None

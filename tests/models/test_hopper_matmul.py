@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.test_fused import CLOSE, DEVICE, LOW, fusing, near, results, small
+from vitrail.models.inference import for_inference
 
 pytest.importorskip("triton")
 
@@ -65,6 +66,39 @@ def test_matmul_epilogues(low: torch.dtype, tanh: bool, rows: int, inner: int, c
     grad_hidden, grad_bias = matmul_gelu_backward(x, down, gelu_grad)
     expected = (x.double() @ down.double()) * gelu_grad.double()
     assert near(grad_hidden, expected, 0.01) and near(grad_bias, expected.sum(0), 0.01)
+
+
+def test_weights_are_described_to_tma_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA takes no other strides, and a weight may be another's transpose."""
+    from vitrail.models.fused import hopper_gelu_backward, hopper_matmul
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *given, **named: None
+
+    strides: list[int] = []
+    for module, kernel in ((hopper_matmul, "_matmul_bias_kernel"), (hopper_gelu_backward, "_matmul_gelu_backward_kernel")):
+        monkeypatch.setattr(module, kernel, Kernel())
+        monkeypatch.setattr(module, "tma_descriptor", lambda matrix, height, width: strides.append(matrix.stride(-1)))
+    x, transposed = torch.zeros(2, 64, 128), torch.zeros(128, 256).t()
+    hopper_matmul.matmul_bias(x, transposed, torch.zeros(256))
+    hopper_matmul.matmul_bias_gelu_with_grad(x, transposed, torch.zeros(256), True)
+    hopper_gelu_backward.matmul_gelu_backward(torch.zeros(2, 64, 256), transposed, x)
+    assert set(strides) == {1}
+
+
+@on_hopper
+def test_transposed_weights() -> None:
+    model, images = small(depth=2), torch.randn(8, 3, 48, 48, device=DEVICE)
+    for layer in (
+        part for block in model.blocks for part in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
+    ):
+        layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+    plain, plain_gradients = results(model, images, "plain")
+    fused, gradients = results(model, images, "auto")
+    assert near(fused, plain) and all(near(gradients[name], one, 2 * CLOSE) for name, one in plain_gradients.items())
+    made = for_inference(model.eval(), "bf16")
+    assert near(made(images), plain, 2 * CLOSE)
 
 
 @on_hopper

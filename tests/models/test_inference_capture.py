@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -259,6 +260,22 @@ def test_a_class_that_is_patched_later_is_called(monkeypatch: pytest.MonkeyPatch
             assert made.model.blocks[0].mlp in called and error(found, before) > 2 * CLOSE
     called.clear()
     assert error(made(images), before) < CLOSE and not called
+
+
+@torch.no_grad()
+def test_a_function_of_torch_that_is_patched_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    images, calls = random_images(made), list[str]()
+    captured(made, images)
+    before, real, replayed = made(images), F.gelu, GraphClass.replayed
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "gelu", lambda *given, **named: (calls.append("gelu"), 2 * real(*given, **named))[1])
+        for _ in range(WARMUP_CALLS + 2):
+            calls.clear()
+            assert error(made(images), before) > 2 * CLOSE and calls
+    assert GraphClass.replayed <= replayed + 1  # that one was thrown away
+    captured(made, images)
+    assert error(made(images), before) < CLOSE
 
 
 @torch.no_grad()

@@ -41,6 +41,21 @@ def test_right_kernels_pass_and_leave_generators_alone(tanh: bool, caplog: pytes
     assert torch.equal(torch.random.get_rng_state(), before) and not caplog.records
 
 
+def test_the_generators_of_other_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` seeds those of all devices, of which only the tested one's is restored."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    drawn: list[Tensor] = []
+
+    def difference() -> float:
+        drawn.append(torch.rand(3, device=DEVICE))
+        return 0.0
+
+    for _ in range(2):
+        assert not self_test.fault(HERE, 0.0, difference)
+    assert not seeded and torch.equal(*drawn)  # the same numbers each time
+
+
 @pytest.mark.slow
 def test_a_wrong_form_of_gelu_is_noticed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Each model's own form is checked: the other one may be right."""

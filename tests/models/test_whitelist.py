@@ -162,6 +162,30 @@ def test_a_patched_class_takes_the_plain_path(
     assert near(logits(model, images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 3
 
 
+@pytest.mark.parametrize("name", ["linear", "layer_norm", "gelu", "scaled_dot_product_attention", "dropout"])
+def test_a_patched_function_of_torch_takes_the_plain_path(
+    name: str, images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
+) -> None:
+    """Profilers count calls so, and other attention kernels are put in so."""
+    model, calls, real = tiny().eval(), list[str](), getattr(F, name)
+    before = logits(model, images, "auto")
+    assert len(blocks_fused) == 3
+    monkeypatch.setattr(F, name, lambda *given, **named: (calls.append(name), 1.5 * real(*given, **named))[1])
+    found = logits(model, images, "auto")
+    assert calls and len(blocks_fused) == 3
+    assert near(found, logits(model, images, "plain")) and not near(found, before, 1e-3)
+
+
+@pytest.mark.parametrize("kind", [nn.Module, nn.Linear])
+def test_a_patched_call_of_all_modules_takes_the_plain_path(
+    kind: type[nn.Module], images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
+) -> None:
+    model, calls, real = tiny().eval(), list[nn.Module](), kind._call_impl
+    monkeypatch.setattr(kind, "_call_impl", lambda self, *given: (calls.append(self), real(self, *given))[1])
+    logits(model, images, "auto")
+    assert model.blocks[0].mlp.up in calls and not blocks_fused
+
+
 @pytest.mark.slow
 def test_a_class_patched_before_the_first_call_is_noticed() -> None:
     code = (
@@ -247,6 +271,14 @@ def test_the_final_norm_may_be_replaced(images: Tensor, fusing: None) -> None:
     model.norm = nn.LayerNorm(32, bias=False).to(DEVICE)
     assert near(logits(model, images, "auto"), logits(model, images, "plain"))
     assert model.replace_head(3).head.weight.shape == (3, 32)
+
+
+def test_a_final_norm_whose_parameter_was_replaced_by_a_tensor(images: Tensor, fusing: None) -> None:
+    model = tiny().eval()
+    weight = model.norm.weight.detach() + 1
+    del model.norm.weight
+    model.norm.weight = weight  # as with weights that another network computes
+    assert near(logits(model, images, "auto"), logits(model, images, "plain"))
 
 
 # Hooks
@@ -483,6 +515,26 @@ def test_tensor_subclasses_take_the_plain_path() -> None:
     block.mlp.up.weight = nn.Parameter(block.mlp.up.weight.detach().as_subclass(Marked))
     assert not whitelist.is_plain_block(block)
     assert not dispatch.can_fuse(torch.zeros(1, 5, 32, dtype=torch.bfloat16).as_subclass(Marked))
+
+
+class DoublingGelu(Tensor):
+    """Its GELU is another one, also of whatever is computed from it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        return 2 * found if func is F.gelu else found
+
+
+@pytest.mark.parametrize("name", ["class_token", "positions.table"])
+def test_tokens_and_positions_of_tensor_subclasses_take_the_plain_path(name: str, images: Tensor, fusing: None) -> None:
+    model = tiny().eval()
+    before = logits(model, images, "plain")
+    owner, _, attribute = name.rpartition(".")
+    parameter = getattr(model.get_submodule(owner), attribute)
+    setattr(model.get_submodule(owner), attribute, nn.Parameter(parameter.detach().as_subclass(DoublingGelu)))
+    plain = logits(model, images, "plain")
+    assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
 
 
 @contextmanager

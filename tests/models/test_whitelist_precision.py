@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -119,3 +120,15 @@ def test_autocast_to_another_precision_than_the_weights(weights: torch.dtype, au
         with pytest.raises(VitrailError, match=f"weights are {weights}, but autocast computes in {autocast}"):
             model.to(weights)(images)
         assert model.to(autocast)(images).isfinite().all()
+
+
+def test_the_final_norm_has_the_precision_of_torchs() -> None:
+    """On a GPU autocast computes norms in float32 and leaves them so, also those of low-precision tokens."""
+    low = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter of older Triton cannot read bfloat16
+    x, norm = torch.randn(2, 5, 32, device=DEVICE, dtype=low), nn.LayerNorm(32).to(DEVICE, low)
+    pending, exact = encoder.PendingResidual(x, x), F.layer_norm(2 * x.float(), (32,))
+    with torch.autocast(DEVICE, dtype=low):
+        found = encoder.settle_and_norm(pending, norm)
+        assert found.dtype == torch.float32 and near(found, exact, 1e-5)
+        assert DEVICE == "cpu" or norm(2 * x).dtype == torch.float32
+    assert encoder.settle_and_norm(pending, norm).dtype == low

@@ -181,6 +181,18 @@ def test_another_shape_takes_over_when_it_stays() -> None:
     assert made._captured is not first and made.captured
 
 
+def test_a_step_may_take_no_tensors() -> None:
+    """It may read a buffer of its own, which the caller fills."""
+    model, step = network()
+    images, targets = batch(0)
+    made = stand_in(lambda: step(images, targets), list(model.parameters()))
+    for number in range(6):
+        images.copy_(batch(number)[0])
+        loss = made()
+        assert torch.equal(loss, nn.functional.cross_entropy(model(images), targets).detach())
+    assert made.captured
+
+
 def test_results_are_tensors_in_any_structure_and_stay_when_the_next_call_writes_again() -> None:
     model, one = network()
 

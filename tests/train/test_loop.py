@@ -23,6 +23,7 @@ from vitrail.data.sources import open_source
 from vitrail.errors import VitrailError
 from vitrail.evaluate.multilabel import per_label
 from vitrail.models import create_model
+from vitrail.models.fused.whitelist import is_plain_block
 from vitrail.train.averaging import Average
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
 from vitrail.train.prepare import prepare, warnings_for
@@ -195,6 +196,7 @@ def test_a_compiler_that_fails_is_done_without(tmp_path, monkeypatch):
     monkeypatch.setattr(type(prepared.model), "compile", fails)
     train(recipe, tmp_path / "run", callbacks=[recorder], prepared=prepared)
     assert any("torch.compile failed" in note for note in recorder.notes)
+    assert all(is_plain_block(block) for block in prepared.model.blocks)  # fused again, where there are kernels
     train(small(steps=3), tmp_path / "eager")
     assert same(weights(tmp_path / "run"), weights(tmp_path / "eager"))
 

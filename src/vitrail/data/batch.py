@@ -51,6 +51,8 @@ class Batch:
     """This is micro-batch `micro_step` of the `micro_steps` that this rank accumulates per optimiser step."""
     total: int
     """Images in the whole optimiser step, over all micro-batches and ranks: divide a sum of losses by it."""
+    bad: tuple[BadImage, ...] = ()
+    """Images that could not be read; others are in their place."""
 
     def __len__(self) -> int:
         return len(self.indices)

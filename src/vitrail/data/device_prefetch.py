@@ -42,7 +42,11 @@ class DevicePrefetch(Iterator[Batch]):
         self._device, self._timer = device, timer
         self._requests: SimpleQueue[bool] = SimpleQueue()
         self._prepared: SimpleQueue[_Prepared | _End | BaseException] = SimpleQueue()
-        arguments = (host_batches, transform, device, self._requests, self._prepared)
+        # Made here, since the thread has a current device of its own.
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if stream is not None:  # tensors that the transform holds may still be on their way
+            stream.wait_stream(torch.cuda.current_stream(device))
+        arguments = (host_batches, transform, stream, self._requests, self._prepared)
         # The thread does not refer to this object, so that dropping the last reference to it ends the thread.
         thread = threading.Thread(target=_prepare, args=arguments, name="vitrail-device-prefetch", daemon=True)
         self.close = weakref.finalize(self, _stop, thread, self._requests)
@@ -70,25 +74,24 @@ class DevicePrefetch(Iterator[Batch]):
 def _prepare(
     host_batches: Iterator[HostBatch],
     transform: Callable[[HostBatch], Batch],
-    device: torch.device,
+    stream: torch.cuda.Stream | None,
     requests: SimpleQueue[bool],
     prepared: SimpleQueue[_Prepared | _End | BaseException],
 ) -> None:
     """Run in the thread: prepare a batch per request, until a request is False."""
     try:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(stream):
             while requests.get():
                 started = time.perf_counter()
                 host = next(host_batches, None)
                 if host is None:
-                    prepared.put(_End())
-                    return
+                    break
                 seconds = time.perf_counter() - started
                 batch = transform(host)
                 del host  # its buffer is free for the next batch
                 prepared.put(_Prepared(batch, None if stream is None else stream.record_event(), seconds))
                 del batch
+        prepared.put(_End())
     except BaseException as error:  # raised again where the batch is awaited
         prepared.put(error)
 

@@ -104,6 +104,7 @@ class DeviceTransforms:
             batch_slice.micro_step,
             batch_slice.micro_steps,
             batch_slice.total,
+            host.bad,
         )
 
     def _normalise(self, images: Tensor) -> Tensor:

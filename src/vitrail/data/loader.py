@@ -79,7 +79,12 @@ class _Loader:
         )
         with blocked(caught_signals()):  # workers are not to end by a signal that this process catches, to save first
             iterator = iter(loader)
-        return _checked(iterator, self.bad)
+        return _checked(iterator)
+
+    def list_bad(self, found: Iterable[BadImage]) -> None:
+        """Add images that could not be read to `bad`."""
+        for bad in found:
+            self.bad.setdefault(bad.name, bad)
 
     def save_bad_images(self, path: str) -> int:
         """Write the skipped images to a file, one per line with the reason, and return their number."""
@@ -176,6 +181,7 @@ class TrainLoader(_Loader):
             if self._batches is None:
                 self._batches = self._start()
             batch = next(self._batches)
+            self.list_bad(batch.bad)
             if batch.completes_step:  # the state counts complete steps only
                 done = batch.epoch * self.steps + batch.step + 1
                 self._epoch, self._step = divmod(done, self.steps)
@@ -301,6 +307,7 @@ class EvalLoader(_Loader):
 
     def record(self, host: HostBatch) -> None:
         """Record the bad images of a batch, and warn once of an image that the model sees rotated."""
+        self.list_bad(host.bad)
         self.bad_at.update({bad.index: bad for bad in host.bad if bad.index is not None})
         if host.rotated is not None and not self._warned:
             self._warned = True
@@ -341,8 +348,8 @@ class _ErrorsAsValues(Dataset[HostBatch | VitrailError]):
             return error
 
 
-def _checked(batches: Iterator[HostBatch | VitrailError], found: dict[str, BadImage]) -> Iterator[HostBatch]:
-    """Raise the errors that workers return as values, and collect the bad images."""
+def _checked(batches: Iterator[HostBatch | VitrailError]) -> Iterator[HostBatch]:
+    """Raise the errors that workers return as values."""
     while True:
         try:
             host = next(batches, None)
@@ -353,8 +360,6 @@ def _checked(batches: Iterator[HostBatch | VitrailError], found: dict[str, BadIm
             return
         if isinstance(host, VitrailError):
             raise host
-        for bad in host.bad:
-            found.setdefault(bad.name, bad)
         yield host
 
 

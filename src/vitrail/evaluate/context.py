@@ -217,7 +217,6 @@ class Pass(Iterator[tuple[T, Batch]]):
                     host, result = pending.popleft().result()
                     pending.extend(self._submit(pool, part) for part in islice(remaining, 1))
                     loader.record(host)
-                    loader.bad.update({bad.name: bad for bad in host.bad if bad.name not in loader.bad})
                     if result is not None:
                         yield result
                         self._context.progress(len(result[1]))

@@ -61,7 +61,7 @@ class Positions(nn.Module):
 
 
 class LearnedPositions(Positions):
-    """One learned vector a position, prefix first, rows then columns: the paper's default."""
+    """One learned vector per position, prefix first, rows then columns: the paper's default."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -80,7 +80,7 @@ class LearnedPositions(Positions):
 
 
 class LearnedPositions2D(Positions):
-    """A learned half-width vector a column (x) and one a row (y), side by side."""
+    """A learned half-width vector per column (x) and one per row (y), side by side."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -127,7 +127,7 @@ class SinCosPositions(Positions):
 
 
 class RelativePositions(Positions):
-    """A learned bias a head for each offset between two patches, added to the attention scores.
+    """A learned bias per head for each offset between two patches, added to the attention scores.
 
     Pairs with a prefix token have no offset; they get three values of their own: from a prefix token to a patch, from a patch
     to a prefix token, and between prefix tokens.

@@ -40,7 +40,9 @@ def accepting_any_size(model: T) -> T:
     """Return a model that shares every weight with this one and accepts images of any size; the model itself stays as it is."""
     if not isinstance(model.config, ViTConfig) or model.config.any_size:  # a ResNet does anyway
         return model
-    shared = copy.copy(model)
+    shared = copy.copy(model)  # with the same dictionaries: a new head would be that of both
+    for name in ("_parameters", "_buffers", "_modules"):
+        setattr(shared, name, dict(getattr(model, name)))
     shared.config = model.config.replace(any_size=True)
     return shared
 

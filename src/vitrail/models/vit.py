@@ -14,7 +14,7 @@ from vitrail.models.config import Pair, PositionRule, ViTConfig
 from vitrail.models.features import Features, check_images, chosen_layers, grid_of, other_grid
 from vitrail.models.fused import dispatch
 from vitrail.models.fused.encoder import BlockOptions, PendingResidual, run_block
-from vitrail.models.fused.whitelist import class_methods
+from vitrail.models.fused.whitelist import imported_functions
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS
 from vitrail.models.recompute import Keep, Recompute
@@ -171,4 +171,4 @@ class ViT(nn.Module):
         return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))
 
 
-class_methods()  # now, so that a method patched before the first forward pass is noticed, too
+imported_functions()  # now, so that a method patched before the first forward pass is noticed, too

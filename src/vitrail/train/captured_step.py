@@ -143,7 +143,8 @@ class CapturedStep:
     def _replay(self, captured: _Captured, inputs: tuple[Tensor, ...]) -> Any:
         gradients = captured.gradients
         self._move_sums(gradients)
-        torch._foreach_copy_(captured.inputs, inputs)
+        if inputs:
+            torch._foreach_copy_(captured.inputs, inputs)
         with _device(self._device):
             captured.graph.replay()
         added = [(local(one.grad), local(gradient)) for one, gradient in gradients if one.grad is not None]

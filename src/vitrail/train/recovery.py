@@ -196,5 +196,5 @@ def without_compiling(loop: Loop, error: Exception) -> None:
     if all(part._compiled_call_impl is None for part in parts):
         raise error
     for part in parts:
-        part._compiled_call_impl = None
+        vars(part).pop("_compiled_call_impl", None)  # setting it to None would look like a patched call, which is not fused
     loop.say(f"warning: torch.compile failed ({type(error).__name__}); training continues without it, more slowly")

@@ -18,6 +18,7 @@ from vitrail.models.config import Pair
 from vitrail.models.features import in_precision_of
 from vitrail.models.fused import encoder, launch, self_test, whitelist
 from vitrail.models.fused.encoder import PendingResidual
+from vitrail.models.fused.sharded import is_sharded
 from vitrail.models.layers import PatchEmbedding
 from vitrail.models.positions import Positions
 from vitrail.models.recompute import Recompute
@@ -56,7 +57,8 @@ def fuses_positions(model: ViT, patches: Tensor) -> bool:
     """Tell whether prefix tokens and positions are added by a kernel."""
     if model.kernels == "plain" or type(model.patches) is not PatchEmbedding:
         return False
-    return whitelist.are_plain_positions(model.positions) and can_fuse(patches)
+    # First what torch.compile stops at: it cannot read the dictionaries of modules.
+    return can_fuse(patches) and whitelist.are_plain_positions(model.positions) and whitelist.holds_plain_tensors(model)
 
 
 def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tensor], *other: Pair) -> Tensor:
@@ -142,7 +144,7 @@ def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocas
         shape = whitelist.shape_of_block(block, device)
     else:  # torch's modules say what they think of mixed precisions; FSDP2 may gather others than it holds
         shape = whitelist.shape_of_block(block, device, dtype)
-        if shape is None and whitelist.is_sharded(block):
+        if shape is None and is_sharded(block):
             shape = whitelist.shape_of_block(block, device)
     return shape is not None and _block_runs(shape, x, dtype)
 

@@ -98,7 +98,7 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     """Run a block whose modules are plain (`whitelist.is_plain_block`)."""
     from vitrail.models.fused.branches import residual_norm
     from vitrail.models.fused.folded_norm import can_use_folded, folded_block
-    from vitrail.models.fused.whitelist import is_sharded
+    from vitrail.models.fused.sharded import is_sharded
 
     dtype = matmul_dtype(pending.x)
     assert dtype is not None
@@ -132,10 +132,10 @@ def settle(pending: PendingResidual) -> Tensor:
 
 
 def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
-    """Return the tokens, with the pending branch added, after a layer norm in their own precision."""
+    """Return the tokens, with the pending branch added, after a layer norm: in float32 under autocast, else in their precision."""
     from vitrail.models.fused.branches import residual_norm
 
-    dtype = pending.x.dtype
+    dtype = torch.float32 if uses_autocast(pending.x) else pending.x.dtype
     _, y = residual_norm(*pending.addition, norm.eps, dtype)
     return torch.addcmul(norm.bias.to(dtype), y, norm.weight.to(dtype))
 

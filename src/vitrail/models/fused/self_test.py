@@ -128,7 +128,9 @@ def fault(device: torch.device, tolerance: float, difference: Callable[[], float
     def run() -> float:
         cuda = device.type == "cuda"
         with torch.cuda.device(device) if cuda else contextlib.nullcontext(), torch.random.fork_rng([device] if cuda else []):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # not `torch.manual_seed`: that seeds other GPUs, too
+            if cuda:
+                torch.cuda.manual_seed(0)
             return difference()
 
     try:

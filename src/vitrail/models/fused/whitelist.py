@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as module_globals
@@ -20,6 +21,7 @@ import vitrail.models.vit  # by its name, since that module imports this package
 from vitrail.models.attention import Attention
 from vitrail.models.fused.folded_norm import FoldedNorm
 from vitrail.models.fused.launch import PLAIN_TENSORS
+from vitrail.models.fused.sharded import fsdp_hooks, is_sharded
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS, Positions
 
@@ -27,11 +29,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether a hook of any kind sits on this module; FSDP2's own do not count, see `_fsdp_hooks`."""
+    """Tell whether a hook of any kind sits on this module; FSDP2's own do not count, see `sharded.py`."""
     state = module.__dict__
     if not (state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]):
         return False
-    own = _fsdp_hooks(module)
+    own = fsdp_hooks(module)
     return any(number not in own for kind in _HOOKS for number in state[kind])
 
 
@@ -179,7 +181,8 @@ def is_ordinary_call() -> bool:
     """Tell whether modules are called eagerly and by nothing but autograd's reverse mode, with classes as they were imported.
 
     Not so under torch.compile, export and tracing, under functorch's transforms (`torch.func.grad`, `vmap`), in forward-mode
-    differentiation, in a torch function mode, with global module hooks, or after a method of a class was patched.
+    differentiation, in a torch function mode, with global module hooks, or after a method of a class was patched, or a function of
+    torch that these call.
     """
     return is_eager_call() and not is_patched()
 
@@ -194,8 +197,8 @@ def is_eager_call() -> bool:
 
 
 def is_patched() -> bool:
-    """Tell whether a method of a whitelisted class is not the one that was imported."""
-    return any(getattr(kind, name) is not method for kind, name, method in class_methods())
+    """Tell whether a method of a whitelisted class, or a function of torch that they call, is not the one that was imported."""
+    return any(getattr(owner, name) is not function for owner, name, function in imported_functions())
 
 
 def _has_function_mode() -> bool:
@@ -220,13 +223,23 @@ def is_plain_tensor(tensor: Any) -> bool:
 
 def is_plain_norm(norm: nn.Module, width: int) -> bool:
     """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias, in any precision."""
-    return is_plain(norm, nn.LayerNorm) and _are_affine_norms(norm, norm, width, None, None)
+    try:
+        return is_plain(norm, nn.LayerNorm) and _are_affine_norms(norm, norm, width, None, None)
+    except KeyError:  # as in `shape_of_block`
+        return False
+
+
+def holds_plain_tensors(module: nn.Module) -> bool:
+    """Tell whether a module's own parameters and buffers are plain tensors."""
+    state = module.__dict__
+    return all(one is None or is_plain_tensor(one) for own in (state["_parameters"], state["_buffers"]) for one in own.values())
 
 
 def are_plain_positions(positions: nn.Module) -> bool:
     """Tell whether positions are of one of our kinds and add to tokens what their class says."""
-    # Not `isdisjoint`: torch 2.11 cannot compile it for the dictionary of a module.
-    return type(positions) in _POSITIONS and not any(name in positions.__dict__ for name in _POSITION_METHODS)
+    if type(positions) not in _POSITIONS or not _POSITION_METHODS.isdisjoint(positions.__dict__):
+        return False
+    return holds_plain_tensors(positions)
 
 
 def add_only_at_input(positions: Any) -> bool:
@@ -265,36 +278,22 @@ def _is_block(block: nn.Module) -> bool:
     return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)
 
 
-def is_sharded(block: nn.Module) -> bool:
-    """Tell whether this is a block of which FSDP2 has made its own class, and which has no other change."""
-    bases = type(block).__bases__
-    if len(bases) != 2 or bases[1] is not vitrail.models.vit.Block:
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return bases[0] is FSDPModule
-
-
-def _fsdp_hooks(module: nn.Module) -> set[int]:
-    """Return the numbers of the two hooks by which FSDP2 gathers and frees a module's parameters.
-
-    It does the same around `Block.forward_pending`, so they do not count as hooks of a user.
-    """
-    if not hasattr(module, "_get_fsdp_state"):
-        return set()
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-    return {handle.id for handle in handles if handle is not None}
+# What the modules call in `torch.nn.functional`: profilers, and packages with attention kernels of their own, replace it there.
+_FUNCTIONS = ("linear", "layer_norm", "gelu", "dropout", "scaled_dot_product_attention")
 
 
 @functools.cache
-def class_methods() -> tuple[tuple[type[nn.Module], str, Any], ...]:
-    """Each whitelisted class with its methods as they were when this was first called: when `vitrail.models.vit` is imported."""
+def imported_functions() -> tuple[tuple[Any, str, Any], ...]:
+    """Each whitelisted class with its methods, and torch's functions that they call, as they were when this was first called.
+
+    That is when `vitrail.models.vit` is imported.
+    """
     from vitrail.models.vit import Block
 
     layers = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
     kinds: tuple[type[nn.Module], ...] = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
-    methods = [(kind, name) for kind in kinds for name in ("forward", "__call__")]
-    methods += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
-    methods += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
-    return tuple((kind, name, getattr(kind, name)) for kind, name in methods)
+    names: list[tuple[Any, str]] = [(kind, name) for kind in kinds for name in ("forward", "__call__", "_call_impl")]
+    names += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
+    names += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
+    names += [(F, name) for name in _FUNCTIONS]
+    return tuple((owner, name, getattr(owner, name)) for owner, name in names)

@@ -5,8 +5,9 @@ was captured, so:
 
 - A capture belongs to a shape, to torch's settings for float32 matmuls and determinism, and to the model as it is. After every
   replay, while the GPU still works, these are compared with what was captured: the settings, the model's modules, their classes
-  with all methods, attributes and hooks, and every parameter and buffer by identity, address and version. If anything changed, all
-  captures are dropped and the call is computed anew. Before a replay there is as little Python as can be: the GPU waits for it.
+  with all methods, the functions of torch that these call, attributes and hooks, and every parameter and buffer by identity,
+  address and version. If anything changed, all captures are dropped and the call is computed anew. Before a replay there is as
+  little Python as can be: the GPU waits for it.
 - Only models that run torch's and our code alone, without hooks, are captured (`runs_known_code`). Under torch.compile, functorch,
   global module hooks, a dispatch mode (such as a FLOP counter) or a capture of the caller's own, the model is called as usual.
 - One thread at a time copies its images in, replays and copies the logits out; an event puts the calls of several streams in order.
@@ -234,7 +235,7 @@ class ModelState:
         for module, kind in self._kinds:
             if type(module) is not kind:
                 return False
-        return not are_patched(self._classes) and not self._has_new_hooks()
+        return not (are_patched(self._classes) or is_patched() or self._has_new_hooks())
 
     def _has_new_hooks(self) -> bool:
         registered = RemovableHandle.next_id  # counts the hooks of all modules: looking at each is needed only when it moves

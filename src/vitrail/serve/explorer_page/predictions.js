@@ -53,5 +53,6 @@ export function scoreText(value, score) {
 }
 
 function signed(value) {
-  return `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(1)}`;
+  const text = Math.abs(value).toFixed(1);
+  return `${text === "0.0" ? "±" : value < 0 ? "−" : "+"}${text}`;
 }

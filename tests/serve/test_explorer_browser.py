@@ -177,6 +177,8 @@ def test_views_panels_and_patches_off(server: Client, included: Bundle, open_pag
     best = included.predict(first, precision="fp32")[0][0]
     wait(page, f"document.querySelector('.bars .number').textContent.startsWith('{100 * best.score:.1f} %')")
     assert page.locator(".ghost").count() and "off=0.19" in page.evaluate("location.hash")
+    changes = [text.strip() for text in page.locator(".bars small").all_inner_texts()]
+    assert changes and not {"+0.0", "−0.0"} & set(changes)  # zero has no sign
 
 
 def test_comparison_tour_and_files(server: Client, open_page: Any) -> None:
@@ -206,6 +208,36 @@ def test_comparison_tour_and_files(server: Client, open_page: Any) -> None:
         assert page.locator("#tour").is_visible()
         page.locator("#tour-next").click()
     assert steps >= 5 and not page.locator("#tour").is_visible()
+
+
+def test_two_pictures_on_a_phone_have_one_size(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "#image2=1"), PHONE, has_touch=True, is_mobile=True)
+    wait(page, "document.querySelectorAll('.stage').length === 2")
+    first, second = (page.locator(".frame").nth(number).bounding_box() for number in (0, 1))
+    assert [first[key] for key in ("y", "width", "height")] == [second[key] for key in ("y", "width", "height")]
+
+
+def test_an_uploaded_image_can_be_chosen_again(server: Client, included: Bundle, open_page: Any, tmp_path: Path) -> None:
+    page = open_page(address(server))
+    wait(page, "document.querySelector('#add-image')")
+    label = str(page.locator(".bars .label").first.inner_text())
+    file = tmp_path / "mine.jpg"
+    file.write_bytes(example_images()[1].data)
+    page.set_input_files("#file", str(file))
+    wait(page, "document.querySelector('[aria-label=\"Show mine.jpg\"]')")
+    page.get_by_role("button", name="Show cat").click()
+    wait(page, f"document.querySelector('.bars .label').textContent === {json.dumps(label)}")
+    page.get_by_role("button", name="Show mine.jpg").click()
+    expected = included.predict(example_images()[1].data)[0][0]
+    wait(page, f"document.querySelector('.bars .label').textContent === {json.dumps(expected.label)}")
+    assert page.get_by_role("button", name="Show mine.jpg").count() == 1  # not listed again
+    page.get_by_role("button", name="Show cat").click()
+    wait(page, f"document.querySelector('.bars .label').textContent === {json.dumps(label)}")
+    page.get_by_role("button", name="Compare").click()
+    page.select_option("#compare-image", label="mine.jpg")
+    page.locator("#compare-show").click()
+    wait(page, "document.querySelectorAll('.stage').length === 2")
+    assert page.locator(".stage-name strong").all_inner_texts() == ["cat", "mine.jpg"]
 
 
 def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> None:
@@ -378,8 +410,9 @@ def test_saved_page(included: Bundle, bundle: Bundle, open_page: Any, tmp_path: 
     assert not notes
     file = tmp_path / "page.html"
     file.write_text(content, encoding="utf-8")
-    page = open_page(file.as_uri() + "#model2=tiny")
+    page = open_page(file.as_uri())
     wait(page, "document.querySelectorAll('.stage').length === 2 && document.body.dataset.drawn === '36'")
+    assert page.locator(".stage-name span").all_inner_texts() == ["included", "tiny"]
     for view in ("Rollout", "Similarity", "Colours", "Positions", "Attention"):
         page.get_by_role("tab", name=view).click()
         page.wait_for_timeout(150)

@@ -23,6 +23,7 @@ let start = { models: [], images: [] };
 let stages = [];
 let maskedFor = ""; // the patches that `item.masked` of the shown images answers to
 const newest = [0, 0]; // the number of the last request for each side
+const uploads = []; // {blob, name, button} of the user's own images, so that they can be chosen again
 
 const items = () => stages.map((stage) => stage.item);
 // The item whose layers, heads and patches the state counts: the first one that has attention, as a ResNet has no layers.
@@ -99,6 +100,7 @@ async function open(blob, name, slot = 0, model = null, number = null) {
     }
     item.number = number;
     place(item, slot);
+    if (number === null) keepUpload(item);
     setPlaces({ [slot ? "image2" : "image"]: number, [slot ? "model2" : "model"]: start.models.length > 1 || slot ? item.info.model : null });
   } catch (error) {
     if (outdated()) return;
@@ -273,7 +275,7 @@ function showOne() {
 function setUpCompare() {
   const dialog = byId("compare-dialog");
   byId("compare-button").addEventListener("click", () => {
-    const options = [["same", "the same image"], ...start.images.map((name, number) => [number, name]), ...(source.saved ? [] : [["file", "choose a file …"]])];
+    const options = [["same", "the same image"], ...start.images.map((name, number) => [number, name]), ...uploads.map(({ name }, number) => [`upload ${number}`, name]), ...(source.saved ? [] : [["file", "choose a file …"]])];
     byId("compare-image").replaceChildren(...options.map(([value, label]) => element("option", { value: String(value) }, [label])));
     byId("compare-model").replaceChildren(...start.models.map((name) => element("option", { value: name }, [name])));
     const { name: shown, info } = stages[0].item;
@@ -288,7 +290,10 @@ function setUpCompare() {
     const [image, model] = [byId("compare-image").value, byId("compare-model").value];
     if (image === "file") byId("compare-file").click();
     else if (image === "same") open(stages[0].item.blob, stages[0].item.name, 1, model, stages[0].item.number);
-    else openOffered(Number(image), 1, model);
+    else if (image.startsWith("upload ")) {
+      const { blob, name } = uploads[Number(image.slice("upload ".length))];
+      open(blob, name, 1, model);
+    } else openOffered(Number(image), 1, model);
   });
   byId("compare-file").addEventListener("change", (event) => {
     const [file] = event.target.files;
@@ -343,29 +348,44 @@ function setUpControls() {
 }
 
 async function showGallery() {
-  const thumbnails = [];
-  const buttons = start.images.map((name, number) => {
-    const canvas = element("canvas", { width: "96", height: "96", "aria-hidden": "true" });
-    thumbnails.push(canvas);
-    const button = element("button", { type: "button", class: "thumbnail", title: name, "aria-label": `Show ${name}` }, [canvas]);
-    button.addEventListener("click", () => openOffered(number));
-    return button;
-  });
+  const buttons = start.images.map((name, number) => thumbnail(name, () => openOffered(number)));
   const add = element("button", { type: "button", class: "thumbnail add", id: "add-image", "aria-label": "Choose an image" }, ["+"]);
   add.addEventListener("click", () => byId("file").click());
-  byId("gallery").replaceChildren(...buttons, ...(source.saved ? [] : [add]));
+  byId("gallery").replaceChildren(...buttons, ...uploads.map(({ button }) => button), ...(source.saved ? [] : [add]));
   if (source.saved) byId("drop-hint").textContent = "A saved page: it works without a server and shows its own images. `vitrail explore` opens others.";
   if (start.credit) byId("drop-hint").append(` ${start.credit}`);
-  for (const [number, canvas] of thumbnails.entries()) await drawThumbnail(number, canvas).catch(() => {});
+  for (const [number, button] of buttons.entries()) {
+    await offeredPicture(number).then((bitmap) => drawThumbnail(button, bitmap)).catch(() => {});
+  }
 }
 
-async function drawThumbnail(number, canvas) {
-  const bitmap = source.saved ? (await openItem(await source.offered(number), start.images[number], start.models[0])).photo : await createImageBitmap(await source.offered(number));
+async function offeredPicture(number) {
+  const blob = await source.offered(number);
+  return source.saved ? (await openItem(blob, start.images[number], start.models[0])).photo : createImageBitmap(blob);
+}
+
+function keepUpload({ blob, name, photo }) {
+  if (uploads.some((each) => each.blob === blob)) return;
+  const button = thumbnail(name, () => open(blob, name));
+  drawThumbnail(button, photo);
+  uploads.push({ blob, name, button });
+  byId("add-image")?.before(button);
+}
+
+function thumbnail(name, show) {
+  const canvas = element("canvas", { width: "96", height: "96", "aria-hidden": "true" });
+  const button = element("button", { type: "button", class: "thumbnail", title: name, "aria-label": `Show ${name}` }, [canvas]);
+  button.addEventListener("click", show);
+  return button;
+}
+
+function drawThumbnail(button, bitmap) {
   const side = Math.min(bitmap.width, bitmap.height);
-  canvas.getContext("2d").drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 96, 96);
+  button.firstChild.getContext("2d").drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 96, 96);
 }
 
 const { found: given, opened } = readAddress();
+const isFresh = location.hash === ""; // nothing was chosen yet
 
 async function begin() {
   Object.assign(state, given);
@@ -378,6 +398,7 @@ async function begin() {
   start = await source.start((models) => showBusy(`Loading ${models.join(", ")} …`));
   byId("model").replaceChildren(...start.models.map((name) => element("option", { value: name }, [name])));
   if (start.models.includes(opened.model)) byId("model").value = opened.model;
+  if (source.saved && isFresh) opened.model2 = start.models[1]; // it was saved to compare them
   const chosen = (text) => (Number(text) < start.images.length ? Math.max(0, Number(text) || 0) : 0);
   if (start.images.length) await openOffered(chosen(opened.image ?? 0));
   if (stages.length && (opened.image2 !== undefined || opened.model2 !== undefined)) {

@@ -62,6 +62,12 @@ def misspelled_kernels() -> object:
     return model(images())
 
 
+def attention_of_a_patched_forward() -> object:
+    model = new_vit()
+    model.blocks[0].attention.forward = lambda x, *rest: x
+    return next(model.attention(images()))
+
+
 CASES: tuple[Case, ...] = (
     at("models/config.py:_Fields._whole", lambda: vit(depth=0), "depth is 0;", "it takes whole numbers of at least 1."),
     at("models/config.py:_Fields._whole", lambda: model_config("BiT-R50x1", layers="3"), "layers is ('3',);",
@@ -119,6 +125,9 @@ CASES: tuple[Case, ...] = (
        "has no head, so it has no output to take gradients of.", "Use attention, which needs none."),
     at("models/attention_maps.py:attention_gradients#2", lambda: vit().attention_gradients(images(), torch.tensor([7])),
        "`outputs` is [7];", "it takes one number from 0 to 2 for each of 1 image."),
+    at("models/attention_maps.py:_with_attention", attention_of_a_patched_forward,
+       "A method of this model's attention was replaced by one that does not say what it attends to.",
+       "Put the method back, or define `with_weights` in a subclass."),
     at("models/surgery.py:checkpoint_activations", lambda: vit().checkpoint_activations(-3),
        "checkpoint_activations(-3)", "a number of blocks from 0, or None for all 2"),
     at("models/recompute.py:Recompute.__post_init__", lambda: vit().checkpoint_activations(1, "norms"),  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import base64
 import json
+import signal
 import socket
 import struct
 import time
@@ -25,6 +26,7 @@ from vitrail.data.preprocess import Preprocess, preset
 from vitrail.serve.app import create_app
 from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.byte_maps import MAX_REPLY
+from vitrail.serve.decoders import _ended
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import Explorations, NamedImage
@@ -186,6 +188,10 @@ FORMATS = "known format (JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM)."
 CORS = {"origin": "https://example.com", "access_control_request_method": "POST"}
 
 
+def crashed_decoder() -> None:
+    raise _ended(-signal.SIGSEGV)
+
+
 # fmt: off
 def other_process() -> None:
     """Parse a body without inputs in the other process."""
@@ -285,6 +291,8 @@ CASES: tuple[Case, ...] = (
        "the image: truncated: the file ends before the image is complete.", "Replace or remove it."),
     at("serve/images.py:decode#5", lambda: decoded(photo(), Corrupted()),
        "The image cannot be decoded: the file is corrupted.", "Send an intact JPEG or PNG file."),
+    at("serve/decoders.py:_ended", crashed_decoder,
+       "The image cannot be decoded: its decoder crashed.", "Send an intact JPEG or PNG file."),
     at("serve/images.py:_size#1", lambda: decoded(b""), "The image is empty (0 bytes);", "send the content of an image file."),
     at("serve/images.py:_size#2", lambda: decoded(png(20_000, 20_000)),
        "The image has too many pixels;", "send one of at most 64,000,000."),
@@ -303,7 +311,7 @@ CASES: tuple[Case, ...] = (
     at("serve/json_body.py:check_values", lambda: parse_json(b"[" * 9, InferRequest, 5),
        "The JSON has too many values;", "at most 5 are read here. Send fewer images."),
     at("serve/json_body.py:parse_json", lambda: parse_json(b"{}", InferRequest, 5), "inputs:", "Field required."),
-    at("serve/json_process.py:JsonProcess.run", other_process, "inputs:", "Field required."),
+    at("serve/process.py:Refused.error", other_process, "inputs:", "Field required."),
     at("serve/open_inference.py:routes.infer",
        lambda: ask("POST", "/v2/models/tiny/infer",
                    {"inputs": [{"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": [TEXT]}]}),
@@ -375,7 +383,9 @@ CASES: tuple[Case, ...] = (
        "--max-batch is 0;", "it must be above 0 and finite."),
     at("serve/settings.py:ServeSettings.__post_init__#2", lambda: ServeSettings(max_upload=5, max_bytes=10),
        "--max-upload is 5;", "it must be at least --max-bytes, which is 10."),
-    at("serve/settings.py:ServeSettings.__post_init__#3", lambda: ServeSettings(decoders=0),
+    at("serve/settings.py:ServeSettings.__post_init__#3", lambda: ServeSettings(decode_in="thread"),  # type: ignore[arg-type]
+       "--decode-in is 'thread';", "it must be auto, threads or processes."),
+    at("serve/settings.py:ServeSettings.__post_init__#4", lambda: ServeSettings(decoders=0),
        "--decoders is 0;", "it must be at least 1."),
     at("serve/worker.py:ModelWorker.check_head", lambda: service("zero-head").workers["tiny"].check_head(),
        "The head is all zeros: zero-head is only a backbone", "Fine-tune it on your classes"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from vitrail import VitrailError, create_model
 from vitrail.models import ViT
@@ -131,6 +133,37 @@ def test_only_the_given_layers_and_nothing_after_them() -> None:
     model.blocks[3].norm1.register_forward_hook(lambda *_: calls.append(1))
     list(model.attention(images, layers=[0, 2]))
     assert not calls
+
+
+def fivefold(module: nn.Module) -> None:
+    """Make a module's output five times as large, by a hook."""
+    module.register_forward_hook(lambda module, given, found: 5 * found)
+
+
+def fivefold_forward(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda *given, **named: 5 * forward(*given, **named)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("attention", ["full", "axial"])
+@pytest.mark.parametrize("change", [fivefold, fivefold_forward])
+def test_hooks_and_patched_methods_count(attention: str, change: Callable[[nn.Module], None]) -> None:
+    """Of the attention as a whole, which for the weights' sake is computed another way than usually."""
+    model, same = (build(attention=attention, depth=3, image_size=16) for _ in range(2))
+    change(model.blocks[0].attention)
+    same.blocks[0].attention.out.weight.data *= 5
+    same.blocks[0].attention.out.bias.data *= 5
+    images, outputs = torch.randn(2, 3, 16, 16), torch.tensor([1, 3])
+    expected = [list(same.attention(images)), list(same.attention_gradients(images, outputs))]
+    torch.testing.assert_close([list(model.attention(images)), list(model.attention_gradients(images, outputs))], expected)
+    assert all("_attend" not in vars(block.attention) for block in model.blocks)
+
+
+def test_attention_that_is_computed_elsewhere_is_refused() -> None:
+    model = build(image_size=16)
+    model.blocks[0].attention.forward = lambda x, *rest: x
+    with pytest.raises(VitrailError, match="does not say what it attends to"):
+        next(model.attention(torch.randn(1, 3, 16, 16)))
 
 
 def test_one_layer_at_a_time() -> None:

@@ -20,7 +20,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.cost import needed_flops
 
 pytest.importorskip("triton")
-from vitrail.models.fused import branches, hopper_attention, hopper_gelu_backward, hopper_matmul, whitelist
+from vitrail.models.fused import branches, hopper_attention, hopper_gelu_backward, hopper_matmul, ordinary_call
 
 __all__ = ["branches", "fusing", "hopper_attention", "hopper_gelu_backward", "hopper_matmul"]  # imported, they register operators
 CONFIG = create_model("ViT-S/16", outputs=10, depth=3, pooling="mean").config
@@ -31,7 +31,7 @@ ATTENTION = {"attention_forward", "attention_backward", "hopper_attention"}
 
 @pytest.fixture
 def _counter_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whitelist, "_has_global_hooks", lambda: False)
+    monkeypatch.setattr(ordinary_call, "_has_global_hooks", lambda: False)
 
 
 def count(kernels: str, config: ViTConfig = CONFIG, *, train: bool, batch: int = 2) -> dict[Any, int]:

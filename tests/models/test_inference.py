@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -269,6 +270,44 @@ def test_quantisation_is_right_to_half_a_step(seed: int, shift: float, size: flo
 def test_zeros_are_quantised() -> None:
     values, scale, zero = quantise(torch.zeros(3, 4))
     assert torch.equal((values.float() - zero) * scale, torch.zeros(3, 4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_an_image_that_is_not_finite_leaves_the_others_as_they_are(precision: Any) -> None:
+    """Of one chunk: a softmax that must be guarded for one image is computed in another precision."""
+    model = build()
+    images, made = some_images(model)[:2].repeat(2, 1, 1, 1), for_inference(model, precision)
+    expected = made(images)
+    images[1, 0, 0, 0] = float("nan")
+    found = made(images)
+    assert found[1].isnan().all()
+    torch.testing.assert_close(found[[0, 2, 3]], expected[[0, 2, 3]], rtol=0, atol=1e-6)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a default device": lambda: torch.device("meta"),
+    "a default type": lambda: default_dtype(torch.float64),
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_does_not_decide_which_matmuls_work(setting: str, fresh_self_tests: None) -> None:
+    """The answer is remembered: a first copy made under autocast would leave all later ones without int8."""
+    expected = [onednn.works(precision) for precision in LIMITS]
+    onednn.works.cache_clear()
+    with SETTINGS[setting]():
+        assert [onednn.works(precision) for precision in LIMITS] == expected
 
 
 @torch.no_grad()

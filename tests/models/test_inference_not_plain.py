@@ -269,6 +269,28 @@ def test_hooks_are_called_once_with_the_whole_batch(copied: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("precision", LIMITS)
+def test_hooks_inside_the_blocks_of_a_copy(precision: Any) -> None:
+    """They are called, and what they keep stays as it was: layers overwrite their input only where there are no hooks."""
+    made = for_inference(build(), precision)
+    images, kept = some_images(made), list[tuple[Tensor, Tensor]]()
+    expected, block = made(images), made.model.get_submodule("blocks.0")
+
+    def keep(module: nn.Module, given: tuple[Tensor], found: Tensor) -> None:
+        kept.extend((one, one.clone()) for one in (*given, found))
+
+    handles = [block.get_submodule(name).register_forward_hook(keep) for name in ("norm1", "out", "norm2", "up")]
+    made(images)
+    for handle in handles:
+        handle.remove()
+    assert kept and all(torch.equal(now, then) for now, then in kept)
+    handle = block.get_submodule("norm1").register_forward_hook(lambda module, given, found: 2 * found)
+    assert error(made(images), expected) > 0.01
+    handle.remove()
+    assert torch.equal(made(images), expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("copied", COPIES)
 def test_a_patched_class_or_a_global_hook_is_seen(copied: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()

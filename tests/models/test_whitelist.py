@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.other_libraries import randomise
 from tests.models.test_fused import CLOSE, DEVICE, blocks_fused, fusing, near
 from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist
+from vitrail.models.fused.ordinary_call import is_ordinary_call
 from vitrail.models.layers import Mlp, PatchEmbedding
 from vitrail.models.positions import LearnedPositions
 from vitrail.models.vit import Block
@@ -191,7 +193,18 @@ def test_a_class_patched_before_the_first_call_is_noticed() -> None:
     code = (
         "from vitrail.models import vit\n"
         "vit.Block.forward = lambda self, x, *rest: x\n"
-        "from vitrail.models.fused.whitelist import is_ordinary_call\n"
+        "from vitrail.models.fused.ordinary_call import is_ordinary_call\n"
+        "assert not is_ordinary_call()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_a_function_patched_before_vitrail_is_imported_is_noticed() -> None:
+    code = (
+        "import torch.nn.functional as F\n"
+        "F.scaled_dot_product_attention = lambda q, k, v, **_: v\n"
+        "from vitrail.models.fused.ordinary_call import is_ordinary_call\n"
         "assert not is_ordinary_call()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -262,6 +275,18 @@ def test_a_torch_function_mode_takes_the_plain_path(images: Tensor, fusing: None
     with torch.device(DEVICE):  # a default device is such a mode, too, and changes no arithmetic
         logits(model, images, "auto")
     assert len(blocks_fused) == 3
+
+
+def test_a_dispatch_mode_takes_the_plain_path(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    class NoGelu(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func is torch.ops.aten.gelu.default else func(*args, **(kwargs or {}))
+
+    model = tiny(depth=1).eval()
+    before = logits(model, images, "plain")
+    with NoGelu(), torch.no_grad():
+        plain = logits(model, images, "plain")
+        assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3) and not blocks_fused
 
 
 def test_the_final_norm_may_be_replaced(images: Tensor, fusing: None) -> None:
@@ -552,4 +577,4 @@ def _math_attention() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_hooks_left() -> Iterator[None]:
     yield
-    assert whitelist.is_ordinary_call()
+    assert is_ordinary_call()

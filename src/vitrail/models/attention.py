@@ -43,7 +43,7 @@ class Attention(nn.Module):
     def with_weights(self, x: Tensor, bias: Tensor | None = None, *grid: Pair) -> tuple[Tensor, Tensor]:
         """Return the output, and the attention [batch, head, query, key] that produced it. Without dropout."""
         q, k, v = self._split(x)
-        weights = _scores(q, k, self._with_mask(bias, x, *grid)).softmax(dim=-1)
+        weights = attention_weights(q, k, self._with_mask(bias, x, *grid))
         return self._merge(weights.to(v.dtype) @ v), weights
 
     def scores(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -198,6 +198,11 @@ def attention_for(config: ViTConfig, block: int) -> Attention:
 def grid_for(block: nn.Module, other: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Return the argument by which a block gets another grid than the model's: only axial attention has to know it."""
     return other if other and isinstance(getattr(block, "attention", None), AxialAttention) else ()
+
+
+def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+    """Return softmax(qkᵀ/√d) in float32, with a bias of the scores."""
+    return _scores(q, k, bias).softmax(dim=-1)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:

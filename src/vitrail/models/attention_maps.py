@@ -1,21 +1,24 @@
 """Attention as it is used, layer by layer: the maps themselves, and how an output depends on them.
 
 Both recompute softmax(qkᵀ/√d) from each block's own q and k, in eval mode, whatever kernel `forward` uses, and carry the block's
-output on from that very matrix. Nothing is hooked, so an empty capture cannot happen.
+output on from that very matrix. Nothing is hooked, so an empty capture cannot happen. A block with hooks or patched methods is
+called as it is, with that softmax in place of its kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.errors import VitrailError, counted
-from vitrail.models.attention import grid_for
+from vitrail.models.attention import Attention, AxialAttention, attention_weights, grid_for
 from vitrail.models.config import Pair
 from vitrail.models.features import check_images, chosen_layers, evaluating, other_grid
+from vitrail.models.fused.ordinary_call import is_patched
+from vitrail.models.fused.whitelist import is_plain
 
 if TYPE_CHECKING:
     from vitrail.models.vit import ViT
@@ -48,7 +51,7 @@ def _attention(model: ViT, images: Tensor, layers: tuple[int, ...], pooling: boo
             if number not in layers:
                 x = _run(block, x, bias, other)
                 continue
-            x, weights = block.with_attention(x, bias, *grid_for(block, other))  # type: ignore[operator]
+            x, weights = _with_attention(block, x, bias, other)
         yield number, weights
     if pooling:
         with evaluating(model):
@@ -91,7 +94,7 @@ def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWit
         block = model.blocks[number]
         with evaluating(block), torch.enable_grad():
             x, bias = inputs.pop().requires_grad_(), model.positions.bias(number, *other)
-            x_after, weights = block.with_attention(x, bias, *grid_for(block, other))  # type: ignore[operator]
+            x_after, weights = _with_attention(block, x, bias, other)
             grad_weights, grad_x = torch.autograd.grad(x_after, (weights, x), grad_x)
         yield number, weights.detach(), grad_weights
 
@@ -99,6 +102,42 @@ def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWit
 def _run(block: nn.Module, x: Tensor, bias: Tensor | None, other: tuple[Pair, ...]) -> Tensor:
     grid = grid_for(block, other)
     return block(x, bias, None, *grid) if grid else block(x, bias)  # type: ignore[no-any-return]
+
+
+def _with_attention(block: Any, x: Tensor, bias: Tensor | None, other: tuple[Pair, ...]) -> tuple[Tensor, Tensor]:
+    """Return the block's output and its attention, also where a hook or a patched method changes what the block computes."""
+    from vitrail.models.vit import Block
+
+    attention, grid = getattr(block, "attention", None), grid_for(block, other)
+    if not isinstance(block, Block) or not isinstance(attention, Attention):
+        return block.with_attention(x, bias, *grid)  # type: ignore[no-any-return]
+    known = type(attention) in (Attention, AxialAttention) and is_plain(attention, type(attention))
+    if known and is_plain(block, Block) and not is_patched():
+        return block.with_attention(x, bias, *grid)
+    found: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
+        weights = attention_weights(q, k, attention._with_mask(bias, x, *grid))
+        found.append(weights)
+        return weights.to(v.dtype) @ v
+
+    call: Any = block._call_impl  # hooks and all, but not a compiled form, which may hold `_attend`
+    before = vars(attention).get("_attend")
+    vars(attention)["_attend"] = attend
+    try:
+        x_after = call(x, bias, None, *grid) if grid else call(x, bias)
+    finally:
+        del vars(attention)["_attend"]
+        if before is not None:
+            vars(attention)["_attend"] = before
+    if len(found) == 1:
+        return x_after, found[0]
+    if type(attention).with_weights is Attention.with_weights:
+        raise VitrailError(
+            "A method of this model's attention was replaced by one that does not say what it attends to. "
+            "Put the method back, or define `with_weights` in a subclass."
+        )
+    return block.with_attention(x, bias, *grid)
 
 
 def normed_tokens(model: ViT, x: Tensor) -> Tensor:

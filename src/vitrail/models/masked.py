@@ -16,7 +16,7 @@ from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import flops, unread_flops
 from vitrail.models.features import other_grid
-from vitrail.models.fused import whitelist
+from vitrail.models.fused.ordinary_call import is_ordinary_call
 from vitrail.models.initialisation import lecun_normal_, small_normal_
 from vitrail.models.vit import ViT
 
@@ -161,7 +161,7 @@ def prefix_indices(order: Tensor, prefix: int) -> Tensor:
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     """Gather tokens [image, token, width] at indices [image, index], each at most once."""
-    if not whitelist.is_ordinary_call():
+    if not is_ordinary_call():
         return at(tokens, indices)
     return _GatherTokens.apply(tokens, indices)  # type: ignore[no-any-return]
 

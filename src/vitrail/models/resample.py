@@ -70,7 +70,7 @@ def _constant(make: Callable[..., Tensor], *given: Any) -> Tensor:
     """Return `make(*given)`, kept from an earlier call where tensors made now are plain: not fake, traced, or a transform's."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return make(*given)
-    from vitrail.models.fused.whitelist import is_eager_call
+    from vitrail.models.fused.ordinary_call import is_eager_call
 
     if not is_eager_call():
         return make(*given)

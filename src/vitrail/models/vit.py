@@ -14,7 +14,7 @@ from vitrail.models.config import Pair, PositionRule, ViTConfig
 from vitrail.models.features import Features, check_images, chosen_layers, grid_of, other_grid
 from vitrail.models.fused import dispatch
 from vitrail.models.fused.encoder import BlockOptions, PendingResidual, run_block
-from vitrail.models.fused.whitelist import imported_functions
+from vitrail.models.fused.ordinary_call import imported_functions
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS
 from vitrail.models.recompute import Keep, Recompute

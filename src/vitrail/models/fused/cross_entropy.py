@@ -30,7 +30,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def _fuses(logits: Tensor) -> bool:
     if not logits.is_cuda or logits.dtype not in _LOW or not 0 < logits.shape[1] <= _MAX_CLASSES or not has_triton():
         return False
-    from vitrail.models.fused.whitelist import is_ordinary_call, is_plain_tensor
+    from vitrail.models.fused.ordinary_call import is_ordinary_call
+    from vitrail.models.fused.whitelist import is_plain_tensor
 
     return is_plain_tensor(logits) and is_ordinary_call() and works_on(logits.device, logits.dtype)
 

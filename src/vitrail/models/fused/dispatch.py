@@ -1,7 +1,8 @@
 """Where the fused kernels enter a model: at the images, at the encoder's input, and from block to block.
 
-Each entry asks two questions at every call. Does the module compute exactly what the kernels compute (`whitelist.py`)? And do the
-kernels run, and run rightly, on this device (`self_test.py`)? Where either answer is no, the modules run as torch has them.
+Each entry asks two questions at every call. Does the module compute exactly what the kernels compute (`whitelist.py`,
+`ordinary_call.py`)? And do the kernels run, and run rightly, on this device (`self_test.py`)? Where either answer is no, the
+modules run as torch has them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vitrail.models.config import Pair
 from vitrail.models.features import in_precision_of
 from vitrail.models.fused import encoder, launch, self_test, whitelist
 from vitrail.models.fused.encoder import PendingResidual
+from vitrail.models.fused.ordinary_call import is_ordinary_call
 from vitrail.models.fused.sharded import is_sharded
 from vitrail.models.layers import PatchEmbedding
 from vitrail.models.positions import Positions
@@ -50,7 +52,7 @@ def _fuses_patchify(model: ViT, images: Tensor) -> bool:
     if dtype is None or images.requires_grad or images.device != weight.device or images.numel() == 0:
         return False
     plain = whitelist.is_plain_tensor(images) and whitelist.is_plain_tensor(weight)
-    return plain and whitelist.is_ordinary_call() and _kernels_run(weight, dtype)
+    return plain and is_ordinary_call() and _kernels_run(weight, dtype)
 
 
 def fuses_positions(model: ViT, patches: Tensor) -> bool:
@@ -134,7 +136,7 @@ def can_fuse(x: Tensor) -> bool:
     dtype = encoder.matmul_dtype(x)
     if dtype is None or x.dtype not in (torch.float32, dtype) or x.ndim != 3 or x.numel() == 0:
         return False
-    return whitelist.is_plain_tensor(x) and whitelist.is_ordinary_call() and _kernels_run(x, dtype)
+    return whitelist.is_plain_tensor(x) and is_ordinary_call() and _kernels_run(x, dtype)
 
 
 def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocast: bool) -> bool:

@@ -7,22 +7,18 @@ The checks read `__dict__` directly: `nn.Module.__getattr__` would cost ten time
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
-from torch.nn.modules import module as module_globals
-from torch.utils._device import DeviceContext
 
 import vitrail.models.vit  # by its name, since that module imports this package
 from vitrail.models.attention import Attention
 from vitrail.models.fused.folded_norm import FoldedNorm
 from vitrail.models.fused.launch import PLAIN_TENSORS
+from vitrail.models.fused.ordinary_call import POSITION_METHODS
 from vitrail.models.fused.sharded import fsdp_hooks, is_sharded
-from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
+from vitrail.models.layers import LayerScale, Mlp, StochasticDepth
 from vitrail.models.positions import KINDS, Positions
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -177,41 +173,6 @@ _NORMS = frozenset({nn.LayerNorm, FoldedNorm})
 _NO_SCALES, _SCALES = frozenset({nn.Identity}), frozenset({nn.Identity, LayerScale})
 
 
-def is_ordinary_call() -> bool:
-    """Tell whether modules are called eagerly and by nothing but autograd's reverse mode, with classes as they were imported.
-
-    Not so under torch.compile, export and tracing, under functorch's transforms (`torch.func.grad`, `vmap`), in forward-mode
-    differentiation, in a torch function mode, with global module hooks, or after a method of a class was patched, or a function of
-    torch that these call.
-    """
-    return is_eager_call() and not is_patched()
-
-
-def is_eager_call() -> bool:
-    """Tell whether no compiler, transform, mode or global hook changes what a call does. Takes 1 µs, `is_patched` several."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return not ((torch._C._len_torch_function_stack() and _has_function_mode()) or _has_global_hooks())
-
-
-def is_patched() -> bool:
-    """Tell whether a method of a whitelisted class, or a function of torch that they call, is not the one that was imported."""
-    return any(getattr(owner, name) is not function for owner, name, function in imported_functions())
-
-
-def _has_function_mode() -> bool:
-    """Tell whether a torch function mode is active that may replace what modules call; that of a default device does not."""
-    modes = (torch._C._get_function_stack_at(number) for number in range(torch._C._len_torch_function_stack()))
-    return any(type(mode) is not DeviceContext for mode in modes)
-
-
-def _has_global_hooks() -> bool:
-    forward, backward = module_globals._global_forward_hooks, module_globals._global_backward_hooks
-    return bool(forward or backward or module_globals._global_forward_pre_hooks or module_globals._global_backward_pre_hooks)
-
-
 def is_plain_tensor(tensor: Any) -> bool:
     """Tell whether a tensor is torch's own (or a fake one, for planning) and not a subclass with arithmetic of its own."""
     if type(tensor) in PLAIN_TENSORS:
@@ -237,7 +198,7 @@ def holds_plain_tensors(module: nn.Module) -> bool:
 
 def are_plain_positions(positions: nn.Module) -> bool:
     """Tell whether positions are of one of our kinds and add to tokens what their class says."""
-    if type(positions) not in _POSITIONS or not _POSITION_METHODS.isdisjoint(positions.__dict__):
+    if type(positions) not in _POSITIONS or not POSITION_METHODS.isdisjoint(positions.__dict__):
         return False
     return holds_plain_tensors(positions)
 
@@ -251,7 +212,6 @@ def add_only_at_input(positions: Any) -> bool:
 
 
 _POSITIONS = frozenset(KINDS.values())
-_POSITION_METHODS = frozenset({"at_input", "before_layer", "bias", "_add", "_table"})
 
 
 def _is_parameter(parameter: Any) -> bool:
@@ -276,24 +236,3 @@ def _is_block(block: nn.Module) -> bool:
         return False
     # FSDP2 gathers parameters for `forward_pending` only where that is registered with it, which puts it on the instance.
     return type(block) is vitrail.models.vit.Block or (is_sharded(block) and "forward_pending" in state)
-
-
-# What the modules call in `torch.nn.functional`: profilers, and packages with attention kernels of their own, replace it there.
-_FUNCTIONS = ("linear", "layer_norm", "gelu", "dropout", "scaled_dot_product_attention")
-
-
-@functools.cache
-def imported_functions() -> tuple[tuple[Any, str, Any], ...]:
-    """Each whitelisted class with its methods, and torch's functions that they call, as they were when this was first called.
-
-    That is when `vitrail.models.vit` is imported.
-    """
-    from vitrail.models.vit import Block
-
-    layers = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
-    kinds: tuple[type[nn.Module], ...] = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
-    names: list[tuple[Any, str]] = [(kind, name) for kind in kinds for name in ("forward", "__call__", "_call_impl")]
-    names += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
-    names += [(kind, name) for kind in KINDS.values() for name in sorted(_POSITION_METHODS)]
-    names += [(F, name) for name in _FUNCTIONS]
-    return tuple((owner, name, getattr(owner, name)) for owner, name in names)

@@ -29,7 +29,8 @@ from torch.utils.hooks import RemovableHandle
 
 from vitrail.models.cuda_graph import CudaGraph, Graph, random_state, recover
 from vitrail.models.fused.ops import device_guard
-from vitrail.models.fused.whitelist import has_hooks, is_eager_call, is_patched
+from vitrail.models.fused.ordinary_call import is_eager_call, is_patched
+from vitrail.models.fused.whitelist import has_hooks
 from vitrail.models.inference.replaceable import are_patched, runs_known_code
 
 log = logging.getLogger("vitrail")

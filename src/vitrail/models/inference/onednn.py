@@ -6,6 +6,7 @@ it with the plain one: an operation that is missing, raises or is wrong is not u
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Literal
 
@@ -54,28 +55,37 @@ def int8_linear(
 
 @cache
 def works(precision: MatmulPrecision) -> bool:
-    """Tell whether the matmul of this precision exists and is right, with and without GELU."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randint(-8, 8, (size, 32), generator=generator).float() for size in (5, 16))
-    bias = torch.arange(16.0) / 4
+    """Tell whether the matmul of this precision exists and is right, with and without GELU.
+
+    Runs in a thread of its own, where no setting of this thread applies: no autocast, no default device, no mode. The answer is
+    remembered, and must not depend on them.
+    """
     try:
-        with torch.no_grad():
-            for gelu in GELUS:
-                found = _small_matmul(precision, x, weight, bias, gelu)
-                expected = F.linear(x, weight, bias)
-                expected = expected if gelu is None else F.gelu(expected, approximate=gelu)
-                tolerance = 1e-2 if precision == "bf16" else 1e-4
-                if not torch.allclose(found.float(), expected, rtol=tolerance, atol=1e-3):
-                    return False
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(_is_right, precision).result()
     except Exception:  # a private operation may fail in as many ways as there are versions of torch
         return False
+
+
+@torch.no_grad()
+def _is_right(precision: MatmulPrecision) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-8, 8, (size, 32), generator=generator).to(torch.float32) for size in (5, 16))
+    bias = torch.arange(16, dtype=torch.float32) / 4
+    for gelu in GELUS:
+        found = _small_matmul(precision, x, weight, bias, gelu)
+        expected = F.linear(x, weight, bias)
+        expected = expected if gelu is None else F.gelu(expected, approximate=gelu)
+        tolerance = 1e-2 if precision == "bf16" else 1e-4
+        if not torch.allclose(found.to(torch.float32), expected, rtol=tolerance, atol=1e-3):
+            return False
     return True
 
 
 def _small_matmul(precision: MatmulPrecision, x: Tensor, weight: Tensor, bias: Tensor, gelu: Gelu | None) -> Tensor:
     """Multiply small integers, which are exact in every precision."""
     if precision == "int8":
-        ones, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
+        ones, zeros = torch.ones(len(weight), dtype=torch.float32), torch.zeros(len(weight), dtype=torch.int32)
         packed = pack_int8(weight.to(torch.int8))
         return int8_linear((x + 8).to(torch.uint8), 1.0, 8, packed, ones, zeros, bias, torch.float32, gelu)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16

@@ -89,10 +89,10 @@ class PackedBlock(nn.Module):
 
     def _split(self, x: Tensor, num_queries: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries of the first tokens, keys and values of all: [image, head, token, channel]."""
-        qkv = self.qkv(_norm(x, self.norm1)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.contiguous().unbind(0)  # the matmuls below lose more to strides than the copy costs
         q = q[:, :, :num_queries]
-        return q if self.q_norm is None else _norm(q, self.q_norm), k if self.k_norm is None else _norm(k, self.k_norm), v
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """softmax(qkᵀ) v, q being scaled already: [image, head, token, channel] in float32."""
@@ -109,21 +109,26 @@ class PackedBlock(nn.Module):
 
     def _after_attention(self, x: Tensor, attended: Tensor, into: Tensor) -> None:
         y = x + self.out(attended.transpose(1, 2).flatten(2))
-        torch.add(y, self.down(self.up(_norm(y, self.norm2))), out=into)
+        torch.add(y, self.down(self.up(self.norm2(y))), out=into)
 
 
 def _attend_exp2(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(scores · ln 2) v for scores qkᵀ + bias: powers of two, and the division last, where there is least to divide.
 
     The usual subtraction of the largest score only guards the range; a float's precision does not depend on it. So the range
-    is checked afterwards, and the guarded form computed in the rare case that the sums left it.
+    is checked afterwards, and the guarded form computed in the rare case that the sums left it: for those heads alone, since a
+    head of another image must not be rounded otherwise because of them.
     """
     powers = _scores(q, k, bias).exp2_()
     total = powers.sum(dim=-1, keepdim=True, dtype=torch.float32)
+    found = torch.bmm(powers, v) / total
     smallest, largest = torch.aminmax(total)
     if smallest.item() > 1e-20 and largest.item() < 1e30:  # false for NaN too
-        return torch.bmm(powers, v) / total
-    return torch.bmm((_scores(q.float(), k.float(), bias) * math.log(2)).softmax(dim=-1), v.float())
+        return found
+    heads = ~((total > 1e-20) & (total < 1e30)).flatten(1).all(dim=1)
+    scores = _scores(q[heads].float(), k[heads].float(), None if bias is None else bias[heads])
+    found[heads] = torch.bmm((scores * math.log(2)).softmax(dim=-1), v[heads].float())
+    return found
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
@@ -145,10 +150,6 @@ def _balanced(weight: Tensor, norm: nn.LayerNorm) -> Tensor:
     norm.weight.div_(factor)
     norm.bias.div_(factor)
     return weight * factor
-
-
-def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 def _scaled_norm(norm: nn.LayerNorm | None, factor: float) -> nn.LayerNorm | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vitrail.models.inference import onednn
 from vitrail.models.inference.onednn import Gelu, MatmulPrecision
@@ -18,7 +19,8 @@ Quantised = tuple[Tensor, float, int]  # q (uint8), scale and zero point: q stan
 class InferenceLinear(nn.Module):
     """x Wᵀ + b, then an optional GELU, of float32 tokens [image, token, channel].
 
-    A layer may overwrite its input, which nothing else in an encoder block reads. `dtype` is the output's.
+    A layer may overwrite its input, which nothing else in an encoder block reads, unless hooks were registered. `dtype` is the
+    output's.
     """
 
     def __init__(self, gelu: Gelu | None, dtype: torch.dtype) -> None:
@@ -71,6 +73,8 @@ class Int8Linear(InferenceLinear):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if RemovableHandle.next_id:  # a hook was registered in this process: it may keep what a layer takes or returns
+            x = x.clone()
         found = [self._matmul(*quantise(image)) for image in x]
         if not found:
             return x.new_empty(*x.shape[:-1], len(self.scales), dtype=self.dtype)

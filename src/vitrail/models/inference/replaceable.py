@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from vitrail.models.attention import Attention, AxialAttention
-from vitrail.models.fused.whitelist import has_hooks, is_ordinary_call, is_plain, is_plain_block
+from vitrail.models.fused.ordinary_call import is_ordinary_call
+from vitrail.models.fused.whitelist import has_hooks, is_plain, is_plain_block
 from vitrail.models.layers import LayerScale, Mlp, StochasticDepth
 from vitrail.models.vit import Block, ViT
 

@@ -34,7 +34,7 @@ def routes(service: Service) -> APIRouter:
         body, images = await service.json.run(read_embeddings, data, most, **limits)
         worker = service.worker(body.model)
         worker.check_space()
-        found = await service.compute(request, worker, "embedding", images, deadline)
+        found = (await service.compute(request, worker, "embedding", images, deadline)).results
         for number, one in enumerate(found):
             if isinstance(one, ServiceError):
                 raise ServiceError(one.status, one.message if len(found) == 1 else f"image {number}: {one.message}")

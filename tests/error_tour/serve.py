@@ -127,7 +127,7 @@ def decoded(data: bytes, preprocess: Any = None, **settings: Any) -> Any:
 class Corrupted(Preprocess):
     """Fails as a decoder may fail."""
 
-    def __call__(self, image: Any, *, name: str = "image") -> Any:
+    def array(self, image: Any, *, name: str = "image") -> Any:
         raise SyntaxError("broken PNG file")
 
 

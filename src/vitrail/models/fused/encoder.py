@@ -125,9 +125,9 @@ def settle(pending: PendingResidual) -> Tensor:
     """Return the tokens, with the pending branch and what was subtracted added."""
     from vitrail.models.fused.branches import residual_norm
 
-    dtype, x = matmul_dtype(pending.x), pending.x
-    if pending.branch is not None and dtype is not None:
-        x, _ = residual_norm(*pending.addition, 1.0, dtype)
+    x = pending.x
+    if pending.branch is not None:
+        x, _ = residual_norm(*pending.addition, 1.0, pending.branch.dtype)
     return x if pending.mean is None else (x + pending.mean[..., None]).to(x.dtype)
 
 

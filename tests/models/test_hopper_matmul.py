@@ -356,6 +356,13 @@ def test_a_model_with_gelu_epilogues(gelu: str, fusing: None, monkeypatch: pytes
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         assert near(model(images), plain, 1e-4 + CLOSE)
     assert calls == ["matmul_bias_gelu"] * 2
+    calls.clear()
+    model.requires_grad_(False)
+    model.blocks[1].requires_grad_(True)  # what comes before it is frozen, and has no backward pass
+    _, gradients = results(model, images, "auto")
+    assert calls == ["matmul_bias_gelu", "matmul_bias_gelu_with_grad", "matmul_gelu_backward"]
+    assert set(gradients) == {name for name in plain_gradients if name.startswith("blocks.1.")}
+    assert all(near(one, plain_gradients[name], 1e-4 + 2 * CLOSE) for name, one in gradients.items())
 
 
 @pytest.mark.slow

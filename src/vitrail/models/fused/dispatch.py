@@ -107,6 +107,8 @@ class ResidualStream:
         else:  # a module of a user's own, which takes tokens and returns all of them
             x = self._recompute.run(number, block, *((x,) if bias is None else (x, bias)))[:, :num_queries]
         self._pending = PendingResidual(x)
+        if dtype is not None:  # a hook or a module of a user's own may return other tokens than it got
+            self._dtype = encoder.matmul_dtype(x) if can_fuse(x) else None
 
     def _run_fused(self, number: int, block: Block, num_queries: int | None) -> None:
         cheap = self._recompute.keep == "matmuls" and self._recompute.applies_to(number)
@@ -142,7 +144,7 @@ def can_fuse(x: Tensor) -> bool:
 def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocast: bool) -> bool:
     """Tell whether a block runs in fused kernels on tokens that `can_fuse`, with matmuls of this precision."""
     device = x.get_device()
-    if uses_autocast or x.dtype is not dtype:
+    if uses_autocast:
         shape = whitelist.shape_of_block(block, device)
     else:  # torch's modules say what they think of mixed precisions; FSDP2 may gather others than it holds
         shape = whitelist.shape_of_block(block, device, dtype)

@@ -130,13 +130,14 @@ def on_worker_threads(compute: Callable[[Tensor], Tensor], images: Tensor) -> Te
     workers = min(threads, len(images))
     if workers < 2:
         return compute(images)
-    per_worker = -(-len(images) // workers)
-    return torch.cat(list(_pool(workers, threads // workers).map(torch.no_grad()(compute), images.split(per_worker))))
+    per_worker, per_call = -(-len(images) // workers), threads // workers
+    pool = _pool(threads // per_call, per_call)  # not one for every batch size: on many cores that would be thousands of threads
+    return torch.cat(list(pool.map(torch.no_grad()(compute), images.split(per_worker))))
 
 
 @cache
 def _pool(workers: int, threads: int) -> ThreadPoolExecutor:
-    """Threads that are kept: each keeps its scratch memory. `threads` is what torch may use within each."""
+    """Return threads that are kept: each keeps its scratch memory. `threads` is what torch may use within each."""
     before = torch.get_num_threads()
     barrier = Barrier(workers)
     pool = ThreadPoolExecutor(workers, "vitrail-worker", initializer=torch.set_num_threads, initargs=(threads,))

@@ -325,8 +325,8 @@ def test_an_image_that_is_not_decoded_in_time_is_given_up(
     bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = threading.Event()
-    monkeypatch.setattr("vitrail.serve.service.decode", lambda *arguments: waiting.wait(5))
-    with running(lambda: bundle, deadline=0.2) as client:
+    monkeypatch.setattr("vitrail.serve.decoders.decode", lambda *arguments: waiting.wait(5))
+    with running(lambda: bundle, deadline=0.2, decode_in="threads") as client:
         began = time.monotonic()
         status, answer, _ = client.call("POST", "/v1/predict", jpegs[0])
         assert status == 503 and "deadline" in answer["error"] and time.monotonic() - began < 2

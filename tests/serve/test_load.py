@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Client, running, until
+from tests.serve.conftest import Client, process_running, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
 from vitrail.serve import worker as worker_module
@@ -242,16 +240,12 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle
         "from vitrail.cli import main\n"
         f"main(['serve', {bundle.report.source!r}, '--port', '0'])\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        port = int(process.stderr.readline().split(" at http://127.0.0.1:")[1].split()[0])
-        client = Client(None, port)  # type: ignore[arg-type]
+    with process_running(script) as (process, client), ThreadPoolExecutor(3) as pool:
         assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 200, 60)
-        with ThreadPoolExecutor(3) as pool:
-            calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:3]]
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            assert [call.result()[0] for call in calls] == [200, 200, 200]
+        calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:3]]
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert [call.result()[0] for call in calls] == [200, 200, 200]
         assert process.wait(20) == 0
 
 

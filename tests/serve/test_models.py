@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import vitrail
-from tests.serve.conftest import Client, running, until
+from tests.serve.conftest import process_running, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.native import save
 from vitrail.commands.serve import run_and_end
@@ -130,14 +130,10 @@ def test_sigterm_while_loading_ends_with_status_0(bundle: Bundle, loading: str) 
         "from vitrail.cli import main\n"
         f"main(['serve', {bundle.report.source!r}, '--port', '0'])\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        port = int(process.stderr.readline().split(" at http://127.0.0.1:")[1].split()[0])
-        assert until(lambda: _status(port) == 503, 20)
-        began = time.monotonic()
+    with process_running(script) as (process, client):
+        assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 503)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, process.stderr.read()
-        assert time.monotonic() - began < 10
+        assert process.wait(20) == 0
 
 
 @pytest.mark.slow
@@ -171,13 +167,6 @@ def test_an_unexpected_failure_is_shown_while_another_model_loads(
     loading.set()
     assert ended == [2] and "ZeroDivisionError: in the loader" in capsys.readouterr().err
     assert until(lambda: not service.has_threads)
-
-
-def _status(port: int) -> int:
-    try:
-        return Client(None, port).call("GET", "/v2/health/ready")[0]  # type: ignore[arg-type]
-    except OSError:
-        return 0
 
 
 def test_a_worker_that_dies_ends_the_service(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

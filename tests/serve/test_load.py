@@ -76,6 +76,16 @@ def test_a_full_queue_answers_at_once(bundle: Bundle, jpegs: list[bytes], gate: 
         assert client.call("POST", "/v1/predict", jpegs[2])[0] == 200
 
 
+def test_more_images_than_the_queue_has_places_for_are_too_many(bundle: Bundle, jpegs: list[bytes]) -> None:
+    """429 would let the client try for ever."""
+    with running(lambda: bundle, queue=2) as client:
+        for count, expected in ((2, 200), (3, 413)):
+            parts = b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % jpegs[0] * count
+            answer = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+            assert answer[0] == expected, answer
+        assert "more than 2" in answer[1]["error"] and client.service.workers["tiny"]._in_flight == 0
+
+
 def test_images_that_would_miss_their_deadline_are_refused_at_once(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
     with running(lambda: bundle, deadline=4) as client, ThreadPoolExecutor(2) as pool:
         worker = client.service.workers["tiny"]

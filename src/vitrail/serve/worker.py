@@ -24,7 +24,7 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate.settings import FeatureSpec
 from vitrail.models.inference import InferenceModel, for_inference
 from vitrail.models.inference.capture import WARMUP_CALLS
-from vitrail.serve.errors import ServiceError, queue_full, unavailable
+from vitrail.serve.errors import ServiceError, queue_full, too_many_images, unavailable
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
 from vitrail.train.parallel import choose_device
@@ -108,6 +108,8 @@ class ModelWorker:
 
     def check_space(self, images: int = 1) -> None:
         """Refuse images that have no place, or that would not be computed before their deadline."""
+        if images > self.settings.queue:  # there will never be so many places
+            raise too_many_images(self.settings.queue)
         wait = self._in_flight * self._seconds_per_image
         if self._in_flight + images > self.settings.queue or (self._in_flight and wait > _DEADLINE_SHARE * self.settings.deadline):
             raise queue_full(wait)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 import socket
 import struct
@@ -126,6 +127,23 @@ def test_an_image_that_waits_too_long_is_given_up(bundle: Bundle, jpegs: list[by
         assert first.result()[0] == 200
         status, answer, headers = second.result()
         assert status == 503 and "deadline" in answer["error"] and "retry-after" in headers
+
+
+def test_a_protocol_without_an_answer_per_image_says_which_failed_and_when_to_try_again(
+    bundle: Bundle, jpegs: list[bytes], gate: Gate
+) -> None:
+    texts = [base64.b64encode(one).decode() for one in jpegs[:2]]
+    infer = {"inputs": [{"name": "encoded_images", "shape": [2], "datatype": "BYTES", "data": texts}]}
+    with running(lambda: bundle, deadline=0.3) as client, ThreadPoolExecutor(3) as pool:
+        blocking = pool.submit(client.call, "POST", "/v1/predict", jpegs[0])
+        assert gate.entered.wait(5)
+        calls = [("/v2/models/tiny/infer", infer), ("/v1/embeddings", {"input": texts})]
+        late = [pool.submit(client.call, "POST", path, body) for path, body in calls]
+        for call in late:
+            status, answer, headers = call.result()
+            assert status == 503 and answer["error"].startswith("image 0: ") and headers["retry-after"] == "1"
+        gate.set()
+        assert blocking.result()[0] == 200
 
 
 def test_too_large(bundle: Bundle, jpegs: list[bytes]) -> None:

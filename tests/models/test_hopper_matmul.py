@@ -40,6 +40,18 @@ def test_the_fitted_gelu_is_near_the_exact_one(tanh: bool) -> None:
     assert (found - value).abs().max() < 2e-5 and (found_derivative - derivative).abs().max() < 5e-5
 
 
+def test_a_matrix_at_any_address_is_described_to_tma() -> None:
+    """TMA reads from multiples of 16 bytes, and a weight may be a part of one vector of all (`vector_to_parameters`)."""
+    from vitrail.models.fused.hopper_pingpong import tma_descriptor
+
+    vector = torch.arange(3 + 128 * 64).bfloat16()
+    matrix = vector[3:].view(128, 64)
+    assert matrix.data_ptr() % 16
+    base = tma_descriptor(matrix, 128, 64).base
+    assert base.data_ptr() % 16 == 0 and torch.equal(base, matrix)
+    assert tma_descriptor(base, 128, 64).base is base
+
+
 @on_hopper
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tanh", [True, False])

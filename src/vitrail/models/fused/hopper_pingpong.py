@@ -122,6 +122,8 @@ def split_n(acc):
 
 def tma_descriptor(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     """Describe a 16-bit matrix to the TMA unit, which copies [height, width] blocks of it."""
+    if matrix.data_ptr() % 16:  # a weight that is a part of a larger vector; what kernels write is never moved
+        matrix = matrix.clone()
     return TensorDescriptor.from_tensor(matrix, [height, width], _smem_layout(height, width))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shlex
 import sys
 from pathlib import Path
@@ -41,6 +42,9 @@ def test_the_message_says_what_the_table_says(
         monkeypatch.setitem(sys.modules, case.hidden, None)  # not found by `import` and `find_spec`
     if case.patch:
         case.patch(monkeypatch)
+    for name in ("vitrail.serve", "uvicorn.error"):  # `vitrail serve` writes their log to what is standard error during this test
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     message = " ".join(_message(case, capsys).split())
     assert "Traceback" not in message
     for part in (case.found, *case.then):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -115,6 +117,19 @@ def running(
         servers[0]()
         thread.join(15)
         assert not thread.is_alive()
+
+
+@contextmanager
+def process_running(script: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """Run a script that serves in a process of its own, until the block ends."""
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            port = int(process.stderr.readline().split(" at http://127.0.0.1:")[1].split()[0])
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+            yield process, Client(None, port)  # type: ignore[arg-type]
+        finally:
+            process.kill()  # if a check has failed: the end of `with` waits for the process
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Client, running, until
+from tests.serve.conftest import Client, process_running, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
 from vitrail.serve import worker as worker_module
@@ -78,6 +77,16 @@ def test_a_full_queue_answers_at_once(bundle: Bundle, jpegs: list[bytes], gate: 
         assert client.call("POST", "/v1/predict", jpegs[2])[0] == 200
 
 
+def test_more_images_than_the_queue_has_places_for_are_too_many(bundle: Bundle, jpegs: list[bytes]) -> None:
+    """429 would let the client try for ever."""
+    with running(lambda: bundle, queue=2) as client:
+        for count, expected in ((2, 200), (3, 413)):
+            parts = b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % jpegs[0] * count
+            answer = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+            assert answer[0] == expected, answer
+        assert "more than 2" in answer[1]["error"] and client.service.workers["tiny"]._in_flight == 0
+
+
 def test_images_that_would_miss_their_deadline_are_refused_at_once(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
     with running(lambda: bundle, deadline=4) as client, ThreadPoolExecutor(2) as pool:
         worker = client.service.workers["tiny"]
@@ -118,6 +127,50 @@ def test_an_image_that_waits_too_long_is_given_up(bundle: Bundle, jpegs: list[by
         assert first.result()[0] == 200
         status, answer, headers = second.result()
         assert status == 503 and "deadline" in answer["error"] and "retry-after" in headers
+
+
+def test_a_protocol_without_an_answer_per_image_says_which_failed_and_when_to_try_again(
+    bundle: Bundle, jpegs: list[bytes], gate: Gate
+) -> None:
+    texts = [base64.b64encode(one).decode() for one in jpegs[:2]]
+    infer = {"inputs": [{"name": "encoded_images", "shape": [2], "datatype": "BYTES", "data": texts}]}
+    with running(lambda: bundle, deadline=0.3) as client, ThreadPoolExecutor(3) as pool:
+        blocking = pool.submit(client.call, "POST", "/v1/predict", jpegs[0])
+        assert gate.entered.wait(5)
+        calls = [("/v2/models/tiny/infer", infer), ("/v1/embeddings", {"input": texts})]
+        late = [pool.submit(client.call, "POST", path, body) for path, body in calls]
+        for call in late:
+            status, answer, headers = call.result()
+            assert status == 503 and answer["error"].startswith("image 0: ") and headers["retry-after"] == "1"
+        gate.set()
+        assert blocking.result()[0] == 200
+
+
+def test_images_given_up_before_they_are_decoded_are_counted(
+    bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.serve import decoders
+
+    event, original = threading.Event(), decoders.decode
+    monkeypatch.setattr(decoders, "decode", lambda *given: event.wait(10) and original(*given))
+
+    def given_up(client: Client) -> str:
+        lines = client.service.metrics.text().splitlines()
+        return next((line for line in lines if line.startswith("vitrail_images_given_up_total{")), "none")
+
+    with running(lambda: bundle, decoders=1, deadline=1.0) as client:
+        worker = client.service.workers["tiny"]
+        leaving = client.connect()
+        leaving.request("POST", "/v1/predict", jpegs[0])
+        assert until(lambda: worker._in_flight == 1)
+        leaving.close()
+        assert until(lambda: given_up(client).endswith(" 1")), given_up(client)
+        assert client.call("POST", "/v1/predict", jpegs[1])[0] == 503  # at its deadline
+        assert given_up(client).endswith(" 2")
+        event.set()
+        assert until(lambda: worker._in_flight == 0)
+        assert client.call("POST", "/v1/predict", b"GIF89a")[0] == 415 and client.call("POST", "/v1/predict", jpegs[1])[0] == 200
+        assert given_up(client).endswith(" 2")  # a bad image is not given up
 
 
 def test_too_large(bundle: Bundle, jpegs: list[bytes]) -> None:
@@ -242,16 +295,12 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle
         "from vitrail.cli import main\n"
         f"main(['serve', {bundle.report.source!r}, '--port', '0'])\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        port = int(process.stderr.readline().split(" at http://127.0.0.1:")[1].split()[0])
-        client = Client(None, port)  # type: ignore[arg-type]
+    with process_running(script) as (process, client), ThreadPoolExecutor(3) as pool:
         assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 200, 60)
-        with ThreadPoolExecutor(3) as pool:
-            calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:3]]
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            assert [call.result()[0] for call in calls] == [200, 200, 200]
+        calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:3]]
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert [call.result()[0] for call in calls] == [200, 200, 200]
         assert process.wait(20) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -82,6 +83,23 @@ def test_a_model_that_could_not_be_loaded_is_named_so(bundle: Bundle) -> None:
         worker.state = state  # type: ignore[assignment]
         with pytest.raises(ServiceError, match=f"{words} Try again later."):
             worker.admit(1)
+
+
+@pytest.mark.slow
+def test_every_line_of_the_log_is_json() -> None:
+    code = (
+        "import logging, warnings; from vitrail.serve.server import log_as_json; log_as_json()\n"
+        "log = logging.getLogger('vitrail.serve')\n"
+        "log.info('request', extra={'path': 'a\\nb\\u2028', 'seconds': 0.5})\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: log.exception('failed')\n"
+        "warnings.warn('untrained')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    request, failure, warning = map(json.loads, found.stderr.splitlines())
+    assert request["path"] == "a\nb\u2028" and request["seconds"] == 0.5 and request["level"] == "info"
+    assert failure["level"] == "error" and "ZeroDivisionError" in failure["traceback"]
+    assert warning["level"] == "warning" and "untrained" in warning["message"]
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ class _Loader:
             iterator = iter(loader)
         return _checked(iterator)
 
-    def list_bad(self, found: Iterable[BadImage]) -> None:
+    def _list_bad(self, found: Iterable[BadImage]) -> None:
         """Add images that could not be read to `bad`."""
         for bad in found:
             self.bad.setdefault(bad.name, bad)
@@ -181,7 +181,7 @@ class TrainLoader(_Loader):
             if self._batches is None:
                 self._batches = self._start()
             batch = next(self._batches)
-            self.list_bad(batch.bad)
+            self._list_bad(batch.bad)
             if batch.completes_step:  # the state counts complete steps only
                 done = batch.epoch * self.steps + batch.step + 1
                 self._epoch, self._step = divmod(done, self.steps)
@@ -307,7 +307,7 @@ class EvalLoader(_Loader):
 
     def record(self, host: HostBatch) -> None:
         """Record the bad images of a batch, and warn once of an image that the model sees rotated."""
-        self.list_bad(host.bad)
+        self._list_bad(host.bad)
         self.bad_at.update({bad.index: bad for bad in host.bad if bad.index is not None})
         if host.rotated is not None and not self._warned:
             self._warned = True

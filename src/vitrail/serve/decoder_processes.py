@@ -24,7 +24,7 @@ from vitrail.serve.decoder import ANSWER, ASKS, ERROR, GRANTED, IMAGE, READY, RE
 from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.images import Decoded
 from vitrail.serve.limits import PixelLimit
-from vitrail.serve.process import start
+from vitrail.serve.process import Refused, start
 from vitrail.serve.settings import ServeSettings
 
 Done = Callable[[Decoded | ServiceError], None]
@@ -235,7 +235,7 @@ class _Process:
         else:
             content, self._content = self._content, bytearray()
             if kind == ERROR:
-                self._finish(ServiceError(shape[0], content.decode(errors="replace")))
+                self._finish(Refused(shape[0], content.decode(errors="replace")).error())
             else:
                 self._usual = size
                 self._finish(answered_image(shape, content, rotated))

@@ -38,7 +38,7 @@ class Decoders:
 
     def __init__(self, settings: ServeSettings, pixels: PixelLimit) -> None:
         count = settings.decoders or min(_MOST, usable_cpus())
-        many = settings.decode_in == "auto" and count > _FEW and os.name != "nt"
+        many = settings.decode_in == "auto" and count > _FEW and hasattr(os, "readv")
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="decode", initializer=ignore_warnings)
         self.processes = DecoderProcesses(count, settings, pixels) if settings.decode_in == "processes" or many else None
         self._settings, self._pixels = settings, pixels

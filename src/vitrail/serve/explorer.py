@@ -141,6 +141,7 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
         worker = service.worker(found.info["model"])
         work = functools.partial(compute.attention_of_layer, found, layer)
         maps: ByteMaps = await _computed(request, service, worker, work, found.image)
+        kept.shrink()
         return _bytes(maps[:, rows])
 
     @router.get("/{key}/similarity", response_class=Response)

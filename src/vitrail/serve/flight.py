@@ -32,8 +32,12 @@ class Flight:
         self._finished: asyncio.Future[None] | None = None
 
     def begin(self, images: Sequence[bytes | Tensor], decoders: Decoders, preprocess: Preprocess | None) -> None:
-        for one, image in zip(self._images, images, strict=True):
-            one.begin(image, decoders, preprocess)
+        for number, image in enumerate(images):
+            try:
+                self._images[number].begin(image, decoders, preprocess)
+            except BaseException:
+                self.worker.release(len(images) - number)
+                raise
 
     async def wait(self, seconds: float) -> bool:
         """Wait until every image has its result, and tell whether that is so. What misses its deadline is given up."""
@@ -68,10 +72,10 @@ class Flight:
 
 
 class _ImageInFlight:
-    __slots__ = ("_decoding", "_done", "_flight", "_job", "_number")
+    __slots__ = ("_cancelled", "_decoding", "_done", "_flight", "_job", "_number")
 
     def __init__(self, flight: Flight, number: int) -> None:
-        self._flight, self._number, self._done = flight, number, False
+        self._flight, self._number, self._done, self._cancelled = flight, number, False, False
         self._decoding: Cancellable | None = None
         self._job: Job | None = None
 
@@ -80,7 +84,9 @@ class _ImageInFlight:
             self._queue(image)
             return
         assert preprocess is not None
-        self._decoding = decoders.decode(image, preprocess, self._flight.deadline, self._decoded)
+        decoding = decoders.decode(image, preprocess, self._flight.deadline, self._decoded)
+        if not self._done and self._job is None:  # otherwise it has failed already
+            self._decoding = decoding
 
     def give_up(self, *, even_begun: bool) -> None:
         if not self._done and (even_begun or self._job is None or not self._job.begun):
@@ -88,17 +94,22 @@ class _ImageInFlight:
             self.cancel()
 
     def cancel(self) -> None:
-        self._done = True
-        if self._decoding is not None and self._decoding.cancel():
-            self._decoding = None
-            self._flight.worker.release(1)
+        if self._decoding is not None:
+            if not self._cancelled:
+                self._flight.worker.count_given_up()
+            if self._decoding.cancel():
+                self._decoding = None
+                self._flight.worker.release(1)
         elif self._job is not None and not self._job.begun:
             self._flight.worker.withdraw(self._job)
+        self._done = self._cancelled = True
 
     def _decoded(self, found: Decoded | BaseException) -> None:
         self._decoding = None
         if self._done or isinstance(found, BaseException):
             self._flight.worker.release(1)
+            if not self._done and time.monotonic() >= self._flight.deadline:
+                self._flight.worker.count_given_up()
             self._finish(found)
         else:
             self._flight.rotated[self._number] = found.rotated

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from vitrail.serve.embeddings_body import EmbeddingsRequest, read_embeddings
-from vitrail.serve.errors import ServiceError
+from vitrail.serve.errors import ServiceError, first_failure
 from vitrail.serve.guard import read_body
 from vitrail.serve.json_body import check_values, json_schema
 from vitrail.serve.service import Service
@@ -22,8 +22,12 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         """List the models."""
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "vitrail"} for name in service.workers]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [_description(name) for name in service.workers]}
+
+    @router.get("/v1/models/{name}")
+    def model(name: str) -> dict[str, Any]:
+        """Describe a model as the list does."""
+        return _description(service.worker(name).name)
 
     @router.post("/v1/embeddings", openapi_extra=json_schema(EmbeddingsRequest))
     async def embeddings(request: Request) -> JSONResponse:
@@ -33,11 +37,9 @@ def routes(service: Service) -> APIRouter:
         limits: dict[str, Any] = {"length": len(data), "values": values, "deadline": deadline, "left": request.is_disconnected}
         body, images = await service.json.run(read_embeddings, data, most, **limits)
         worker = service.worker(body.model)
-        worker.check_space()
         found = (await service.compute(request, worker, "embedding", images, deadline)).results
-        for number, one in enumerate(found):
-            if isinstance(one, ServiceError):
-                raise ServiceError(one.status, one.message if len(found) == 1 else f"image {number}: {one.message}")
+        if (error := first_failure(found)) is not None:
+            raise error
         if body.dimensions not in (None, len(found[0])):
             raise ServiceError(
                 400, f"dimensions is {body.dimensions}; the vectors of {worker.name} have {len(found[0])}. Leave it out."
@@ -51,5 +53,9 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def _encoded(vector: np.ndarray[Any, Any], encoding: str) -> Any:
-    return vector.tolist() if encoding == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()
+def _description(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "vitrail"}
+
+
+def _encoded(vector: np.ndarray[Any, Any], encoding: str | None) -> Any:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding == "base64" else vector.tolist()

@@ -28,7 +28,7 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate.settings import FeatureSpec
 from vitrail.models.inference import InferenceModel, for_inference
 from vitrail.models.inference.capture import WARMUP_CALLS
-from vitrail.serve.errors import ServiceError, queue_full, unavailable
+from vitrail.serve.errors import ServiceError, queue_full, too_many_images, unavailable
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.model_input import ModelInput
 from vitrail.serve.settings import ServeSettings
@@ -121,6 +121,8 @@ class ModelWorker:
 
     def check_space(self, images: int = 1) -> None:
         """Refuse images that have no place, or that would not be computed before their deadline."""
+        if images > self.settings.queue:  # there will never be so many places
+            raise too_many_images(self.settings.queue)
         wait = self._in_flight * self._seconds_per_image
         if self._in_flight + images > self.settings.queue or (self._in_flight and wait > _DEADLINE_SHARE * self.settings.deadline):
             raise queue_full(wait)
@@ -148,7 +150,10 @@ class ModelWorker:
             if job in self._jobs:
                 self._jobs.remove(job)
                 self._in_flight -= 1
-                self.metrics.count("vitrail_images_given_up_total", model=self.name)
+                self.count_given_up()
+
+    def count_given_up(self, images: int = 1) -> None:
+        self.metrics.count("vitrail_images_given_up_total", images, model=self.name)
 
     def ping(self) -> Future[None]:
         """Ask the thread for a sign of life, which it gives between two batches."""
@@ -202,9 +207,10 @@ class ModelWorker:
 
     def _warm_up(self) -> None:
         """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
-        config = self._model.config
+        config, preprocess = self._model.config, self.bundle.preprocess if self.bundle is not None else None
+        shape = preprocess.size if preprocess is not None else config.image_size  # a ResNet accepts several
         for size in self._sizes() if self._model.device.type == "cuda" else (1,):
-            images, seconds = torch.zeros(size, config.channels, *config.image_size), []
+            images, seconds = torch.zeros(size, config.channels, *shape), []
             for _ in range(WARMUP_CALLS + 1):
                 began = time.monotonic()
                 self._model(images).cpu()
@@ -247,7 +253,7 @@ class ModelWorker:
                 others.append(job)
         self._jobs.extendleft(reversed(others))
         if late:
-            self.metrics.count("vitrail_images_given_up_total", len(late), model=self.name)
+            self.count_given_up(len(late))
             self._finish(late, [unavailable("The image was not computed before its deadline.") for _ in late])
         return batch
 

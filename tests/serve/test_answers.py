@@ -110,7 +110,8 @@ def test_open_inference_protocol(client: Client, bundle: Bundle, jpegs: list[byt
     tensor = {"name": "images", "shape": [2, 3, 32, 32], "datatype": "FP32", "data": images.flatten().tolist()}
     texts = [base64.b64encode(one).decode() for one in jpegs[:2]]
     encoded = {"name": "encoded_images", "shape": [2], "datatype": "BYTES", "data": texts}
-    for given in (tensor, encoded, {**tensor, "data": images.tolist()}):
+    columns = {**encoded, "shape": [2, 1], "data": [[text] for text in texts]}
+    for given in (tensor, encoded, columns, {**tensor, "data": images.tolist()}):
         status, answer, _ = client.call("POST", "/v2/models/tiny/infer", {"id": "7", "inputs": [given]})
         output = answer["outputs"][0]
         assert status == 200 and answer["id"] == "7" and output["shape"] == [2, 4] and output["datatype"] == "FP32"
@@ -166,18 +167,45 @@ def test_a_compressed_body_is_named(client: Client, jpegs: list[bytes]) -> None:
         {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": [True] * 3072},
         {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": [1e39] * 3072},
         {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": [float("nan")] * 3072},
+        {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": np.zeros((1, 32, 32, 3)).tolist()},
+        {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": np.zeros((3, 32, 32)).tolist()},
         {"shape": [-1, 3, 32, 32], "datatype": "FP32", "data": []},
         {"shape": [1, 3, 32, 32], "datatype": "FP32"},
         {"name": "pixels", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072},
         {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": [5]},
         {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": ["%%%"]},
         {"name": "encoded_images", "shape": [2], "datatype": "BYTES", "data": ["eA=="]},
+        {"name": "encoded_images", "shape": [2, 1], "datatype": "BYTES", "data": [["eA==", "eA=="]]},
         {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": ["http://example.org/a.jpg"]},
     ],
 )
 def test_wrong_tensors_are_refused(client: Client, given: dict[str, Any]) -> None:
     status, answer, _ = client.call("POST", "/v2/models/tiny/infer", {"inputs": [{"name": "images", **given}]})
     assert status == (413 if given["shape"][0] > 64 else 400) and list(answer) == ["error"]
+
+
+def test_classes_instead_of_logits_are_refused(client: Client) -> None:
+    """Triton's extension answers with texts; numbers in their place would be read as something else."""
+    zeros = {"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072}
+    outputs = [{"name": "logits", "parameters": {"classification": 3}}]
+    status, answer, _ = client.call("POST", "/v2/models/tiny/infer", {"inputs": [zeros], "outputs": outputs})
+    assert status == 400 and "no parameter classification" in answer["error"] and "/v1/predict" in answer["error"]
+
+
+def test_a_model_is_described_as_in_the_list(client: Client) -> None:
+    (listed,) = client.call("GET", "/v1/models")[1]["data"]
+    assert client.call("GET", "/v1/models/tiny")[:2] == (200, listed)
+    assert client.call("GET", "/v1/models/other")[0] == 404
+
+
+def test_base64_as_programs_write_it(client: Client, jpegs: list[bytes]) -> None:
+    """`base64 cat.jpg` breaks lines, and so does MIME; the scheme of a URI has no case; null is what a client leaves out."""
+    expected = client.call("POST", "/v1/embeddings", {"input": data_uri(jpegs[0])})[1]["data"]
+    lines = base64.encodebytes(jpegs[0]).decode()
+    uris = f"data:image/jpeg;base64,{lines}", data_uri(jpegs[0]).replace("data:", "DATA:")
+    for text in (lines, lines.replace("\n", "\r\n"), *uris):
+        status, answer, _ = client.call("POST", "/v1/embeddings", {"input": text, "encoding_format": None, "dimensions": None})
+        assert status == 200 and answer["data"] == expected
 
 
 def test_embeddings(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:

@@ -146,6 +146,33 @@ def test_a_protocol_without_an_answer_per_image_says_which_failed_and_when_to_tr
         assert blocking.result()[0] == 200
 
 
+def test_images_given_up_before_they_are_decoded_are_counted(
+    bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.serve import decoders
+
+    event, original = threading.Event(), decoders.decode
+    monkeypatch.setattr(decoders, "decode", lambda *given: event.wait(10) and original(*given))
+
+    def given_up(client: Client) -> str:
+        lines = client.service.metrics.text().splitlines()
+        return next((line for line in lines if line.startswith("vitrail_images_given_up_total{")), "none")
+
+    with running(lambda: bundle, decoders=1, deadline=1.0) as client:
+        worker = client.service.workers["tiny"]
+        leaving = client.connect()
+        leaving.request("POST", "/v1/predict", jpegs[0])
+        assert until(lambda: worker._in_flight == 1)
+        leaving.close()
+        assert until(lambda: given_up(client).endswith(" 1")), given_up(client)
+        assert client.call("POST", "/v1/predict", jpegs[1])[0] == 503  # at its deadline
+        assert given_up(client).endswith(" 2")
+        event.set()
+        assert until(lambda: worker._in_flight == 0)
+        assert client.call("POST", "/v1/predict", b"GIF89a")[0] == 415 and client.call("POST", "/v1/predict", jpegs[1])[0] == 200
+        assert given_up(client).endswith(" 2")  # a bad image is not given up
+
+
 def test_too_large(bundle: Bundle, jpegs: list[bytes]) -> None:
     with running(lambda: bundle, max_bytes=1000, max_images=2) as client:
         assert client.call("POST", "/v1/predict", b"x" * 1001)[0] == 413

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 import signal
@@ -111,6 +112,43 @@ def test_grey_and_16_bit_models(tmp_path: Path, jpegs: list[bytes], channels: in
         found = client.call("POST", "/v1/predict", jpegs[0])[1]["results"][0]["predictions"]
         (expected,) = bundle.predict([jpegs[0]])
         assert [one["probability"] for one in found] == pytest.approx([one.score for one in expected], abs=1e-4)
+
+
+def test_a_resnet_takes_tensors_of_the_size_that_its_preprocessing_makes(tmp_path: Path, jpegs: list[bytes]) -> None:
+    """Its config has a size, too, but a ResNet accepts others, and the preprocessing decides what it sees."""
+    bundle = saved(tmp_path / "x", "BiT-R50x1", layers=(1,), image_size=32, preprocess=Preprocess(size=(64, 48)))
+    with running(lambda: bundle) as client:
+        assert client.call("GET", "/v2/models/tiny")[1]["inputs"][0]["shape"] == [-1, 3, 64, 48]
+        image = bundle.stored_preprocess()(jpegs[0])[None]
+        tensor = {"name": "images", "shape": list(image.shape), "datatype": "FP32", "data": image.flatten().tolist()}
+        encoded = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": [base64.b64encode(jpegs[0]).decode()]}
+        answers = [client.call("POST", "/v2/models/tiny/infer", {"inputs": [one]})[1] for one in (tensor, encoded)]
+    assert answers[0]["outputs"][0]["data"] == pytest.approx(answers[1]["outputs"][0]["data"], abs=1e-5)
+
+
+def test_arrays_of_many_channels(tmp_path: Path) -> None:
+    """Image formats end at four channels; .npy files do not, and training reads them."""
+    preprocess = Preprocess(size=(32, 32), channels=13, mean=(0.5,) * 13, std=(0.5,) * 13, exif=False)
+    bundle = saved(tmp_path / "x", "ViT-Ti/16", channels=13, preprocess=preprocess, **TINY)
+
+    def npy(array: Any) -> bytes:
+        stream = io.BytesIO()
+        np.save(stream, array, allow_pickle=True)
+        return stream.getvalue()
+
+    good = npy(np.random.default_rng(0).integers(0, 256, (40, 50, 13), np.uint8))
+    ((expected, *_),) = bundle.predict([good])
+    with running(lambda: bundle, max_pixels=20_000) as client:
+        found = client.call("POST", "/v1/predict", good)[1]["results"][0]["predictions"][0]
+        assert found["probability"] == pytest.approx(expected.score, abs=1e-5)
+        status, info, _ = client.call("POST", "/explorer/analyse", good)
+        assert status == 200 and info["grid"] == [4, 4] and not info["photo"]
+        assert client.call("GET", f"/explorer/{info['id']}/picture")[0] == 200
+        wrong = (npy(np.zeros((40, 50, 12), np.uint8)), npy(np.array([{}])), npy(np.zeros((40, 50, 13))), good[:-1], good[:20])
+        large = npy(np.zeros((200, 101, 13), np.uint8)), npy(np.zeros((80, 80, 13), np.uint8))  # in pixels of three channels
+        for data in (*wrong, *large):
+            status, answer, _ = client.call("POST", "/v1/predict", data)
+            assert status == 422 and list(answer) == ["error"], answer
 
 
 def test_two_models_side_by_side(tmp_path: Path, bundle: Bundle, jpegs: list[bytes]) -> None:

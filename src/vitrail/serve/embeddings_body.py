@@ -24,7 +24,7 @@ Input = Annotated[str, Field(description="data:image/jpeg;base64,…")]
 class EmbeddingsRequest(BaseModel):
     input: Input | ImagePart | list[Input | ImagePart]
     model: str | None = Field(None, max_length=200)
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, description="If given, the length of the model's vectors; others are refused.")
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
+from vitrail.data.decode import image_header
 from vitrail.data.preprocess import Preprocess
 from vitrail.inspect import attention_distance, uniform_distance, untrained
 from vitrail.inspect.images import denormalise
@@ -23,6 +24,7 @@ from vitrail.inspect.rollout import Fusion, rollout
 from vitrail.models import ViT, ViTConfig
 from vitrail.models.features import evaluating
 from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps, signed_to_bytes
+from vitrail.serve.images import NPY
 from vitrail.serve.limits import PixelLimit
 
 MAX_ATTENTION = 192 << 20
@@ -238,15 +240,25 @@ def picture(exploration: Exploration, preprocess: Preprocess) -> bytes:
 
 def photo(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bytes:
     """Return the same crop of the file in up to about 720 pixels as JPEG; empty if it has no more pixels than the model's input."""
-    with Image.open(io.BytesIO(data)) as source:
-        side, pixels_of_file = min(source.size), source.size[0] * source.size[1]
-    factor = int(min(PHOTO_SIDE, side) / max(preprocess.size))
-    if factor < 2 or preprocess.resize == "none" or preprocess.pad or preprocess.channels != 3 or preprocess.bits != 8:
+    if preprocess.resize == "none" or preprocess.pad or preprocess.channels != 3 or preprocess.bits != 8:
+        return b""
+    sides = _sides(data)
+    factor = int(min(PHOTO_SIDE, *sides) / max(preprocess.size))
+    if factor < 2:
         return b""
     larger = preprocess.with_size((preprocess.size[0] * factor, preprocess.size[1] * factor))
-    with limit.hold(pixels_of_file):
+    with limit.hold(sides[0] * sides[1]):
         pixels = larger.pixels(data, name="the image")
     return _encoded(np.rint(np.clip(pixels, 0, 255)).astype(np.uint8), "JPEG")
+
+
+def _sides(data: bytes) -> tuple[int, int]:
+    """Return the sides of an image, of which no pixel is decoded."""
+    if data.startswith(NPY):
+        header = image_header(data)
+        return header.height, header.width
+    with Image.open(io.BytesIO(data)) as source:
+        return source.size
 
 
 def _encoded(pixels: Array, format_: str) -> bytes:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from PIL import Image
 
+from vitrail.data.decode import image_header
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError
@@ -17,6 +18,7 @@ from vitrail.serve.errors import ServiceError
 from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
 
+NPY = b"\x93NUMPY"  # for images of more channels than any format has
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # Pillow decodes icons (ICO) as soon as it opens them, and reads the headers of EPS, XPM and IM line by line, to their end.
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF", b"BM", b"GIF87a", b"GIF89a", b"II", b"MM", b"P")
@@ -37,8 +39,9 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
     """Return the model's input, float32 [channel, height, width]. Its size is read before any pixel is decoded."""
     limit_directories()
     width, height = _size(data, settings)
-    if width * height > settings.max_pixels:
-        found = f"The image, or a tile of it, has {width} × {height} pixels"
+    planes = max(1, preprocess.channels // 3)  # the limits are for pixels of three channels
+    if planes * width * height > settings.max_pixels:
+        found = f"The image, or a tile of it, has {width} × {height} pixels{f' of {preprocess.channels} channels' * (planes > 1)}"
         raise ServiceError(422, f"{found}; send one of at most {settings.max_pixels:,}.")
     scans = count_scans(data)
     if scans > min(_MAX_SCANS, _WORK * settings.max_pixels // (width * height)):
@@ -46,11 +49,11 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
             422, f"The JPEG has {width} × {height} pixels in too many scans: {scans} or more. Save it as a baseline JPEG."
         )
     # A line of 30,000 pixels, resized by its short side, is an image of 100 million on the way.
-    resized = max(preprocess.peak_pixels(height, width), preprocess.peak_pixels(width, height))  # upright or not
-    if resized > max(settings.max_pixels, 4 * math.prod(preprocess.size)):
+    resized = planes * max(preprocess.peak_pixels(height, width), preprocess.peak_pixels(width, height))  # upright or not
+    if resized > max(settings.max_pixels, 4 * planes * math.prod(preprocess.size)):
         found = f"The image has {width} × {height} pixels, and {resized:,} while it is resized"
         raise ServiceError(422, f"{found}; crop it to a shape that is less narrow.")
-    with limit.hold(max(width * height, resized)):
+    with limit.hold(max(planes * width * height, resized)):
         try:
             return preprocess.array(data, name="the image")
         except (VitrailError, BadImage) as error:
@@ -66,6 +69,12 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
 def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
     if not data:
         raise ServiceError(422, "The image is empty (0 bytes); send the content of an image file.")
+    if data.startswith(NPY):
+        try:
+            header = image_header(data, name="the image")
+        except BadImage as error:
+            raise ServiceError(422, str(error)) from error
+        return header.width, header.height
     check_blocks(data)
     try:
         if not data.startswith(_BEGINNINGS):
@@ -126,6 +135,8 @@ def count_scans(data: bytes) -> int:
 
 def stays_rotated(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bool:
     """Whether the model sees a photo rotated. Pillow can decode a whole PNG to find that out, so its pixels count."""
+    if data.startswith(NPY):
+        return False
     with Image.open(io.BytesIO(data)) as image:
         pixels = image.size[0] * image.size[1]
     with limit.hold(pixels):

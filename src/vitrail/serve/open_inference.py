@@ -9,6 +9,7 @@ import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from vitrail.checkpoints import Bundle
 from vitrail.serve.errors import ServiceError, first_failure
 from vitrail.serve.guard import read_body
 from vitrail.serve.json_body import check_values, json_schema
@@ -52,10 +53,10 @@ def routes(service: Service) -> APIRouter:
     @router.get("/models/{name}/versions/{version}")
     def metadata(name: str, version: str = VERSION) -> dict[str, Any]:
         worker = _worker(name, version)
-        config = service.bundle(worker).model.config
-        image = {"name": IMAGES, "datatype": "FP32", "shape": [-1, config.channels, *config.image_size]}
+        bundle = service.bundle(worker)
+        image = {"name": IMAGES, "datatype": "FP32", "shape": [-1, *_image_shape(bundle)]}
         encoded = {"name": ENCODED, "datatype": "BYTES", "shape": [-1]}
-        logits = {"name": OUTPUT, "datatype": "FP32", "shape": [-1, config.outputs]}
+        logits = {"name": OUTPUT, "datatype": "FP32", "shape": [-1, bundle.model.config.outputs]}
         return {"name": name, "versions": [VERSION], "platform": "vitrail_pytorch", "inputs": [image, encoded], "outputs": [logits]}
 
     @router.get("/models/{name}/ready")
@@ -72,7 +73,7 @@ def routes(service: Service) -> APIRouter:
         bundle = service.bundle(worker)
         worker.check_head()
         worker.check_space()
-        expected = [bundle.model.config.channels, *bundle.model.config.image_size]
+        expected = _image_shape(bundle)
         data, deadline = await read_body(request), service.deadline()
         length, most = json_length(request.headers.get(HEADER), len(data)), service.settings.max_images
         values = check_values(data, length, max_values(expected, most))
@@ -90,3 +91,9 @@ def routes(service: Service) -> APIRouter:
         return service.worker(name)
 
     return router
+
+
+def _image_shape(bundle: Bundle) -> list[int]:
+    """Return the shape of an input as the preprocessing makes it: a ResNet accepts other sizes than that of its config."""
+    preprocess = bundle.stored_preprocess()
+    return [preprocess.channels, *preprocess.size]

@@ -22,8 +22,12 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
         """List the models."""
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "vitrail"} for name in service.workers]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [_description(name) for name in service.workers]}
+
+    @router.get("/v1/models/{name}")
+    def model(name: str) -> dict[str, Any]:
+        """Describe a model as the list does."""
+        return _description(service.worker(name).name)
 
     @router.post("/v1/embeddings", openapi_extra=json_schema(EmbeddingsRequest))
     async def embeddings(request: Request) -> JSONResponse:
@@ -49,5 +53,9 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def _encoded(vector: np.ndarray[Any, Any], encoding: str) -> Any:
-    return vector.tolist() if encoding == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()
+def _description(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "vitrail"}
+
+
+def _encoded(vector: np.ndarray[Any, Any], encoding: str | None) -> Any:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding == "base64" else vector.tolist()

@@ -141,7 +141,12 @@ class Service:
         try:
             if isinstance(image, bytes):
                 held = self.decoders.decode(image, bundle.stored_preprocess(), deadline)
-                tensor: Tensor = await _before(held, deadline)
+                try:
+                    tensor: Tensor = await _before(held, deadline)
+                except (asyncio.CancelledError, ServiceError) as error:
+                    if not isinstance(error, ServiceError) or time.monotonic() >= deadline:
+                        self.metrics.count("vitrail_images_given_up_total", model=worker.name)
+                    raise
             else:
                 tensor = image
             job = worker.submit(work, tensor, deadline)

@@ -35,6 +35,7 @@ class Parameters(BaseModel):
     binary_data_size: _Size | None = None
     binary_data: bool | None = None
     binary_data_output: bool = False
+    classification: int | None = None
 
 
 def _unless_null(default: Any) -> BeforeValidator:
@@ -98,6 +99,8 @@ def images_of_request(body: InferRequest, binary: bytes, expected: list[int], mo
     for output in body.outputs:
         if output.name != OUTPUT:
             raise ServiceError(400, f"There is no output {output.name!r}; the only one is {OUTPUT}.")
+        if output.parameters.classification:  # an extension of Triton that answers with texts
+            raise ServiceError(400, f"There is no parameter classification, {OUTPUT} are numbers; /v1/predict returns classes.")
     given = body.inputs[0]
     if (given.data is None) == (given.parameters.binary_data_size is None):
         found = "neither data nor binary_data_size" if given.data is None else "both data and binary_data_size"
@@ -122,6 +125,8 @@ def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes]:
         raise ServiceError(400, f"The shape of {ENCODED} is {given.shape}; for this data it must be [{len(texts)}].")
     if given.data is None:
         return texts
+    if len(given.shape) == 2:  # nested as the shape says, or not
+        texts = [text[0] if isinstance(text, list) and len(text) == 1 else text for text in texts]
     wrong = next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)
     if wrong is not None:
         raise ServiceError(400, f"Value {wrong} of {ENCODED} is not a string; it must be an image file in base64.")
@@ -170,6 +175,8 @@ def _numbers(given: InputTensor) -> np.ndarray[Any, Any]:
     count = math.prod(given.shape)
     if values.size != count:
         raise ServiceError(400, f"The data has {counted(values.size, 'number')}; the shape {given.shape} needs {count:,}.")
+    if values.ndim > 1 and list(values.shape) != given.shape:  # channels last, for example
+        raise ServiceError(400, f"The lists in the data have the shape {list(values.shape)}; send {given.shape} or one flat list.")
     return values.ravel()
 
 

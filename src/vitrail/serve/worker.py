@@ -189,9 +189,10 @@ class ModelWorker:
 
     def _warm_up(self) -> None:
         """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
-        config = self._model.config
+        config, preprocess = self._model.config, self.bundle.preprocess if self.bundle is not None else None
+        shape = preprocess.size if preprocess is not None else config.image_size  # a ResNet accepts several
         for size in self._sizes() if self._model.device.type == "cuda" else (1,):
-            images, seconds = torch.zeros(size, config.channels, *config.image_size), []
+            images, seconds = torch.zeros(size, config.channels, *shape), []
             for _ in range(WARMUP_CALLS + 1):
                 began = time.monotonic()
                 self._model(images).cpu()

@@ -175,7 +175,7 @@ def _images(
         option = "--images" if measured else "--calibrate-images"
         raise VitrailError(f"{option} is {count}; it must be at least 1.")
     if reference is None:
-        return sample_photos(rectangles=rectangles), None, SAMPLE_NAME
+        return sample_photos(channels=bundle.model.config.channels, rectangles=rectangles), None, SAMPLE_NAME
     source = open_for(bundle.trained_on, reference)
     split = evaluation_split(bundle.trained_on, source, name)
     examples, labels = images_of(split, count, bundle.classes)

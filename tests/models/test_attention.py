@@ -188,3 +188,12 @@ def test_bad_layers_are_sentences_at_the_call() -> None:
         model.attention(images, layers=[2])
     with pytest.raises(VitrailError, match="it has no attention"):
         create_model("BiT-R26x1", device="meta").attention(images)
+
+
+def test_blocks_of_another_class_are_run_on_the_way() -> None:
+    model, images = build(depth=3, image_size=8), torch.randn(2, 3, 8, 8)
+    model.blocks[1] = nn.Identity()
+    (first, one), (last, two) = model.attention(images, [0, 2])
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+    expected = [weights for _, weights in model.attention(images)]
+    assert (first, last) == (0, 2) and torch.equal(one, expected[0]) and torch.equal(two, expected[1])

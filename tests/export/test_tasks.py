@@ -24,7 +24,6 @@ from vitrail.errors import VitrailError
 from vitrail.export import Artefact, Comparison, ExportSettings, compare, export_model
 from vitrail.export.blocks import block_errors
 from vitrail.export.module import exported_module
-from vitrail.export.onnx_file import read_metadata
 from vitrail.export.quantise import layers_to_quantise
 from vitrail.export.verify import images_of, sample_photos
 
@@ -214,7 +213,7 @@ def test_grey_and_16_bit_models(tmp_path: Path, channels: int, bits: int) -> Non
     preprocess = Preprocess(size=(32, 32), channels=channels, bits=bits, mean=(0.5,) * channels, std=(0.5,) * channels)
     bundle = bundle_of(tmp_path, preprocess=preprocess, channels=channels, **TINY)
     export_model(bundle, tmp_path / "out", ExportSettings(), images=sample_photos(2))
-    assert read_metadata(tmp_path / "out" / "model.onnx")["preprocess"]["bits"] == bits
+    assert Artefact.open(tmp_path / "out").metadata["preprocess"]["bits"] == bits
     if bits == 16:
         with pytest.raises(VitrailError, match="without --pixels"):
             export_model(bundle, tmp_path / "pixels", ExportSettings(pixels=True))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.other_libraries import randomise
-from vitrail.models import ViT, create_model, vit
+from vitrail.models import ViT, create_model
 from vitrail.models.autoencoder import MaskedAutoencoder
 from vitrail.models.fused import dispatch, encoder, self_test
 from vitrail.models.masked import MaskedPatches, Pretraining
@@ -56,7 +56,7 @@ def blocks_fused(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
         seen.append(block)
         return real(block, *given)
 
-    monkeypatch.setattr(vit, "run_block", watched)
+    monkeypatch.setattr(encoder, "run_block", watched)
     return seen
 
 

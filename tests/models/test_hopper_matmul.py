@@ -40,6 +40,18 @@ def test_the_fitted_gelu_is_near_the_exact_one(tanh: bool) -> None:
     assert (found - value).abs().max() < 2e-5 and (found_derivative - derivative).abs().max() < 5e-5
 
 
+def test_a_weight_in_a_flat_buffer_is_aligned_for_tma() -> None:
+    """Optimisers that keep all parameters in one buffer leave weights at any address."""
+    from vitrail.models.fused.hopper_pingpong import aligned, tma_descriptor
+
+    flat = torch.randn(3 + 128 * 64).bfloat16()
+    weight, plain = flat[3:].view(128, 64), torch.zeros(128, 64, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match="16-byte"):
+        tma_descriptor(weight, 128, 64)
+    assert torch.equal(tma_descriptor(aligned(weight), 128, 64).base, weight)
+    assert aligned(plain) is plain
+
+
 @on_hopper
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tanh", [True, False])
@@ -344,6 +356,13 @@ def test_a_model_with_gelu_epilogues(gelu: str, fusing: None, monkeypatch: pytes
     with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         assert near(model(images), plain, 1e-4 + CLOSE)
     assert calls == ["matmul_bias_gelu"] * 2
+    calls.clear()
+    model.requires_grad_(False)
+    model.blocks[1].requires_grad_(True)  # what comes before it is frozen, and has no backward pass
+    _, gradients = results(model, images, "auto")
+    assert calls == ["matmul_bias_gelu", "matmul_bias_gelu_with_grad", "matmul_gelu_backward"]
+    assert set(gradients) == {name for name in plain_gradients if name.startswith("blocks.1.")}
+    assert all(near(one, plain_gradients[name], 1e-4 + 2 * CLOSE) for name, one in gradients.items())
 
 
 @pytest.mark.slow

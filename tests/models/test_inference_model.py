@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,20 @@ def test_a_flop_counter_sees_what_threads_would_compute(precision: Any) -> None:
     finally:
         torch.set_num_threads(before)
     assert totals[0] == totals[1] > 0
+
+
+def test_batches_of_many_sizes_share_worker_threads() -> None:
+    """A service sees every batch size. With 12 threads for torch one pool for each would have 77 of its own."""
+    before, sizes = torch.get_num_threads(), range(2, 13)
+    try:
+        torch.set_num_threads(12)
+        for size in sizes:
+            images = torch.arange(float(size))
+            assert torch.equal(on_worker_threads(lambda x: x + 1, images), images + 1)
+        # Each call computes on 1, 2, 3, 4 or 6 of torch's threads, so there are five pools: 12 + 6 + 4 + 3 + 2 threads.
+        assert sum(one.name.startswith("vitrail-worker") for one in threading.enumerate()) < 40
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from tests.models.test_inference import LIMITS, build, error, some_images
 from vitrail.models import ViT
@@ -21,7 +21,7 @@ from vitrail.models.inference import InferenceModel, for_inference
 from vitrail.models.inference.cpu import ChunkedStem, PackedPatchEmbedding
 from vitrail.models.inference.gpu import gpu_copy
 from vitrail.models.inference.packed_block import PackedBlock
-from vitrail.models.layers import Mlp, PatchEmbedding
+from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding
 from vitrail.models.resnet import StandardisedConv
 from vitrail.models.vit import Block
 
@@ -209,6 +209,18 @@ def strided_weights(model: ViT) -> None:
         layer.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
 
 
+def one_factor_for_all_channels(model: ViT) -> None:
+    for name, factor in (("scale1", torch.tensor(0.5)), ("scale2", torch.tensor([[0.7]]))):
+        scale = LayerScale(192)
+        scale.weight = nn.Parameter(factor)
+        setattr(model.blocks[1], name, scale)
+
+
+def biases_of_one_row(model: ViT) -> None:
+    for layer in (model.blocks[1].mlp.up, model.blocks[1].mlp.down, model.blocks[2].attention.out):
+        layer.bias = nn.Parameter(layer.bias.detach()[None])
+
+
 def one_bias_for_all_heads(model: ViT) -> None:
     tokens = model.positions.table.shape[1]
     bias = torch.linspace(-2, 2, tokens).expand(tokens, -1)
@@ -223,7 +235,7 @@ CHANGES: list[Callable[[ViT], None]] = [
     lora, norm_without_bias, norm_without_weights, another_norm, norm_subclass, mlp_subclass, block_subclass, patched_mlp,
     patched_attention_method, hook_on_norm, hook_before_linear, hook_on_block, hook_on_final_norm, hook_on_patches,
     no_final_norm, no_norm_in_a_block, a_block_twice, wrapped_block, vit_subclass, patches_subclass, parametrised_weight,
-    shared_weight, strided_weights, one_bias_for_all_heads, another_head,
+    shared_weight, strided_weights, one_factor_for_all_channels, biases_of_one_row, one_bias_for_all_heads, another_head,
 ]  # fmt: skip
 
 
@@ -238,6 +250,21 @@ def test_copies_compute_what_the_changed_model_does(change: Callable[[ViT], None
     found = make_copy(model, copied)(images)
     assert found.dtype == torch.float32 and error(found, expected) < LIMITS[copied.split()[-1]]
     assert torch.equal(model(images), expected), "the model itself was changed"
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("change", [lambda up: prune.random_unstructured(up, "weight", 0.5), nn.utils.spectral_norm])
+def test_weights_that_are_computed_from_others_are_copied(change: Callable[[nn.Module], None], copied: str) -> None:
+    """They have a history, and torch does not copy tensors that have one."""
+    model = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has newer ways
+        change(model.blocks[1].mlp.up)
+    images = some_images(model, 3)
+    model(images).sum().backward()
+    found = make_copy(model, copied)(images)
+    with torch.no_grad():
+        assert error(found, model(images)) < LIMITS[copied.split()[-1]]
 
 
 @torch.no_grad()

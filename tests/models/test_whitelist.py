@@ -130,6 +130,9 @@ CHANGES: dict[str, Callable[[ViT], None]] = {
     "a bias of one number": lambda model: setattr(
         model.blocks[1].mlp.up, "bias", nn.Parameter(torch.full((1,), 0.7, device=DEVICE))
     ),
+    "a bias of one row": lambda model: setattr(
+        model.blocks[1].mlp.up, "bias", nn.Parameter(model.blocks[1].mlp.up.bias.detach()[None] + 1)
+    ),
     "a bias with strides": lambda model: setattr(model.blocks[1].mlp.down, "bias", strided(model.blocks[1].mlp.down.bias)),
     "a norm weight with strides": lambda model: setattr(model.blocks[1].norm1, "weight", strided(model.blocks[1].norm1.weight)),
     "a norm bias with strides": lambda model: setattr(model.blocks[1].norm2, "bias", strided(model.blocks[1].norm2.bias)),
@@ -514,6 +517,12 @@ def test_where_nothing_survives_the_plain_path_is_taken(part: str, name: str) ->
     assert not whitelist.is_plain_block(block) and whitelist.is_plain_block(block, eval_mode=True)
 
 
+def test_a_block_that_is_always_skipped_returns_its_tokens() -> None:
+    block, x = tiny(depth=1).train().blocks[0], torch.randn(2, 5, 32, device=DEVICE)
+    block.skip.rate = 1.0
+    assert torch.equal(block(x), x)
+
+
 def test_a_norm_of_heads_that_was_added_is_seen() -> None:
     block = tiny(depth=1).blocks[0]
     block.attention.__dict__["k_norm"] = lambda k: 2 * k
@@ -528,6 +537,49 @@ def test_the_decision_is_never_remembered(images: Tensor, fusing: None, blocks_f
     del model.blocks[0].mlp.forward
     logits(model, images, "auto")
     assert [len(blocks_fused), blocks_fused.count(model.blocks[0])] == [8, 2]
+
+
+@pytest.mark.parametrize("change", ["a tensor subclass", "a mode", "a global hook", "a precision"])
+def test_the_decision_is_made_again_after_a_users_code(
+    change: str, images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    """A hook on one block may change how the next ones must run."""
+
+    class NoGelu(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func is F.gelu else func(*args, **(kwargs or {}))
+
+    model, undo, mode = tiny().eval(), list[Callable[[], object]](), NoGelu()
+
+    def begin(block: nn.Module, given: Any, out: Tensor) -> Tensor | None:
+        if change == "a mode":
+            mode.__enter__()
+            undo.append(lambda: mode.__exit__(None, None, None))
+        if change == "a global hook":
+            undo.append(nn.modules.module.register_module_forward_hook(_double_up_layers).remove)
+        if change == "a precision":
+            return out.double()
+        return out.as_subclass(DoublingGelu) if change == "a tensor subclass" else None
+
+    def end() -> None:
+        while undo:
+            undo.pop()()
+
+    before = logits(model, images, "plain")
+    model.blocks[0].register_forward_hook(begin)
+    model.head.register_forward_pre_hook(lambda *given: end())
+    if change == "a precision":
+        for kernels in ("plain", "auto"):
+            with pytest.raises(RuntimeError, match=r"expected|dtype"):
+                logits(model, images, kernels)
+    else:
+        plain = logits(model, images, "plain")
+        assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
+    assert not blocks_fused
+
+
+def _double_up_layers(module: nn.Module, given: Any, out: Tensor) -> Tensor | None:
+    return 2 * out if isinstance(module, nn.Linear) and module.out_features == 32 else None
 
 
 def test_tensor_subclasses_take_the_plain_path() -> None:
@@ -560,6 +612,34 @@ def test_tokens_and_positions_of_tensor_subclasses_take_the_plain_path(name: str
     setattr(model.get_submodule(owner), attribute, nn.Parameter(parameter.detach().as_subclass(DoublingGelu)))
     plain = logits(model, images, "plain")
     assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
+
+
+def test_a_hook_that_returns_another_kind_of_tokens_ends_the_fused_path(
+    images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    """What the first tokens were says nothing about those that a user's code puts in their place."""
+    model = tiny().eval()
+    before = logits(model, images, "plain")
+    model.blocks[1].register_forward_hook(lambda module, given, out: out.detach().as_subclass(DoublingGelu))
+    plain = logits(model, images, "plain")
+    assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
+    assert blocks_fused == [model.blocks[0]]
+
+
+def test_a_module_that_returns_tokens_in_another_precision_ends_the_fused_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to multiply them with the weights of the next block. Kernels would not: they cast."""
+
+    class InFloat32(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float()
+
+    monkeypatch.setattr(dispatch, "_kernels_run", lambda x, dtype: True)
+    monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
+    block = tiny(depth=1).blocks[0].to(torch.bfloat16)
+    stream = dispatch.ResidualStream(torch.zeros(1, 5, 32, device=DEVICE, dtype=torch.bfloat16), "auto")
+    stream.run(0, InFloat32())
+    with pytest.raises(RuntimeError, match="type"):
+        stream.run(1, block)
 
 
 @contextmanager

@@ -122,6 +122,24 @@ def test_autocast_to_another_precision_than_the_weights(weights: torch.dtype, au
         assert model.to(autocast)(images).isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["class_token", "registers"])
+def test_a_prefix_token_of_another_precision_does_not_change_that_of_the_tokens(
+    name: str, images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    """Registers that were added to a model in bfloat16 as float32, say: the blocks could not multiply float32 tokens."""
+    model = tiny(depth=1, registers=2).eval()
+    setattr(model, name, nn.Parameter(getattr(model, name).detach().double()))
+    found = []
+    for kernels in ("plain", "auto"):
+        model.kernels = kernels  # type: ignore[assignment]
+        tokens = model.features(images).tokens
+        (gradient,) = torch.autograd.grad(tokens.square().sum() + tokens.sum(), getattr(model, name))
+        found.append((tokens, gradient))
+    (plain, plain_gradient), (fused, gradient) = found
+    assert fused.dtype == plain.dtype and near(fused, plain) and len(blocks_fused) == 1
+    assert gradient.dtype == plain_gradient.dtype and near(gradient, plain_gradient, 1e-4)
+
+
 def test_the_final_norm_has_the_precision_of_torchs() -> None:
     """On a GPU autocast computes norms in float32 and leaves them so, also those of low-precision tokens."""
     low = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter of older Triton cannot read bfloat16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import json
 import threading
@@ -340,6 +341,21 @@ def test_large_layers_are_sent_by_query(tmp_path: Path, jpegs: list[bytes], monk
     (expected,) = [w for _, w in bundle.model.attention(bundle.stored_preprocess()(jpegs[1])[None], [1])]
     np.testing.assert_allclose(row, expected[0, :, 300].numpy(), atol=1 / 510)
     assert whole.shape == (24, 577) and np.allclose(whole.sum(1), 1, atol=0.2)
+
+
+def test_layers_that_are_computed_later_count_as_memory(
+    tmp_path: Path, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "MAX_ATTENTION", 1)
+    monkeypatch.setattr("vitrail.serve.explorer.Explorations", functools.partial(Explorations, size=700_000))
+    bundle = make(tmp_path / "m", patch=8, image_size=(128, 128), **ViT)
+    with running(lambda: bundle) as client:
+        first, second = (client.call("POST", "/explorer/analyse", one)[1]["id"] for one in jpegs[:2])
+        assert client.call("GET", f"/explorer/{first}/picture")[0] == 200
+        for key in (first, second):  # 134 kB each, next to 262 kB of the image and its features
+            assert client.call("GET", f"/explorer/{key}/attention?layer=0&query=1")[0] == 200
+        assert client.call("GET", f"/explorer/{first}/picture")[0] == 404
+        assert client.call("GET", f"/explorer/{second}/picture")[0] == 200
 
 
 def test_a_saved_page_of_a_large_model_says_which_layers_it_has(tmp_path: Path, jpegs: list[bytes], monkeypatch: Any) -> None:

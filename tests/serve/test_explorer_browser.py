@@ -221,6 +221,10 @@ def test_two_pictures_on_a_phone_have_one_size(server: Client, open_page: Any) -
     wait(page, "document.querySelectorAll('.stage').length === 2")
     first, second = (page.locator(".frame").nth(number).bounding_box() for number in (0, 1))
     assert [first[key] for key in ("y", "width", "height")] == [second[key] for key in ("y", "width", "height")]
+    close = page.get_by_role("button", name="End the comparison").bounding_box()
+    assert close["x"] + close["width"] <= second["x"] + second["width"] + 1  # and both names are in sight
+    for name in page.locator(".stage-name strong").all():
+        assert name.evaluate("e => e.scrollWidth <= e.clientWidth && e.clientWidth > 20"), name.inner_text()
 
 
 def test_an_uploaded_image_can_be_chosen_again(server: Client, included: Bundle, open_page: Any, tmp_path: Path) -> None:
@@ -283,6 +287,10 @@ def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> 
         page.set_input_files("#file", str(file))
         wait(page, f"document.getElementById('error').checkVisibility() && error.textContent.startsWith({json.dumps(reason)})")
         assert page.locator("#status").inner_text().startswith("Attention of patch 4, 4")  # nothing is being computed any more
+    page.get_by_role("button", name="Close the message").click()
+    assert page.locator("#error").is_hidden()
+    page.set_input_files("#file", str(text))
+    wait(page, "document.getElementById('error').checkVisibility()")
     page.get_by_role("button", name="Show coffee").click()
     wait(page, "document.getElementById('error').hidden")
 

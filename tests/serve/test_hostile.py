@@ -295,8 +295,9 @@ def test_too_many_connections_and_bytes(bundle: Bundle, jpegs: list[bytes]) -> N
         status, _, headers = client.call("POST", "/v1/predict", b"x" * 30_000)
         assert status == 429 and "retry-after" in headers
         kept.append(socket.create_connection(("127.0.0.1", client.port)))
-        status, answer, _ = client.call("GET", "/v1/models")
-        assert status == 503 and "connections" in answer["error"]
+        for size in (0, 100, 200_000) * 5:  # also while it still sends, a client can read the answer
+            status, answer, headers = client.call("POST", "/v1/predict", b"x" * size)
+            assert status == 503 and "connections" in answer["error"] and "retry-after" in headers
         for one in kept:
             one.close()
         assert until(lambda: client.service.bytes.held == 0)

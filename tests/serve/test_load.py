@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 import socket
 import struct
@@ -76,6 +77,16 @@ def test_a_full_queue_answers_at_once(bundle: Bundle, jpegs: list[bytes], gate: 
         assert client.call("POST", "/v1/predict", jpegs[2])[0] == 200
 
 
+def test_more_images_than_the_queue_has_places_for_are_too_many(bundle: Bundle, jpegs: list[bytes]) -> None:
+    """429 would let the client try for ever."""
+    with running(lambda: bundle, queue=2) as client:
+        for count, expected in ((2, 200), (3, 413)):
+            parts = b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % jpegs[0] * count
+            answer = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+            assert answer[0] == expected, answer
+        assert "more than 2" in answer[1]["error"] and client.service.workers["tiny"]._in_flight == 0
+
+
 def test_images_that_would_miss_their_deadline_are_refused_at_once(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
     with running(lambda: bundle, deadline=4) as client, ThreadPoolExecutor(2) as pool:
         worker = client.service.workers["tiny"]
@@ -116,6 +127,23 @@ def test_an_image_that_waits_too_long_is_given_up(bundle: Bundle, jpegs: list[by
         assert first.result()[0] == 200
         status, answer, headers = second.result()
         assert status == 503 and "deadline" in answer["error"] and "retry-after" in headers
+
+
+def test_a_protocol_without_an_answer_per_image_says_which_failed_and_when_to_try_again(
+    bundle: Bundle, jpegs: list[bytes], gate: Gate
+) -> None:
+    texts = [base64.b64encode(one).decode() for one in jpegs[:2]]
+    infer = {"inputs": [{"name": "encoded_images", "shape": [2], "datatype": "BYTES", "data": texts}]}
+    with running(lambda: bundle, deadline=0.3) as client, ThreadPoolExecutor(3) as pool:
+        blocking = pool.submit(client.call, "POST", "/v1/predict", jpegs[0])
+        assert gate.entered.wait(5)
+        calls = [("/v2/models/tiny/infer", infer), ("/v1/embeddings", {"input": texts})]
+        late = [pool.submit(client.call, "POST", path, body) for path, body in calls]
+        for call in late:
+            status, answer, headers = call.result()
+            assert status == 503 and answer["error"].startswith("image 0: ") and headers["retry-after"] == "1"
+        gate.set()
+        assert blocking.result()[0] == 200
 
 
 def test_images_given_up_before_they_are_decoded_are_counted(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import vitrail
@@ -72,6 +73,22 @@ def test_a_model_without_attention_says_so(tmp_path: Path, jpegs: list[bytes]) -
         for query in ("", "?method=attention"):
             status, answer, _ = client.call("POST", f"/v1/attention{query}", jpegs[0])
             assert status == 422 and list(answer) == ["error"], answer
+
+
+def test_attention_of_images_that_keep_their_aspect_ratio(tmp_path: Path, jpegs: list[bytes]) -> None:
+    preprocess = Preprocess(size=(32, 32), resize="keep-aspect", resize_to=32, max_size=64, multiple=(8, 8))
+    bundle = saved(tmp_path / "x", "ViT-Ti/16", preprocess=preprocess, any_size=True, **TINY)
+    stream = io.BytesIO()
+    Image.open(io.BytesIO(jpegs[0])).resize((60, 40)).save(stream, "PNG")
+    image = bundle.stored_preprocess()(stream.getvalue())
+    with running(lambda: bundle) as client, torch.no_grad():
+        for query in ("", "&method=attention&layer=1"):
+            status, answer, _ = client.call("POST", f"/v1/attention?format=json{query}", stream.getvalue())
+            assert status == 200 and answer["shape"] == [4, 6]
+        ((_, weights),) = bundle.model.attention(image[None], [1])
+        np.testing.assert_allclose(answer["map"], weights[0].mean(0)[0, 1:].reshape(4, 6), atol=1e-6)
+        _, picture, _ = client.call("POST", "/v1/attention?format=png&method=attention", stream.getvalue())
+        assert Image.open(io.BytesIO(picture)).size == (48, 32)  # that of the model's input
 
 
 def test_other_tasks(bundle: Bundle, jpegs: list[bytes]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -26,11 +28,13 @@ from vitrail.serve.worker import Job, Kind, ModelWorker
 def test_a_batch_has_images_of_one_kind(bundle: Bundle) -> None:
     worker = ModelWorker("x", lambda: bundle, ServeSettings(), Metrics())
     kinds: tuple[Kind, ...] = ("logits", "embedding", "logits", "embedding", "embedding")
-    jobs = [Job(kind, torch.zeros(1), time.monotonic() + 60) for kind in kinds]
+    loop = asyncio.new_event_loop()
+    jobs = [Job(kind, torch.zeros(1), time.monotonic() + 60, print, loop) for kind in kinds]
     worker._jobs.extend(jobs)
     assert worker._take() == [jobs[0], jobs[2]]
     assert worker._take() == [jobs[1], jobs[3], jobs[4]]
     assert worker._take() == []
+    loop.close()
 
 
 def test_everything_but_health_and_the_page_needs_the_token(bundle: Bundle) -> None:
@@ -79,6 +83,23 @@ def test_a_model_that_could_not_be_loaded_is_named_so(bundle: Bundle) -> None:
         worker.state = state  # type: ignore[assignment]
         with pytest.raises(ServiceError, match=f"{words} Try again later."):
             worker.admit(1)
+
+
+@pytest.mark.slow
+def test_every_line_of_the_log_is_json() -> None:
+    code = (
+        "import logging, warnings; from vitrail.serve.server import log_as_json; log_as_json()\n"
+        "log = logging.getLogger('vitrail.serve')\n"
+        "log.info('request', extra={'path': 'a\\nb\\u2028', 'seconds': 0.5})\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: log.exception('failed')\n"
+        "warnings.warn('untrained')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    request, failure, warning = map(json.loads, found.stderr.splitlines())
+    assert request["path"] == "a\nb\u2028" and request["seconds"] == 0.5 and request["level"] == "info"
+    assert failure["level"] == "error" and "ZeroDivisionError" in failure["traceback"]
+    assert warning["level"] == "warning" and "untrained" in warning["message"]
 
 
 @pytest.mark.slow

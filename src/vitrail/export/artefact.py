@@ -107,15 +107,15 @@ _ONNX_TYPES = {"tensor(float)": "float32", "tensor(uint8)": "uint8"}
 def _open_onnx(file: Path) -> Opened:
     from vitrail.export.onnx_file import INPUT, need_onnx, read_metadata
 
-    need_onnx()
+    need_onnx(["onnxruntime"])
     import onnxruntime
 
     try:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        metadata = read_metadata(file)
-    except Exception as error:  # onnxruntime and protobuf have many kinds of their own
+        metadata = read_metadata(session.get_modelmeta().custom_metadata_map)
+    except Exception as error:  # onnxruntime has many kinds of its own
         raise VitrailError(f"{file} cannot be read as an ONNX model ({first_line(error)}). Export or copy it again.") from error
     given = session.get_inputs()[0]
     type = _ONNX_TYPES.get(given.type, given.type)

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,9 @@ _JSON = (
 _MAX_FILE = 1_900_000_000  # bytes; protobuf holds less than 2 GiB, larger weights go to a second file
 
 
-def need_onnx() -> None:
+def need_onnx(packages: Sequence[str] = ("onnx", "onnxscript", "onnxruntime")) -> None:
     """Raise an error that names the extra if a package is missing."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise VitrailError(f"ONNX needs {', '.join(missing)}: install the extra with pip install 'vitrail[export]'.")
 
@@ -91,12 +91,9 @@ def keep_pad_before_pool(graph: Any) -> None:
             node.input[0] = kept
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Return what `write_onnx` stored: class names, preprocessing and so on."""
-    import onnx
-
-    model = onnx.load(str(path), load_external_data=False)
-    found = {entry.key.removeprefix("vitrail."): entry.value for entry in model.metadata_props}
+def read_metadata(entries: Mapping[str, str]) -> dict[str, Any]:
+    """Return what `write_onnx` stored among the entries of a file: class names, preprocessing and so on."""
+    found = {key.removeprefix("vitrail."): value for key, value in entries.items()}
     return {key: json.loads(value) if key in _JSON else value for key, value in found.items()}
 
 

@@ -90,4 +90,4 @@ class StochasticDepth(nn.Module):
             return x
         keep = 1.0 - self.rate
         mask = x.new_empty(x.shape[0], *(1,) * (x.ndim - 1)).bernoulli_(keep)
-        return x * (mask / keep)
+        return x * (mask / keep) if keep else x * mask

@@ -12,9 +12,7 @@ from vitrail.models import attention_maps, surgery
 from vitrail.models.attention import AttentionPool, attention_for
 from vitrail.models.config import Pair, PositionRule, ViTConfig
 from vitrail.models.features import Features, check_images, chosen_layers, grid_of, other_grid
-from vitrail.models.fused import dispatch
-from vitrail.models.fused.encoder import BlockOptions, PendingResidual, run_block
-from vitrail.models.fused.ordinary_call import imported_functions
+from vitrail.models.fused import dispatch, encoder, ordinary_call
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS
 from vitrail.models.recompute import Keep, Recompute
@@ -23,8 +21,6 @@ from vitrail.models.resnet import HybridStem
 
 class Block(nn.Module):
     """One pre-norm encoder layer: z' = MSA(LN(z)) + z, then MLP(LN(z')) + z' (equations 2 and 3)."""
-
-    stays_gathered = False  # under FSDP2: weights stay until backward, so what kernels make of them may, too
 
     def __init__(self, config: ViTConfig, number: int) -> None:
         super().__init__()
@@ -41,9 +37,9 @@ class Block(nn.Module):
         attended = self.attention(self.norm1(x), bias, num_queries, *grid)
         return self._add_branches(x if num_queries is None else x[:, :num_queries], attended)
 
-    def forward_pending(self, pending: PendingResidual, options: BlockOptions) -> PendingResidual:
+    def forward_pending(self, pending: encoder.PendingResidual, options: encoder.BlockOptions) -> encoder.PendingResidual:
         """`forward` in fused kernels: finishes the last addition of the block before, and leaves its own to the block after."""
-        return run_block(self, pending, options)
+        return encoder.run_block(self, pending, options)
 
     def with_attention(self, x: Tensor, bias: Tensor | None = None, *grid: Pair) -> tuple[Tensor, Tensor]:
         """Return the block's output, and its attention [batch, head, query, key]."""
@@ -171,4 +167,4 @@ class ViT(nn.Module):
         return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))
 
 
-imported_functions()  # now, so that a method patched before the first forward pass is noticed, too
+ordinary_call.imported_functions()  # now, so that a method patched before the first forward pass is noticed, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -29,6 +30,16 @@ def unavailable(message: str) -> ServiceError:
 
 def too_many_images(most: int) -> ServiceError:
     return ServiceError(413, f"The request has too many images: more than {most}. Split it into several requests.")
+
+
+def first_failure(results: Sequence[Any]) -> ServiceError | None:
+    """Return the error of the first image that failed, with its number, for protocols that have no answer per image."""
+    number, error = next(((n, one) for n, one in enumerate(results) if isinstance(one, ServiceError)), (0, None))
+    if error is None or len(results) == 1:
+        return error
+    numbered = ServiceError(error.status, f"image {number}: {error.message}")
+    numbered.headers = error.headers
+    return numbered
 
 
 _SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}

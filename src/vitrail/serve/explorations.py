@@ -44,6 +44,10 @@ class Explorations:
         """Keep an image; the newest always stays, whatever its size."""
         self._kept[key] = exploration
         self._kept.move_to_end(key)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Remove images until the others fit: one of a large model grows when a layer of it is computed."""
         while len(self._kept) > 1 and (len(self._kept) > self._images or self.nbytes > self._size):
             self._kept.popitem(last=False)
 

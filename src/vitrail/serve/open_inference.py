@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from vitrail.checkpoints import Bundle
-from vitrail.serve.errors import ServiceError
-from vitrail.serve.guard import error_answer, read_body
+from vitrail.serve.errors import ServiceError, first_failure
+from vitrail.serve.guard import read_body
 from vitrail.serve.json_body import check_values, json_schema
 from vitrail.serve.service import Service
 from vitrail.serve.tensors import (
@@ -80,10 +80,9 @@ def routes(service: Service) -> APIRouter:
         limits: dict[str, Any] = {"length": length, "values": values, "deadline": deadline, "left": request.is_disconnected}
         body, tensors = await service.json.run(read_images, data, length, expected, most, **limits)
         images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
-        found = await service.compute(request, worker, "logits", images, deadline)
-        for number, one in enumerate(found):
-            if isinstance(one, ServiceError):
-                return error_answer(ServiceError(one.status, f"image {number}: {one.message}"))
+        found = (await service.compute(request, worker, "logits", images, deadline)).results
+        if (error := first_failure(found)) is not None:
+            raise error
         return await answer(name, VERSION, body, np.stack(found))
 
     def _worker(name: str, version: str) -> ModelWorker:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from vitrail.serve.embeddings_body import EmbeddingsRequest, read_embeddings
-from vitrail.serve.errors import ServiceError
+from vitrail.serve.errors import ServiceError, first_failure
 from vitrail.serve.guard import read_body
 from vitrail.serve.json_body import check_values, json_schema
 from vitrail.serve.service import Service
@@ -37,11 +37,9 @@ def routes(service: Service) -> APIRouter:
         limits: dict[str, Any] = {"length": len(data), "values": values, "deadline": deadline, "left": request.is_disconnected}
         body, images = await service.json.run(read_embeddings, data, most, **limits)
         worker = service.worker(body.model)
-        worker.check_space()
-        found = await service.compute(request, worker, "embedding", images, deadline)
-        for number, one in enumerate(found):
-            if isinstance(one, ServiceError):
-                raise ServiceError(one.status, one.message if len(found) == 1 else f"image {number}: {one.message}")
+        found = (await service.compute(request, worker, "embedding", images, deadline)).results
+        if (error := first_failure(found)) is not None:
+            raise error
         if body.dimensions not in (None, len(found[0])):
             raise ServiceError(
                 400, f"dimensions is {body.dimensions}; the vectors of {worker.name} have {len(found[0])}. Leave it out."

@@ -13,11 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
+from vitrail.inspect.inputs import config_at
 from vitrail.inspect.rollout import rollout
+from vitrail.models import ViT
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.form import files_of_form, is_form
 from vitrail.serve.guard import error_answer, read_body
-from vitrail.serve.images import ROTATED, stays_rotated
+from vitrail.serve.images import ROTATED
 from vitrail.serve.service import Service
 from vitrail.serve.worker import ModelWorker, not_finite
 
@@ -45,15 +47,12 @@ def routes(service: Service) -> APIRouter:
         bundle = service.bundle(worker)
         worker.check_head()
         images = await uploaded(request, service, worker)
-        found = await service.compute(request, worker, "logits", images)
-        if len(found) == 1 and isinstance(found[0], ServiceError):
-            return error_answer(found[0])
-        preprocess = bundle.stored_preprocess()
-        results = [_labels(bundle, one, top) for one in found]
-        for result, image in zip(results, images, strict=True):
-            if preprocess.exif or "predictions" not in result:
-                continue
-            if await service.in_pool(stays_rotated, image, preprocess, service.pixels):
+        flight = await service.compute(request, worker, "logits", images)
+        if len(images) == 1 and isinstance(flight.results[0], ServiceError):
+            return error_answer(flight.results[0])
+        results = [_labels(bundle, one, top) for one in flight.results]
+        for result, rotated in zip(results, flight.rotated, strict=True):
+            if rotated and "predictions" in result:
                 result["warning"] = ROTATED
         return JSONResponse({"model": worker.name, "results": results})
 
@@ -76,19 +75,17 @@ def routes(service: Service) -> APIRouter:
         if len(images) != 1:
             raise ServiceError(400, f"Send one image at a time; there are {len(images)}.")
 
-        def compute(bundle: Bundle, image: Tensor) -> np.ndarray[Any, Any]:
+        def compute(bundle: Bundle, image: Tensor) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
             batch = image[None].to(next(bundle.model.parameters()).device)
-            if method == "rollout":
-                found: np.ndarray[Any, Any] = rollout(bundle.model, batch)[0]
-                return found
-            return _one_map(bundle, batch, layer, head, query)
+            found = rollout(bundle.model, batch)[0] if method == "rollout" else _one_map(bundle, batch, layer, head, query)
+            return found, image.shape[1:]
 
-        (found,) = await service.compute(request, worker, compute, images)
-        if isinstance(found, ServiceError):
-            return error_answer(found)
+        (answer,) = (await service.compute(request, worker, compute, images)).results
+        if isinstance(answer, ServiceError):
+            return error_answer(answer)
+        found, size = answer
         if format == "json":
             return JSONResponse({"model": worker.name, "shape": list(found.shape), "map": found.tolist()})
-        size = service.bundle(worker).model.config.image_size
         return Response(await service.in_pool(_png, found, size), media_type="image/png")
 
     return router
@@ -114,18 +111,18 @@ def _labels(bundle: Bundle, outputs: Any, top: int) -> dict[str, Any]:
 
 
 def _one_map(bundle: Bundle, batch: Tensor, layer: int, head: int | None, query: int) -> np.ndarray[Any, Any]:
-    config = bundle.model.config
-    blocks = getattr(config, "blocks", 0)  # a ResNet has none: its attention is an error of its own
-    if blocks and not -blocks <= layer < blocks:
-        raise ServiceError(422, f"layer is {layer}; the last layer is {blocks - 1}, counted from 0.")
-    (_, weights), *_ = list(bundle.model.attention(batch, [layer]))
+    model = bundle.model
+    if isinstance(model, ViT) and not -model.config.blocks <= layer < model.config.blocks:
+        raise ServiceError(422, f"layer is {layer}; the last layer is {model.config.blocks - 1}, counted from 0.")
+    (_, weights), *_ = list(model.attention(batch, [layer]))  # of a ResNet, an error of its own
+    config = config_at(model, batch)  # type: ignore[arg-type]
     heads, tokens = weights.shape[1], weights.shape[2]
     if head is not None and head >= heads:
         raise ServiceError(422, f"head is {head}; the last head is {heads - 1}, counted from 0.")
     if query >= tokens:
         raise ServiceError(422, f"query is {query}; the last token is {tokens - 1}, counted from 0.")
     chosen = weights[0].mean(0) if head is None else weights[0, head]
-    found: np.ndarray[Any, Any] = chosen[query, config.prefix :].reshape(config.grid).float().cpu().numpy()  # type: ignore[union-attr]
+    found: np.ndarray[Any, Any] = chosen[query, config.prefix :].reshape(config.grid).float().cpu().numpy()
     if not np.isfinite(found).all():
         raise not_finite()
     return found

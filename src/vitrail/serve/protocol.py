@@ -11,14 +11,15 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LINGER_SECONDS = 2.0
+_MOST_LINGERING = 64  # of connections beyond the limit; others are closed at once, so that there is one
 _IDLE_SECONDS = 0.1  # on shutdown, for a request that is already on its way
 
 
 class GuardedProtocol(H11Protocol):
     """Ends connections that send their headers, or read their answer, too slowly; every answer of its own is JSON.
 
-    A connection whose request was refused before its body was read is closed only after the client has had time to read the
-    answer: closing at once would reset it, and the client would see no answer at all.
+    A connection whose request was refused before it was read is closed only after the client has had time to read the answer:
+    closing at once would reset it, and the client would see no answer at all.
     """
 
     seconds: ClassVar[float] = 20.0
@@ -31,8 +32,8 @@ class GuardedProtocol(H11Protocol):
         # asyncio sets it only on sockets that name their protocol. A body would wait 40 ms until its headers are acknowledged.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
-        if len(self.connections) > self.max_connections:
-            self.refuse(503, "There are too many connections.")
+        if (over := len(self.connections) - self.max_connections) > 0:
+            self.refuse(503, "There are too many connections.", linger=over <= _MOST_LINGERING)
         else:
             self._header_timer = self.loop.call_later(self.seconds, self._headers_late)
 
@@ -68,14 +69,17 @@ class GuardedProtocol(H11Protocol):
                 return
         self.refuse(400, "This is not a valid HTTP/1.1 request, or its headers are too large.")
 
-    def refuse(self, status: int, message: str) -> None:
+    def refuse(self, status: int, message: str, *, linger: bool = True) -> None:
         """Answer without the application, and close."""
         if self.transport.is_closing():
             return
         body = json.dumps({"error": message}).encode()
         head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
         self.transport.write(head.encode() + (b"\r\nretry-after: 1" if status == 503 else b"") + b"\r\n\r\n" + body)
-        self.transport.close()
+        if linger:
+            self.transport.linger()  # type: ignore[attr-defined]
+        else:
+            self.transport.close()
 
     def shutdown(self) -> None:
         """Close after the answer that is being computed. An idle connection has a moment longer, then is closed."""
@@ -115,7 +119,7 @@ class GuardedProtocol(H11Protocol):
 
 
 class _LingeringTransport:
-    """A transport that, if the client is still sending, ends only its own side first and discards what arrives for a while."""
+    """A transport that, if the client may still send, ends only its own side first and discards what arrives for a while."""
 
     def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
         self._transport, self._protocol, self._lingering = transport, protocol, False
@@ -127,10 +131,13 @@ class _LingeringTransport:
         return self._lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        if self.is_closing():
-            return
-        if self._protocol.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+        if self._protocol.conn.their_state in (h11.SEND_BODY, h11.ERROR):
+            self.linger()
+        elif not self.is_closing():
             self._transport.close()
+
+    def linger(self) -> None:
+        if self.is_closing():
             return
         self._lingering = True
         self._transport.write_eof()

@@ -57,10 +57,11 @@ def _drain_seconds(settings: ServeSettings) -> int:
 
 
 def log_as_json() -> None:
-    """Write the service's log to standard error, one JSON object per line."""
+    """Write the service's log, and what Python and torch warn of, to standard error, one JSON object per line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
-    for name in ("vitrail.serve", "uvicorn.error"):
+    logging.captureWarnings(True)
+    for name in ("vitrail.serve", "uvicorn.error", "py.warnings"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO if name == "vitrail.serve" else logging.WARNING)

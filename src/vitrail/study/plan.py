@@ -293,6 +293,6 @@ def probes(plan: Plan) -> list[PlannedRow]:
     chosen = []
     for rows in by_kind.values():
         rows.sort(key=lambda one: one[0])
-        (low, cheapest), (high, dearest) = rows[0], rows[-1]
-        chosen += [cheapest, dearest] if high > 1.3 * low else [cheapest]
+        (low, cheapest), (high, costliest) = rows[0], rows[-1]
+        chosen += [cheapest, costliest] if high > 1.3 * low else [cheapest]
     return chosen

@@ -440,9 +440,9 @@ def _check_distillation(task: TaskSpec) -> None:
 def _check_masked(recipe: Recipe) -> None:
     """Settings of one kind of task given to another would be ignored in silence."""
     task = recipe.task
-    homes = {"mask_rate": SELF_SUPERVISED, "patch_target": ("masked-patch",)}
-    homes |= dict.fromkeys(("decoder_width", "decoder_depth"), ("masked-autoencoder",))
-    for name, kinds in homes.items():
+    kinds_with = {"mask_rate": SELF_SUPERVISED, "patch_target": ("masked-patch",)}
+    kinds_with |= dict.fromkeys(("decoder_width", "decoder_depth"), ("masked-autoencoder",))
+    for name, kinds in kinds_with.items():
         if getattr(task, name) is not None and task.kind not in kinds:
             raise VitrailError(f"task.{name} goes with --task.kind {' or '.join(kinds)}, not with {task.kind}. Leave it out.")
     if task.kind not in SELF_SUPERVISED:

@@ -249,7 +249,7 @@ def _shard(model: nn.Module, mesh: Any, param_dtype: torch.dtype | None, keep_ga
     """FSDP2: every block is a unit, the rest the root. Returns the units."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    from vitrail.models.vit import Block
+    from vitrail.models.fused import sharded
 
     # Blocks travel and compute in low precision, gradients are summed in float32. The root stays in float32: through the
     # position table it decides the precision of the residual stream, which is so the same as without sharding.
@@ -257,8 +257,8 @@ def _shard(model: nn.Module, mesh: Any, param_dtype: torch.dtype | None, keep_ga
     for block in blocks_of(model):
         policy = inner if param_dtype is not None else MixedPrecisionPolicy()
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep_gathered, mp_policy=policy)
-        if isinstance(block, Block):
-            block.stays_gathered = keep_gathered
+        if keep_gathered:
+            sharded.keep_gathered(block)
         if hasattr(block, "forward_pending"):  # the fused path enters a block here, so here too its weights are gathered
             register_fsdp_forward_method(block, "forward_pending")
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())

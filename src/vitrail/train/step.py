@@ -73,8 +73,8 @@ class Step:
         if self.scaler is not None and self.world.sharded:
             raise VitrailError("fp16 with loss scaling cannot be combined with sharding; use --precision bf16.")
         # Once a gradient was bad, `stop` and `rollback` leave the weights as they are until the error is handled.
-        self.freezes = recipe.on_nonfinite != "skip"
-        self._loss, self._norm, self._skipped, self._frozen = (torch.zeros((), device=device) for _ in range(4))
+        self.halts_when_bad = recipe.on_nonfinite != "skip"
+        self._loss, self._norm, self._skipped, self._halted = (torch.zeros((), device=device) for _ in range(4))
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         self._steps = 0
         self._not_captured = ""
@@ -164,9 +164,9 @@ class Step:
             self.scaler.update()
             # Overflow is how the scale finds its level; it is a fault only when no scale helps.
             fault = bad * (torch.as_tensor(self.scaler._scale) < 1)
-        if self.freezes:
-            self._frozen = torch.maximum(self._frozen, fault)
-        self.optimizer.step(skip=torch.maximum(self._frozen, bad), norm=norm)
+        if self.halts_when_bad:
+            self._halted = torch.maximum(self._halted, fault)
+        self.optimizer.step(skip=torch.maximum(self._halted, bad), norm=norm)
         self.optimizer.zero_grad()
         self._first_bad = torch.where((self._first_bad < 0) & (fault > 0), number, self._first_bad)
         self._skipped += bad
@@ -186,7 +186,7 @@ class Step:
     def forget(self) -> None:
         for kept in (self._loss, self._norm, self._skipped):
             kept.zero_()
-        self._frozen = torch.zeros_like(self._frozen)
+        self._halted = torch.zeros_like(self._halted)
         self._first_bad = torch.full_like(self._first_bad, -1)
         self._steps = 0
 

@@ -7,7 +7,7 @@ Every tensor that backward reads goes through `save_for_backward`, the parameter
 place in between. Options of the branches:
     fp8              matmuls in fp8, where the shapes allow it
     recompute_cheap  save matmul outputs only; attention and GELU are computed again in backward
-    needs_grad       whether there will be a backward pass
+    needs_grad       whether gradients are on; what only backward reads is computed only if an input needs one
     refold           do not save folded and cast weights, but make them again in backward (FSDP2 frees weights in between)
 """
 
@@ -81,6 +81,7 @@ class _AttentionBranch(torch.autograd.Function):
         out_weight: Tensor, heads: int, num_queries: int | None, fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
         eps: float, *qk_norms: Tensor,
     ) -> Tensor:  # fmt: skip
+        needs_grad = needs_grad and any(ctx.needs_input_grad)  # not in frozen blocks before all that is trained
         layer = Fp8Linear if fp8 and num_queries is None else Bf16Linear
         weight, bias = fold_norm(qkv_weight, qkv_bias, norm_weight, norm_bias, y.dtype)
         qkv_layer, out_layer = layer(weight, y.dtype), layer(out_weight, y.dtype)
@@ -164,6 +165,7 @@ class _MlpBranch(torch.autograd.Function):
         down_weight: Tensor, tanh: bool, seed: Tensor | None, rate: float,
         fp8: bool, recompute_cheap: bool, needs_grad: bool, refold: bool,
     ) -> Tensor:  # fmt: skip
+        needs_grad = needs_grad and any(ctx.needs_input_grad)
         layer = Fp8Linear if fp8 else Bf16Linear
         weight, bias = fold_norm(up_weight, up_bias, norm_weight, norm_bias, y.dtype)
         up_layer, down_layer = layer(weight, y.dtype), layer(down_weight, y.dtype)

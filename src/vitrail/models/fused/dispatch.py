@@ -69,7 +69,8 @@ def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tenso
 
     blank = torch.zeros(1, *patches.shape[1:], device=patches.device, dtype=model.patches.weight.dtype)
     # Times one, so that a token's gradient is not a slice of all tokens': DDP warns of strides other than the parameter's.
-    shared = torch.cat([*(token * 1 for token in prefix), blank], dim=1)
+    # In the patches' precision, as without the kernel: a token of another one must not decide that of all.
+    shared = torch.cat([*((token * 1).to(blank.dtype) for token in prefix), blank], dim=1)
     return branches.add_prefix_and_positions(patches, model.positions.at_input(shared, *other)[0])
 
 
@@ -83,11 +84,14 @@ class ResidualStream:
     def __init__(self, x: Tensor, kernels: Kernels, recompute: Recompute | None = None, *other: Pair, fp8: bool = False) -> None:
         if kernels not in _KERNELS:
             raise VitrailError(f"model.kernels is {kernels!r}; it can be {', '.join(_KERNELS)}.")
+        self._kernels, self._recompute, self._fp8, self._other = kernels, recompute or Recompute(), fp8, other
+        self._continue_with(x)
+
+    def _continue_with(self, x: Tensor) -> None:
+        """Decide about tokens that modules have computed: a user's code may have changed anything."""
         self._pending = PendingResidual(x)
-        self._recompute = recompute or Recompute()
         self._uses_autocast = encoder.uses_autocast(x)
-        self._dtype = encoder.matmul_dtype(x) if kernels != "plain" and can_fuse(x) else None
-        self._fp8, self._other = fp8, other
+        self._dtype = encoder.matmul_dtype(x) if self._kernels != "plain" and can_fuse(x) else None
 
     def run(self, number: int, block: nn.Module, positions: Positions | None = None, num_queries: int | None = None) -> None:
         """Run block `number`, with what positions add before it or inside it."""
@@ -106,7 +110,7 @@ class ResidualStream:
             x = self._recompute.run(number, block, x, bias, num_queries, *grid_for(block, self._other))
         else:  # a module of a user's own, which takes tokens and returns all of them
             x = self._recompute.run(number, block, *((x,) if bias is None else (x, bias)))[:, :num_queries]
-        self._pending = PendingResidual(x)
+        self._continue_with(x)
 
     def _run_fused(self, number: int, block: Block, num_queries: int | None) -> None:
         cheap = self._recompute.keep == "matmuls" and self._recompute.applies_to(number)
@@ -142,7 +146,7 @@ def can_fuse(x: Tensor) -> bool:
 def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocast: bool) -> bool:
     """Tell whether a block runs in fused kernels on tokens that `can_fuse`, with matmuls of this precision."""
     device = x.get_device()
-    if uses_autocast or x.dtype is not dtype:
+    if uses_autocast:
         shape = whitelist.shape_of_block(block, device)
     else:  # torch's modules say what they think of mixed precisions; FSDP2 may gather others than it holds
         shape = whitelist.shape_of_block(block, device, dtype)

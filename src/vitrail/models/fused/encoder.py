@@ -98,14 +98,14 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
     """Run a block whose modules are plain (`whitelist.is_plain_block`)."""
     from vitrail.models.fused.branches import residual_norm
     from vitrail.models.fused.folded_norm import can_use_folded, folded_block
-    from vitrail.models.fused.sharded import is_sharded
+    from vitrail.models.fused.sharded import is_sharded, stays_gathered
 
     dtype = matmul_dtype(pending.x)
     assert dtype is not None
     if options.num_queries is None and dtype == pending.x.dtype and can_use_folded(block, pending.x):
         return folded_block(block, pending)
     sharded = is_sharded(block)
-    refold = sharded and not block.stays_gathered  # FSDP2 frees the parameters once the block is done
+    refold = sharded and not stays_gathered(block)
     attention_scale, mlp_scale = options.drop_path_scales or (None, None)
     x, y = residual_norm(*pending.addition, block.norm1.eps, dtype)
     branch = _attention(block.attention, block.norm1, y, options, refold)
@@ -125,9 +125,9 @@ def settle(pending: PendingResidual) -> Tensor:
     """Return the tokens, with the pending branch and what was subtracted added."""
     from vitrail.models.fused.branches import residual_norm
 
-    dtype, x = matmul_dtype(pending.x), pending.x
-    if pending.branch is not None and dtype is not None:
-        x, _ = residual_norm(*pending.addition, 1.0, dtype)
+    x = pending.x
+    if pending.branch is not None:
+        x, _ = residual_norm(*pending.addition, 1.0, pending.branch.dtype)
     return x if pending.mean is None else (x + pending.mean[..., None]).to(x.dtype)
 
 

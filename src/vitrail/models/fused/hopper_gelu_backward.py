@@ -20,6 +20,7 @@ from vitrail.models.fused.hopper_pingpong import (
     LAUNCH,
     WORKER_REGISTERS,
     WORKER_WARPS,
+    aligned,
     alloc_mbarriers,
     alloc_smem,
     mma_tile,
@@ -113,7 +114,7 @@ def matmul_gelu_backward(grad_out: Tensor, weight: Tensor, gelu_grad: Tensor) ->
     programs = min(num_sms(gelu_grad.device), num_tiles(M, N))
     _matmul_gelu_backward_kernel[(programs,)](
         tma_descriptor(grad_out.reshape(M, K), BLOCK_M, BLOCK_K),
-        tma_descriptor(weight.contiguous(), BLOCK_K, BLOCK_N),
+        tma_descriptor(aligned(weight), BLOCK_K, BLOCK_N),
         *(tma_descriptor(one.view(M, N), BLOCK_M, BLOCK_N // 2) for one in (gelu_grad, grad_hidden)),
         column_sums, M, N, K, STAGES=_STAGES, PROGRAMS=programs, **LAUNCH,
     )  # fmt: skip

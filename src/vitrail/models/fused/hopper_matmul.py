@@ -24,6 +24,7 @@ from vitrail.models.fused.hopper_pingpong import (
     LAUNCH,
     WORKER_REGISTERS,
     WORKER_WARPS,
+    aligned,
     alloc_mbarriers,
     alloc_smem,
     mma_tile,
@@ -166,7 +167,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor, tanh: bool | None, rstd: Te
     programs = min(num_sms(x.device), num_tiles(M, N, block_m))
     _matmul_bias_kernel[(programs,)](
         tma_descriptor(x.reshape(M, K), block_m, BLOCK_K),
-        tma_descriptor(weight.contiguous(), BLOCK_N, BLOCK_K),
+        tma_descriptor(aligned(weight), BLOCK_N, BLOCK_K),
         rstd, bias,
         None if gelu_grad is None else tma_descriptor(gelu_grad.view(M, N), block_m, BLOCK_N // 2),
         tma_descriptor(out.view(M, N), block_m, BLOCK_N // 2),

@@ -120,6 +120,12 @@ def split_n(acc):
     return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
+def aligned(weight: Tensor) -> Tensor:
+    """Return a contiguous weight that begins at a multiple of 16 bytes, as TMA needs: one in a flat buffer may begin anywhere."""
+    weight = weight.contiguous()
+    return weight if weight.data_ptr() % 16 == 0 else weight.clone()
+
+
 def tma_descriptor(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     """Describe a 16-bit matrix to the TMA unit, which copies [height, width] blocks of it."""
     return TensorDescriptor.from_tensor(matrix, [height, width], _smem_layout(height, width))

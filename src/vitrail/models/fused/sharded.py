@@ -19,6 +19,16 @@ def is_sharded(block: nn.Module) -> bool:
     return bases[0] is FSDPModule
 
 
+def keep_gathered(block: nn.Module) -> None:
+    """Note that FSDP2 keeps the weights of this block from forward to backward, so that what kernels make of them may stay, too."""
+    block.__dict__["_stays_gathered"] = True
+
+
+def stays_gathered(block: nn.Module) -> bool:
+    """Tell whether `keep_gathered` noted so; otherwise FSDP2 frees the weights once the block is done."""
+    return "_stays_gathered" in block.__dict__
+
+
 def fsdp_hooks(module: nn.Module) -> set[int]:
     """Return the numbers of the two hooks by which FSDP2 gathers and frees a module's parameters.
 

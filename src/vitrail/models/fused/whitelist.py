@@ -69,6 +69,8 @@ def shape_of_block(
         states = _states_of_parts(parts, layer_scale) if _is_block(block) else None
         if states is None or not (eval_mode or _has_known_dropout(states)):
             return None
+        if layer_scale and not (_scales_channels(parts["scale1"], states) and _scales_channels(parts["scale2"], states)):
+            return None
         return _shape_of_parts(parts, states, device, dtype)
     except KeyError:  # a part or a parameter was deleted, and something else put in its place
         return None
@@ -105,6 +107,14 @@ def _states_of_parts(parts: dict[str, Any], layer_scale: bool) -> tuple[_State, 
     return None if "_split" in attention_state or "_attend" in attention_state or "_merge" in attention_state else states
 
 
+def _scales_channels(scale: nn.Module, states: tuple[_State, ...]) -> bool:
+    """Tell whether a layer scale has one factor per channel; it may broadcast others."""
+    if type(scale) is not LayerScale:
+        return True
+    weight, up = scale.__dict__["_parameters"]["weight"], states[4]
+    return _is_parameter(weight) and weight.shape == (up["in_features"],)
+
+
 def _has_known_dropout(states: tuple[_State, ...]) -> bool:
     """Tell whether something survives each dropout, and attention has none; else only the plain path knows how."""
     attention, skip, dropout, mlp_dropout = states[0], states[6], states[7], states[8]
@@ -132,7 +142,7 @@ def _shape_of_parts(
             continue
         if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.get_device() != device:
             return None
-        if bias.numel() != size[0] or not bias.is_contiguous():
+        if bias.numel() != size[0] or bias.ndim != 1 or not bias.is_contiguous():
             return None
     if not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtype):
         return None

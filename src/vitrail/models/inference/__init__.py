@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
 from vitrail.errors import VitrailError
 from vitrail.models import Model
 from vitrail.models.inference.cpu import cpu_copy
-from vitrail.models.inference.model import InferenceModel
+from vitrail.models.inference.model import InferenceModel, deep_copied
 from vitrail.models.inference.precision import PrecisionChoice, choose
 from vitrail.models.settings import Precision
 
@@ -33,8 +31,8 @@ def for_inference(model: Model, precision: Precision = "auto", device: torch.dev
 
         return gpu_copy(model, device, torch.bfloat16 if choice.precision == "bf16" else torch.float32)
     if device.type == "cpu":
-        return cpu_copy(model if current == device else copy.deepcopy(model).to(device), choice.block_precision)
-    return InferenceModel(copy.deepcopy(model).to(device, torch.float32))
+        return cpu_copy(model if current == device else deep_copied(model).to(device), choice.block_precision)
+    return InferenceModel(deep_copied(model).to(device, torch.float32))
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import VitrailError
 from vitrail.models.bit import BiT, PreActivationUnit
-from vitrail.models.inference.model import InferenceModel
+from vitrail.models.inference.model import InferenceModel, deep_copied
 from vitrail.models.inference.packed_block import CHUNK, BlockPrecision, PackedBlock
 from vitrail.models.inference.packed_linear import make_linear
 from vitrail.models.inference.replaceable import blocks_of_known_parts, is_replaceable, replaceable_blocks, runs_known_code
@@ -93,7 +92,7 @@ def cpu_copy(model: ViT | BiT, precision: BlockPrecision) -> InferenceModel:
     """Copy a model that is on the CPU, with every plain part that has a faster form replaced by it."""
     # What the memo has counts as copied already: the weights of replaced modules are never copied as they are.
     memo: dict[int, Any] = {id(old): new for old, new in _replacements(model, precision).items()}
-    made = copy.deepcopy(model, memo).float()
+    made = deep_copied(model, memo).float()
     if not isinstance(made, ViT):
         return InferenceModel(made)
     if is_replaceable(made.resnet, HybridStem):
@@ -121,7 +120,8 @@ def _replacements(model: ViT | BiT, precision: BlockPrecision) -> dict[nn.Module
 
 def _packed_linears(block: Block, precision: BlockPrecision) -> dict[nn.Module, nn.Module]:
     layers = (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
-    return {layer: make_linear(layer.weight, layer.bias, precision.matmul) for layer in layers if type(layer) is nn.Linear}
+    linears = [layer for layer in layers if type(layer) is nn.Linear and (layer.bias is None or layer.bias.ndim < 2)]
+    return {layer: make_linear(layer.weight, layer.bias, precision.matmul) for layer in linears}
 
 
 def on_worker_threads(compute: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
@@ -130,13 +130,14 @@ def on_worker_threads(compute: Callable[[Tensor], Tensor], images: Tensor) -> Te
     workers = min(threads, len(images))
     if workers < 2:
         return compute(images)
-    per_worker = -(-len(images) // workers)
-    return torch.cat(list(_pool(workers, threads // workers).map(torch.no_grad()(compute), images.split(per_worker))))
+    per_worker, per_call = -(-len(images) // workers), threads // workers
+    pool = _pool(threads // per_call, per_call)  # not one for every batch size: on many cores that would be thousands of threads
+    return torch.cat(list(pool.map(torch.no_grad()(compute), images.split(per_worker))))
 
 
 @cache
 def _pool(workers: int, threads: int) -> ThreadPoolExecutor:
-    """Threads that are kept: each keeps its scratch memory. `threads` is what torch may use within each."""
+    """Return threads that are kept: each keeps its scratch memory. `threads` is what torch may use within each."""
     before = torch.get_num_threads()
     barrier = Barrier(workers)
     pool = ThreadPoolExecutor(workers, "vitrail-worker", initializer=torch.set_num_threads, initargs=(threads,))

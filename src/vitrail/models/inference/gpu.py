@@ -5,15 +5,13 @@ Under autocast every call casts the weights again. Here that is done once.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 
 from vitrail.models.bit import BiT
 from vitrail.models.fused.folded_norm import fold_norms
 from vitrail.models.inference.capture import CapturedForward, NewGraph
-from vitrail.models.inference.model import InferenceModel, cast_all_but_heads
+from vitrail.models.inference.model import InferenceModel, cast_all_but_heads, deep_copied
 from vitrail.models.inference.replaceable import replaceable_blocks
 from vitrail.models.vit import ViT
 
@@ -41,7 +39,7 @@ class GpuModel(InferenceModel):
 @torch.no_grad()
 def gpu_copy(model: ViT | BiT, device: torch.device, dtype: torch.dtype, new_graph: NewGraph | None = None) -> InferenceModel:
     """Copy a model to a GPU, with weights of the given precision. A BiT is computed in float32 and not captured."""
-    made = copy.deepcopy(model).to(device, torch.float32).requires_grad_(False)
+    made = deep_copied(model).to(device, torch.float32).requires_grad_(False)
     if not isinstance(made, ViT):
         return InferenceModel(made)
     for block in replaceable_blocks(made):  # before anything is rounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NoReturn, Self
@@ -155,6 +156,19 @@ class InferenceModel(nn.Module):
         self._changed()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def deep_copied(model: ViT | BiT, memo: dict[int, Any] | None = None) -> ViT | BiT:
+    """Copy a model, also where it holds tensors computed from its parameters (pruning, old-style weight norm).
+
+    torch does not copy tensors with a history. `memo` maps what is copied already, by `id`, to the copy.
+    """
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(model, memo)
 
 
 def cast_all_but_heads(model: ViT | BiT, dtype: torch.dtype) -> None:

@@ -4,9 +4,6 @@ const VIRIDIS =
   "440154470d6048186a482374472d7b4537814240863e49893b528b375b8d33638d2f6b8e2c728e297a8e26828e23898e21918c1f988b1fa08822a78528ae8032b67a3fbc734ec36b5ec96270cf5784d44b98d83eaddc30c2df23d8e219ece51bfde725";
 const PURPLE_ORANGE = "2d004b4518715f3a917b6aa89990bfb7b1d5cfcfe5e4e5f0f7f7f6fce8cdfed59ffdbc6bee9b39d97b12bd61099e4c077f3b08";
 
-// Nodes of the lines of charts: Okabe and Ito's palette.
-export const LINES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
-
 const AMOUNT = table(VIRIDIS);
 const SIGNED = table(PURPLE_ORANGE);
 

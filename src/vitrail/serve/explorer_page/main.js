@@ -168,6 +168,7 @@ function drawControls() {
   byId("model-line").textContent = modelLine(stages[0].item.info);
   byId("model-line").title = byId("model-line").textContent; // the line is cut off where it is too long
   choices(byId("views"), "tab", VIEWS.filter((view) => items().some((each) => hasView(each, view))).map((view) => [view, ...NAMES[view]]), state.view, (view) => update({ view }), "stages");
+  byId("stages").setAttribute("aria-labelledby", `views-${state.view}`);
   choices(byId("tabs"), "tab", PANELS, state.panel, (panel) => update({ panel }), "panel");
   const heads = [["mean", "mean"], ...[...Array(info.heads).keys()].map((head) => [head, String(head)])];
   choices(byId("head-control"), "radio", heads, state.head, (head) => update({ head }));
@@ -229,7 +230,7 @@ function predictMasked() {
 
 function showError(error, name = "") {
   const message = error.message ?? String(error);
-  byId("error").textContent = name ? `${name}: ${message.replace(/^the image: /, "")}` : message;
+  byId("error-text").textContent = name ? `${name}: ${message.replace(/^the image: /, "")}` : message;
   byId("error").hidden = false;
 }
 
@@ -329,6 +330,7 @@ function setUpFiles() {
 }
 
 function setUpControls() {
+  byId("error-close").addEventListener("click", hideError);
   byId("depth").addEventListener("input", (event) => update({ layer: Number(event.target.value) }));
   for (const id of ["fusion", "scale", "style"]) byId(id).addEventListener("change", (event) => update({ [id]: event.target.value }));
   for (const id of ["residual", "pixels"]) byId(id).addEventListener("change", (event) => update({ [id]: event.target.checked }));
@@ -355,7 +357,13 @@ async function showGallery() {
   if (source.saved) byId("drop-hint").textContent = "A saved page: it works without a server and shows its own images. `vitrail explore` opens others.";
   if (start.credit) byId("drop-hint").append(` ${start.credit}`);
   for (const [number, button] of buttons.entries()) {
-    await offeredPicture(number).then((bitmap) => drawThumbnail(button, bitmap)).catch(() => {});
+    try {
+      const picture = await offeredPicture(number);
+      drawThumbnail(button, picture);
+      picture.close(); // a photo of 12 megapixels is 48 MB
+    } catch {
+      /* its name must do */
+    }
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { drawn, element } from "./dom.js";
 import { state, update } from "./state.js";
-import { LINES, PIXELS } from "./colours.js";
+import { PIXELS } from "./colours.js";
 import { commonScale, formatted, shownQuery, strongest } from "./maps.js";
 import { barFrom, rangeOf, scoreText } from "./predictions.js";
 
@@ -215,17 +215,15 @@ function distance(root, items, reference, named) {
 }
 
 function swatch(item, number) {
-  const dot = element("b", {}, ["● "]);
-  dot.style.color = LINES[number];
-  return element("p", { class: "hint name" }, [dot, fullName(item)]);
+  return element("p", { class: "hint name" }, [element("b", { class: `series-${number}` }, ["● "]), fullName(item)]);
 }
 
 function dots(item, reference, each, number, x, y, width, left) {
-  const marks = [drawn("line", { x1: left, x2: width, y1: y(each.uniform), y2: y(each.uniform), class: "uniform", stroke: LINES[number] })];
+  const marks = [drawn("line", { x1: left, x2: width, y1: y(each.uniform), y2: y(each.uniform), class: `uniform series-${number}` })];
   each.distance.forEach((row, layer) =>
     row.forEach((pixels, head) => {
       const chosen = layer === item.layerLike(reference, state.layer) && (state.head === "mean" || state.head === head);
-      const dot = drawn("circle", { cx: x(item, layer), cy: y(pixels), r: chosen ? 6 : 4.2, fill: LINES[number], class: chosen ? "dot chosen" : "dot" });
+      const dot = drawn("circle", { cx: x(item, layer), cy: y(pixels), r: chosen ? 6 : 4.2, class: `dot series-${number}${chosen ? " chosen" : ""}` });
       dot.append(drawn("title", {}, [`layer ${layer}, head ${head}: ${pixels.toFixed(1)} pixels`]));
       dot.addEventListener("click", () => update({ layer: reference.layerLike(item, layer), head, view: "attention" }));
       marks.push(dot);

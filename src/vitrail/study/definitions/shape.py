@@ -23,13 +23,13 @@ def points(ladder: Ladder) -> list[Point]:
     base, shape = ladder.model(), ladder.shape()
     found = [Point(series=_BASE, label="×1", pretrain=base)]
     for series, names in _SCALED.items():
-        dearer = 0.5 if series == "patch size" else 2.0  # what costs more is compared; the rest shows the trend
+        costlier = 0.5 if series == "patch size" else 2.0  # what costs more is compared; the rest shows the trend
         for factor, label in _FACTORS.items():
             if factor == 4.0 and series != "MLP":
                 continue  # four times the rest would cost more than all other points together
             fields = {name: max(1, round(factor * shape[name])) for name in names}
             pretrain = with_model(base, **fields)
-            found.append(Point(series=series, label=label, pretrain=pretrain, priority=0 if factor == dearer else 1))
+            found.append(Point(series=series, label=label, pretrain=pretrain, priority=0 if factor == costlier else 1))
     return found
 
 

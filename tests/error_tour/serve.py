@@ -28,7 +28,7 @@ from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.byte_maps import MAX_REPLY
 from vitrail.serve.decoders import _ended
 from vitrail.serve.errors import ServiceError
-from vitrail.serve.exploration import Exploration
+from vitrail.serve.exploration import Exploration, _finite
 from vitrail.serve.explorations import Explorations, NamedImage
 from vitrail.serve.explorer import _bytes, _check
 from vitrail.serve.form import files_of_form
@@ -281,6 +281,8 @@ CASES: tuple[Case, ...] = (
     at("serve/guard.py:_too_large", lambda: check([(b"content-length", b"99999999")]),
        "The request is larger than 33,554,432 bytes.", "Send fewer or smaller images."),
     # Images
+    at("serve/exploration.py:_finite", lambda: _finite(torch.tensor([float("nan")])),
+       "The model's outputs for this image are not finite.", "Check the image and the weights."),
     at("serve/images.py:decode#1", lambda: decoded(photo(), max_pixels=1000),
        "The image, or a tile of it, has 80 × 60 pixels;", "send one of at most 1,000."),
     at("serve/images.py:decode#2", lambda: decoded(many_scans()),

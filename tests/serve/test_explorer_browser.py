@@ -40,6 +40,12 @@ HOVER = """async (count) => {
   return times;
 }"""
 
+COLUMN = """(layer) => {
+  const canvas = document.querySelector(".overview"), gap = 1, cells = 8;
+  const data = canvas?.getContext("2d").getImageData(layer * (cells + gap), 0, cells, canvas.height).data ?? [];
+  return data.reduce((sum, value) => sum + value, 0);
+}"""  # how much is drawn of a layer in the overview
+
 
 @pytest.fixture(scope="module")
 def included() -> Bundle:
@@ -242,6 +248,33 @@ def test_an_uploaded_image_can_be_chosen_again(server: Client, included: Bundle,
     page.locator("#compare-show").click()
     wait(page, "document.querySelectorAll('.stage').length === 2")
     assert page.locator(".stage-name strong").all_inner_texts() == ["cat", "mine.jpg"]
+
+
+def test_a_layer_that_failed_is_asked_for_again(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "#layer=2"), expected=("503",))
+    answers: list[Any] = []
+
+    def answer(route: Any) -> None:
+        answers.append(route.fulfill if not answers else route.continue_)
+        answers[-1](**({"status": 503, "json": {"error": "Try again."}} if len(answers) == 1 else {}))
+
+    page.route("**/attention?layer=11", answer)
+    page.reload()
+    wait(page, f"({COLUMN})(11) > 0")
+    assert len(answers) == 2 and not page.locator("#error").is_visible()
+
+
+def test_keys_move_from_the_class_token_to_the_first_patch(bundle: Bundle, open_page: Any) -> None:
+    with running(lambda: bundle) as client:
+        page = open_page(address(client, "#query=0&panel=off"))
+        wait(page, "document.body.dataset.drawn === '0'")
+        page.locator(".frame").focus()
+        page.keyboard.press("Enter")  # the class token cannot be switched off
+        page.keyboard.press("ArrowRight")
+        wait(page, "document.body.dataset.drawn === '1'")
+        assert "off=" not in page.evaluate("location.hash").replace("panel=off", "")
+        page.keyboard.press("Enter")
+        wait(page, "location.hash.includes('off=0')")
 
 
 def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ export class Item {
     this.waiting = new Map(); // path → promise
     this.failed = new Map(); // path → message
     this.onArrival = () => {};
+    this.shown = null; // the map that is drawn
     this.masked = null; // predictions with patches off, and how many are
+    this.number = null; // of an image that the page offers
     this.closed = false;
     this.tokens = info.prefix.length + info.grid[0] * info.grid[1];
     this.patches = info.grid[0] * info.grid[1];

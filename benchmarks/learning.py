@@ -223,7 +223,7 @@ def theirs(recipe: Recipe, options: argparse.Namespace, device: torch.device) ->
 
 
 def timm_model(recipe: Recipe, classes: int) -> nn.Module:
-    """timm's VisionTransformer of the same shape: mean pooling after the norm, no class token."""
+    """timm's VisionTransformer of the same function: mean pooling after the norm, no class token, the same GELU."""
     from timm.models.vision_transformer import VisionTransformer
 
     fields = {name: getattr(recipe.model, name) for name in ("width", "depth", "heads", "mlp", "channels")}
@@ -243,6 +243,7 @@ def timm_model(recipe: Recipe, classes: int) -> nn.Module:
         class_token=False,
         global_pool="avg",
         fc_norm=False,
+        act_layer="gelu_tanh" if config.gelu == "tanh" else "gelu",
         drop_path_rate=recipe.model.stochastic_depth,
     )
 

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -120,11 +120,19 @@ async def open_loop(port: int, bodies: Sequence[bytes], rate: float, seconds: fl
 class Server:
     """A process that serves, on its own cores. `arguments` are Python's, such as -m vitrail serve."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, cores: Sequence[int] | None, port: int = 0) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        cores: Sequence[int] | None,
+        port: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.log = log
-        command = [sys.executable, *arguments, "--port", str(port)]
+        command, how = [sys.executable, *arguments, "--port", str(port)], on_cores(cores)
+        how["env"] = {**os.environ, **how.get("env", {}), **(environment or {})}
         with log.open("wb") as stream:
-            self.process = subprocess.Popen(command, stderr=stream, cwd=ROOT, **on_cores(cores))
+            self.process = subprocess.Popen(command, stderr=stream, cwd=ROOT, **how)
         end = time.monotonic() + 600  # compiling and capturing takes its time
         while not (found := re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text(errors="replace"))):
             self._check(end)

@@ -26,7 +26,7 @@ from vitrail.data.preprocess import Preprocess, preset
 from vitrail.serve.app import create_app
 from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.byte_maps import MAX_REPLY
-from vitrail.serve.decoders import _ended
+from vitrail.serve.decoder_processes import crashed
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration, _finite
 from vitrail.serve.explorations import Explorations, NamedImage
@@ -127,7 +127,7 @@ def decoded(data: bytes, preprocess: Any = None, **settings: Any) -> Any:
 class Corrupted(Preprocess):
     """Fails as a decoder may fail."""
 
-    def array(self, image: Any, *, name: str = "image") -> Any:
+    def pixels(self, image: Any, *, name: str = "image") -> Any:
         raise SyntaxError("broken PNG file")
 
 
@@ -177,6 +177,10 @@ def large_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.serve.exploration.MAX_ATTENTION", 0)
 
 
+def no_readv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.readv")
+
+
 def broken_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Metrics, "text")
 
@@ -189,7 +193,7 @@ CORS = {"origin": "https://example.com", "access_control_request_method": "POST"
 
 
 def crashed_decoder() -> None:
-    raise _ended(-signal.SIGSEGV)
+    raise crashed(-signal.SIGSEGV)
 
 
 # fmt: off
@@ -293,7 +297,7 @@ CASES: tuple[Case, ...] = (
        "the image: truncated: the file ends before the image is complete.", "Replace or remove it."),
     at("serve/images.py:decode#5", lambda: decoded(photo(), Corrupted()),
        "The image cannot be decoded: the file is corrupted.", "Send an intact JPEG or PNG file."),
-    at("serve/decoders.py:_ended", crashed_decoder,
+    at("serve/decoder_processes.py:crashed", crashed_decoder,
        "The image cannot be decoded: its decoder crashed.", "Send an intact JPEG or PNG file."),
     at("serve/images.py:_size#1", lambda: decoded(b""), "The image is empty (0 bytes);", "send the content of an image file."),
     at("serve/images.py:_size#2", lambda: decoded(b"\x93NUMPY"), "not a readable .npy image", "Replace or remove it."),
@@ -389,7 +393,9 @@ CASES: tuple[Case, ...] = (
        "--max-upload is 5;", "it must be at least --max-bytes, which is 10."),
     at("serve/settings.py:ServeSettings.__post_init__#3", lambda: ServeSettings(decode_in="thread"),  # type: ignore[arg-type]
        "--decode-in is 'thread';", "it must be auto, threads or processes."),
-    at("serve/settings.py:ServeSettings.__post_init__#4", lambda: ServeSettings(decoders=0),
+    at("serve/settings.py:ServeSettings.__post_init__#4", lambda: ServeSettings(decode_in="processes"),
+       "--decode-in is 'processes', which this system (Windows) cannot do;", "it must be auto or threads.", patch=no_readv),
+    at("serve/settings.py:ServeSettings.__post_init__#5", lambda: ServeSettings(decoders=0),
        "--decoders is 0;", "it must be at least 1."),
     at("serve/worker.py:ModelWorker.check_head", lambda: service("zero-head").workers["tiny"].check_head(),
        "The head is all zeros: zero-head is only a backbone", "Fine-tune it on your classes"),

@@ -25,6 +25,7 @@ from vitrail.serve.explorations import example_images
 from vitrail.serve.images import decode
 from vitrail.serve.limits import PixelLimit
 from vitrail.serve.metrics import Metrics
+from vitrail.serve.model_input import ModelInput
 from vitrail.serve.settings import ServeSettings
 
 
@@ -72,8 +73,9 @@ def test_images_are_preprocessed_as_in_evaluation(tmp_path: Path, bundle: Bundle
     (every,) = eval_slices(len(split), len(jpegs), 0, 1)
     evaluated = preprocess.normalise(EvalReader(split, preprocess, skip_bad=False, num_buffers=1)[every].images)
     limit = PixelLimit(10_000_000)
-    served = np.stack([decode(split.payload(n), preprocess, ServeSettings(), limit) for n in range(len(split))])
-    assert len(served) == len(jpegs) and np.array_equal(served, evaluated.numpy())
+    decoded = [decode(split.payload(n), preprocess, ServeSettings(), limit).pixels for n in range(len(split))]
+    served = ModelInput(preprocess, torch.device("cpu"), len(decoded))(decoded, len(decoded))
+    assert len(served) == len(jpegs) and torch.equal(served, evaluated)
 
 
 def test_other_origins_may_call_only_if_they_are_named(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:

@@ -223,7 +223,7 @@ def test_a_narrow_image_is_not_resized_to_a_huge_one(bundle: Bundle) -> None:
     Image.new("RGB", (33_000, 1)).save(stream, "PNG")
     with pytest.raises(ServiceError, match="33000 × 1 pixels, and 175,857,000 while it is resized"):
         decode(stream.getvalue(), preprocess, ServeSettings(), limit)
-    assert decode(stream.getvalue(), Preprocess(size=(64, 64)), ServeSettings(), limit).shape == (3, 64, 64)
+    assert decode(stream.getvalue(), Preprocess(size=(64, 64)), ServeSettings(), limit).pixels.shape == (3, 64, 64)
 
 
 def test_a_data_uri_of_many_parameters_takes_no_memory() -> None:
@@ -240,7 +240,7 @@ def test_a_data_uri_of_many_parameters_takes_no_memory() -> None:
 def test_sigterm_ends_the_process_while_an_image_is_decoded(bundle: Bundle, jpegs: list[bytes]) -> None:
     script = (
         "import time, vitrail.data.preprocess as p\n"
-        "p.Preprocess.array = lambda *given, **options: time.sleep(60)\n"
+        "p.Preprocess.pixels = lambda *given, **options: time.sleep(60)\n"
         "from vitrail.cli import main\n"
         f"main(['serve', {bundle.report.source!r}, '--port', '0', '--deadline', '1', '--decode-in', 'threads'])\n"
     )

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import io
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tests.serve.conftest import running
 from vitrail.checkpoints import Bundle
 from vitrail.data import embedded
-from vitrail.data.preprocess import PRESETS, preset
+from vitrail.data.preprocess import PRESETS, Preprocess, preset
 from vitrail.errors import VitrailError
 from vitrail.serve.decoders import Decoders
 from vitrail.serve.errors import ServiceError
+from vitrail.serve.images import Decoded
 from vitrail.serve.limits import PixelLimit
+from vitrail.serve.model_input import ModelInput
 from vitrail.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.slow
@@ -36,110 +44,147 @@ def photo() -> bytes:
     return embedded.photo("cat")
 
 
+class Running:
+    """Decoders, and an event loop in a thread that they are used from."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = ServeSettings(**settings)
+        self.pixels = PixelLimit(self.settings.max_pixels)
+        self.decoders = Decoders(self.settings, self.pixels)
+        self.decoders.prepare()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the event loop."""
+
+        async def here() -> Any:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(here(), self.loop).result(30)
+
+    def send(self, data: bytes, preprocess: Preprocess = TIMM, seconds: float = 60.0) -> Future[Tensor]:
+        """Decode and normalise."""
+        result: Future[Tensor] = Future()
+
+        def done(found: Decoded | BaseException) -> None:
+            if isinstance(found, Decoded):
+                result.set_result(ModelInput(preprocess, torch.device("cpu"), 1)([found.pixels], 1)[0])
+            else:
+                result.set_exception(found)
+
+        result.job = self.call(self.decoders.decode, data, preprocess, time.monotonic() + seconds, done)  # type: ignore[attr-defined]
+        return result
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self.decoders.processes is not None
+        process = self.decoders.processes._processes[0]._process
+        assert process is not None
+        return process
+
+    def close(self) -> None:
+        processes = self.decoders.processes._processes if self.decoders.processes is not None else []
+        running = [one._process for one in processes if one._process is not None]
+        self.call(self.decoders.close)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+        assert self.pixels.held == 0 and all(process.wait(10) is not None for process in running)
+
+
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Decoders]:
-    yield from _decoders(2)
+def shared() -> Iterator[Running]:
+    yield from _running(2)
 
 
 @pytest.fixture
-def single() -> Iterator[Decoders]:
-    yield from _decoders(1)
+def single() -> Iterator[Running]:
+    yield from _running(1)
 
 
-def _decoders(count: int) -> Iterator[Decoders]:
-    settings = ServeSettings(decode_in="processes", decoders=count)
-    decoders = Decoders(settings, PixelLimit(settings.max_pixels))
-    yield decoders
-    processes = [one._process for one in decoders._processes if one._process is not None]
-    decoders.close()
-    assert all(process.wait(10) is not None for process in processes)
-
-
-def send(decoders: Decoders, data: bytes, seconds: float = 30.0) -> Future[Tensor]:
-    return decoders.decode(data, TIMM, time.monotonic() + seconds)
-
-
-def process_of(decoders: Decoders) -> subprocess.Popen[bytes]:
-    process = decoders._processes[0]._process
-    assert process is not None
-    return process
+def _running(count: int) -> Iterator[Running]:
+    found = Running(decode_in="processes", decoders=count)
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_the_pixels_are_those_of_the_preprocessing(name: str, shared: Decoders) -> None:
+def test_the_pixels_are_those_of_the_preprocessing(name: str, shared: Running) -> None:
     preprocess = preset(name, size=32)
-    found = shared.decode(photo(), preprocess, time.monotonic() + 60).result()
+    found = shared.send(photo(), preprocess).result(60)
     assert torch.equal(found, preprocess(photo())) and found.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["truncated.jpg", "text.jpg", "empty"])
-def test_a_bad_image_gets_the_message_of_threads_and_the_next_one_is_decoded(name: str, shared: Decoders) -> None:
+def test_a_bad_image_gets_the_message_of_threads_and_the_next_one_is_decoded(name: str, shared: Running) -> None:
     data = b"" if name == "empty" else photo()[:900] if name == "truncated.jpg" else b"a text"
-    threads = Decoders(ServeSettings(decode_in="threads"), PixelLimit(1 << 20))
+    threads = Running(decode_in="threads")
     errors = []
-    for decoders in (shared, threads):
+    for running_decoders in (shared, threads):
         with pytest.raises(ServiceError) as caught:
-            send(decoders, data).result()
+            running_decoders.send(data).result(60)
         errors.append((caught.value.status, caught.value.message))
     threads.close()
     assert errors[0] == errors[1]
-    assert torch.equal(send(shared, photo()).result(), TIMM(photo()))
+    assert torch.equal(shared.send(photo()).result(60), TIMM(photo()))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 @pytest.mark.parametrize("number, status", [(signal.SIGKILL, 503), (signal.SIGSEGV, 422)])
-def test_a_process_that_ends_fails_one_image(number: signal.Signals, status: int, single: Decoders) -> None:
-    send(single, photo()).result()
-    process = process_of(single)
+def test_a_process_that_ends_fails_one_image(number: signal.Signals, status: int, single: Running) -> None:
+    single.send(photo()).result(60)
+    process = single.process
     process.send_signal(signal.SIGSTOP)
-    waiting = send(single, photo())
+    waiting = single.send(photo())
     time.sleep(0.1)
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)
     with pytest.raises(ServiceError) as caught:
         waiting.result(30)
     assert caught.value.status == status
-    assert torch.equal(send(single, photo()).result(), TIMM(photo()))
-    assert process_of(single).pid != process.pid
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+    assert single.process.pid != process.pid
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_a_process_that_ended_between_images_is_started_again(single: Decoders) -> None:
-    send(single, photo()).result()
-    process_of(single).kill()
-    process_of(single).wait()
-    assert torch.equal(send(single, photo()).result(), TIMM(photo()))
+def test_a_process_that_ended_between_images_is_started_again(single: Running) -> None:
+    single.send(photo()).result(60)
+    single.process.kill()
+    single.process.wait()
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_a_process_that_hangs_is_ended_at_the_deadline(single: Decoders) -> None:
-    send(single, photo()).result()
-    process = process_of(single)
+def test_a_process_that_hangs_is_ended_at_the_deadline(single: Running) -> None:
+    single.send(photo()).result(60)
+    process = single.process
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(ServiceError, match="not decoded before its deadline") as caught:
-        send(single, photo(), seconds=0.3).result(30)
+        single.send(photo(), seconds=0.3).result(30)
     assert caught.value.status == 503 and process.wait(10) == -signal.SIGKILL
-    assert torch.equal(send(single, photo()).result(), TIMM(photo()))
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
 
 
-def test_processes_wait_for_the_pixels_of_the_service(shared: Decoders) -> None:
-    limit = shared._pixels
+def test_processes_wait_for_the_pixels_of_the_service(shared: Running) -> None:
+    limit = shared.pixels
     with limit.hold(limit.most):
-        waiting = send(shared, photo())
+        waiting = shared.send(photo())
         time.sleep(0.3)
         assert not waiting.done()
     assert torch.equal(waiting.result(30), TIMM(photo()))
     assert limit.held == 0
     with pytest.raises(ServiceError):
-        send(shared, photo()[:900]).result()
+        shared.send(photo()[:900]).result(60)
     assert limit.held == 0
 
 
-def test_images_sent_at_the_same_time_are_not_mixed(shared: Decoders) -> None:
+def test_images_sent_at_the_same_time_are_not_mixed(shared: Running) -> None:
     sizes = [preset("timm", size=16 + 4 * number) for number in range(8)]
-    found = [shared.decode(photo(), one, time.monotonic() + 60) for one in sizes for _ in range(4)]
+    found = [shared.send(photo(), one) for one in sizes for _ in range(4)]
     expected = [one(photo()) for one in sizes for _ in range(4)]
-    assert all(torch.equal(one.result(), other) for one, other in zip(found, expected, strict=True))
+    assert all(torch.equal(one.result(60), other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_service_answers_the_same(bundle: Bundle) -> None:
@@ -148,22 +193,22 @@ def test_a_service_answers_the_same(bundle: Bundle) -> None:
         with running(lambda: bundle, decode_in=how, decoders=2) as client:
             answers.append(client.call("POST", "/v1/predict", photo()))
             decoders = client.service.decoders
-        assert decoders.in_processes == (how == "processes")
-        assert all(process._process is None for process in decoders._processes)
+        assert (decoders.processes is not None) == (how == "processes")
+        assert decoders.processes is None or all(process._process is None for process in decoders.processes._processes)
     assert answers[0][:2] == answers[1][:2] and answers[0][0] == 200
 
 
 def test_processes_are_used_where_many_images_are_decoded() -> None:
     found = [Decoders(ServeSettings(decoders=count), PixelLimit(1)) for count in (4, 5)]
-    assert [one.in_processes for one in found] == [False, True]
+    assert [one.processes is not None for one in found] == [False, True]
     with pytest.raises(VitrailError, match="--decode-in is 'process'; it must be auto, threads or processes"):
         ServeSettings(decode_in="process")  # type: ignore[arg-type]
 
 
 def test_a_process_does_not_import_torch_and_ends_with_the_service(tmp_path: Path) -> None:
     script = (
-        "import sys, time, vitrail.serve.decoders as d; from vitrail.serve.process import start; "
-        "assert 'torch' not in sys.modules; print(start('vitrail.serve.decoders').pid)"
+        "import sys, time, vitrail.serve.decoder as d; from vitrail.serve.process import start; "
+        "assert 'torch' not in sys.modules; print(start('vitrail.serve.decoder').pid)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     pid, end = int(done.stdout), time.monotonic() + 30
@@ -177,14 +222,60 @@ def _runs(pid: int) -> bool:
     return stat.exists() and ") Z " not in stat.read_text()
 
 
-def test_closing_does_not_wait_for_a_process_that_decodes(single: Decoders) -> None:
-    send(single, photo()).result()
-    process_of(single).send_signal(signal.SIGSTOP)
-    waiting = send(single, photo())
+def test_closing_does_not_wait_for_a_process_that_decodes(single: Running) -> None:
+    single.send(photo()).result(60)
+    single.process.send_signal(signal.SIGSTOP)
+    waiting = single.send(photo())
     time.sleep(0.1)
-    closing = threading.Thread(target=single.close)
-    closing.start()
-    closing.join(10)
-    assert not closing.is_alive()
+    single.call(single.decoders.close)
     with pytest.raises(ServiceError):
         waiting.result(10)
+
+
+def test_an_image_that_waits_can_be_given_up_and_one_that_is_decoded_cannot(single: Running) -> None:
+    single.send(photo()).result(60)
+    single.process.send_signal(signal.SIGSTOP)
+    first, second, third = (single.send(photo()) for _ in range(3))
+    assert single.call(second.job.cancel) and not single.call(first.job.cancel)  # type: ignore[attr-defined]
+    single.process.send_signal(signal.SIGCONT)
+    assert torch.equal(first.result(60), third.result(60)) and not second.done()
+
+
+@pytest.mark.parametrize("how", ["large", "keep-aspect"])
+def test_an_image_of_another_size_than_the_last_is_whole(how: str, single: Running) -> None:
+    """Its first bytes were read into space for the last one, and one of many pixels asks for them."""
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (70, 90, 3), np.uint8)).save(stream, "PNG")
+    preprocess = preset("timm", size=500) if how == "large" else preset("timm", size=48).keep_aspect((8, 8))
+    for _ in range(2):
+        assert torch.equal(single.send(stream.getvalue(), preprocess).result(60), preprocess(stream.getvalue()))
+        assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+
+
+def test_an_image_of_many_pixels_asks_for_them_and_waits_alone() -> None:
+    running_decoders = Running(decode_in="processes", decoders=2, max_pixels=200_000)
+    stream = io.BytesIO()
+    Image.new("RGB", (400, 400)).save(stream, "PNG")  # more than half of what all may have
+    try:
+        found = [running_decoders.send(stream.getvalue()) for _ in range(6)]
+        assert all(torch.equal(one.result(60), TIMM(stream.getvalue())) for one in found)
+    finally:
+        running_decoders.close()
+
+
+@pytest.mark.parametrize("answer", [b"?" * 30, struct.pack("<c?3IQ", b"I", False, 3, 1 << 20, 1 << 20, 1 << 42), b"short"])
+def test_what_a_process_may_not_answer_ends_it(answer: bytes, single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crafted file might control its decoder: that must not take memory of the service, or confuse it."""
+    single.send(photo()).result(60)
+    single.process.kill()
+    ready = struct.pack("<c?3IQ", b"R", False, 0, 0, 0, 0)
+    script = f"import os, sys; os.write(1, {ready!r}); sys.stdin.buffer.read(20); os.write(1, {answer!r})"
+    command = [sys.executable, "-c", script]
+    monkeypatch.setattr(
+        "vitrail.serve.decoder_processes.start",
+        lambda *_, **__: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE),
+    )
+    with pytest.raises(ServiceError, match="The process that decoded the image has ended"):
+        single.send(photo()).result(60)
+    monkeypatch.undo()
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -27,11 +28,13 @@ from vitrail.serve.worker import Job, Kind, ModelWorker
 def test_a_batch_has_images_of_one_kind(bundle: Bundle) -> None:
     worker = ModelWorker("x", lambda: bundle, ServeSettings(), Metrics())
     kinds: tuple[Kind, ...] = ("logits", "embedding", "logits", "embedding", "embedding")
-    jobs = [Job(kind, torch.zeros(1), time.monotonic() + 60) for kind in kinds]
+    loop = asyncio.new_event_loop()
+    jobs = [Job(kind, torch.zeros(1), time.monotonic() + 60, print, loop) for kind in kinds]
     worker._jobs.extend(jobs)
     assert worker._take() == [jobs[0], jobs[2]]
     assert worker._take() == [jobs[1], jobs[3], jobs[4]]
     assert worker._take() == []
+    loop.close()
 
 
 def test_everything_but_health_and_the_page_needs_the_token(bundle: Bundle) -> None:

@@ -175,6 +175,14 @@ def test_hard_and_soft_distillation_against_their_formulas():
     np.testing.assert_allclose(soft.numpy(), 0.7 * label_loss + 0.3 * divergence, rtol=1e-4)
 
 
+def test_a_teachers_own_preprocessing_copies_nothing_from_the_host(monkeypatch):
+    """A CUDA graph cannot hold such a copy, and the step would run uncaptured."""
+    task = distill(Fixed(chance.normal(size=(2, 3)))).to("cpu")
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a copy from the host"))
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: pytest.fail("a copy from the host"))
+    task.objective(lambda x: torch.zeros(2, 3), torch.zeros(2, 3, 4, 4), torch.zeros(2, dtype=torch.int64))
+
+
 def test_each_head_learns_its_own_part():
     one, two = t(chance.normal(size=(2, 3))), t(chance.normal(size=(2, 3)))
     task = distill(Fixed(chance.normal(size=(2, 3))), weight=0.5, two_heads=True)

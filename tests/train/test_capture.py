@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import vitrail.train
 from vitrail.errors import VitrailError
@@ -166,6 +168,61 @@ def test_autocast_is_part_of_what_was_captured() -> None:
         full = made(*batch(number))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert made.captured and not torch.equal(made(*batch(4)), full) and not made.captured
+
+
+class Recorded:
+    """A graph without a GPU that holds operations and their memory: a replay runs the same ones on the same tensors."""
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        recorded = self.recorded = list[tuple[Any, Any, Any, Any]]()
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+                found = func(*args, **(kwargs or {}))
+                recorded.append((func, args, kwargs or {}, found))
+                return found
+
+        with Record():
+            return run()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, place in self.recorded:
+            for one, new in zip(tree_leaves(place), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(one, Tensor) and one.data_ptr() != new.data_ptr():
+                    one.data.copy_(new)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_autocast_around_several_calls_does_not_keep_old_weights(warmup: int) -> None:
+    """Autocast casts a weight once and keeps that: a graph must neither read what was cast before it, nor be read itself."""
+
+    def run(captured: bool) -> list[Tensor]:
+        model, step = network()
+        made: Any = CapturedStep(step, model.parameters(), new_graph=Recorded, warmup=warmup) if captured else step
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), list[Tensor]()
+        for number in range(4):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for part in range(5):
+                    found.append(made(*batch(5 * number + part, size=2 if part == 4 else 3)).detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not captured or made.captured
+        return found
+
+    assert all(torch.equal(one, two) for one, two in zip(run(True), run(False), strict=True))
+
+
+def test_a_gradient_of_a_parameter_that_was_not_given_is_noticed() -> None:
+    """A replay would not hand it over after the next `zero_grad`: a layer that was added would stay as it is, without a word."""
+    model, step = network()
+    made = CapturedStep(step, [model.weight], new_graph=Recorded)
+    with pytest.warns(UserWarning, match=r"gradient of a parameter \[3\] that was not passed to `capture`"):
+        for number in range(6):
+            model.zero_grad()
+            made(*batch(number))
+            assert model.bias.grad is not None
+    assert not made.captured
 
 
 def test_another_shape_takes_over_when_it_stays() -> None:

@@ -35,10 +35,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None, num_queries: int | None = None, *grid: Pair) -> Tensor:
         """With `num_queries` only for so many of the first tokens, which must be prefix tokens: these attend to all tokens."""
         q, k, v = self._split(x)
-        if num_queries is None:
-            return self._merge(self._attend(q, k, v, bias, *grid))
         bias = None if bias is None else bias[..., :num_queries, :]
-        return self._merge(Attention._attend(self, q[:, :, :num_queries], k, v, bias))
+        return self._merge(self._attend(q[:, :, :num_queries], k, v, bias, *grid))
 
     def with_weights(self, x: Tensor, bias: Tensor | None = None, *grid: Pair) -> tuple[Tensor, Tensor]:
         """Return the output, and the attention [batch, head, query, key] that produced it. Without dropout."""
@@ -119,6 +117,8 @@ class AxialAttention(Attention):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
         count, size = self.prefix, grid[0] if grid else self.grid
+        if q.shape[2] <= count:  # the first of the prefix tokens alone
+            return super()._attend(q, k, v, bias)
         prefix_k, prefix_v = (part[:, :, :count].repeat_interleave(size[self.axis], dim=0) for part in (k, v))
         patches = super()._attend(
             self._lines(q[:, :, count:], size),

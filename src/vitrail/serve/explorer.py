@@ -18,8 +18,9 @@ from vitrail.serve.byte_maps import MAX_REPLY, ByteMaps
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import Explorations, NamedImage, content_key, example_images
+from vitrail.serve.flight import Flight
 from vitrail.serve.guard import read_body
-from vitrail.serve.images import ROTATED, stays_rotated
+from vitrail.serve.images import ROTATED
 from vitrail.serve.json_body import json_schema, parse_json
 from vitrail.serve.own import Model, uploaded
 from vitrail.serve.page_files import TYPES, page_files, position_bytes
@@ -96,9 +97,10 @@ def _start_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         key = content_key(worker.name, files[0])
         found = kept.find(key)
         if found is None:
-            found = await _computed(request, service, worker, compute.analyse, files[0])
+            flight = await service.compute(request, worker, compute.analyse, files)
+            found = _only(flight)
             preprocess = service.bundle(worker).stored_preprocess()
-            if not preprocess.exif and await service.in_pool(stays_rotated, files[0], preprocess, service.pixels):
+            if flight.rotated[0]:
                 found.info["notes"] = [*found.info["notes"], ROTATED]
             found.photo = await service.in_pool(compute.photo, files[0], preprocess, service.pixels)
             found.info |= {"id": key, "model": worker.name, "photo": bool(found.photo)}
@@ -218,12 +220,16 @@ def _model_routes(router: APIRouter, service: Service, kept: Explorations) -> No
         return {"predictions": compute.predictions(bundle, outputs, also)}
 
 
-async def _computed(request: Request, service: Service, worker: ModelWorker, work: Work, image: bytes | Tensor) -> Any:
+async def _computed(request: Request, service: Service, worker: ModelWorker, work: Work, image: Tensor) -> Any:
     """Compute one image in the model's thread; what fails is raised."""
-    (answer,) = await service.compute(request, worker, work, [image])
-    if isinstance(answer, ServiceError):
-        raise answer
-    return answer
+    return _only(await service.compute(request, worker, work, [image]))
+
+
+def _only(flight: Flight) -> Any:
+    (found,) = flight.results
+    if isinstance(found, ServiceError):
+        raise found
+    return found
 
 
 def _check(found: Exploration, layer: int | None, query: int | None, *, attention: bool = False) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from PIL import Image
 
 from vitrail.data.decode import image_header
@@ -35,8 +37,18 @@ ROTATED = (
 )
 
 
-def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: PixelLimit) -> Array:
-    """Return the model's input, float32 [channel, height, width]. Its size is read before any pixel is decoded."""
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """An image in the size of the model's input, whose pixels are not normalised yet."""
+
+    pixels: Array
+    """[channel, height, width] from 0 to the preprocessing's `max_value`: uint8 where they are, otherwise float32."""
+    rotated: bool
+    """Whether the photo is stored rotated and the preprocessing ignores that, so that the model sees it rotated."""
+
+
+def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: PixelLimit) -> Decoded:
+    """Decode, resize and crop an image. Its size is read before any pixel is decoded."""
     limit_directories()
     width, height = _size(data, settings)
     planes = max(1, preprocess.channels // 3)  # the limits are for pixels of three channels
@@ -55,7 +67,9 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
         raise ServiceError(422, f"{found}; crop it to a shape that is less narrow.")
     with limit.hold(max(planes * width * height, resized)):
         try:
-            return preprocess.array(data, name="the image")
+            pixels = preprocess.pixels(data, name="the image").transpose(2, 0, 1)
+            kind = np.uint8 if pixels.dtype == np.uint8 else np.float32
+            return Decoded(np.array(pixels, kind, order="C"), preprocess.leaves_rotated(data))
         except (VitrailError, BadImage) as error:
             if isinstance(error.__cause__, ServiceError):  # of `limit_directories`, with a message of its own
                 raise error.__cause__ from None
@@ -131,13 +145,3 @@ def count_scans(data: bytes) -> int:
         scans += kind == b"\xda"
         position = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
     return scans
-
-
-def stays_rotated(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bool:
-    """Whether the model sees a photo rotated. Pillow can decode a whole PNG to find that out, so its pixels count."""
-    if data.startswith(NPY):
-        return False
-    with Image.open(io.BytesIO(data)) as image:
-        pixels = image.size[0] * image.size[1]
-    with limit.hold(pixels):
-        return preprocess.leaves_rotated(data)

@@ -118,6 +118,6 @@ def main() -> None:
         try:
             found: Any = read(*arguments)
         except ServiceError as error:
-            found = Refused(error)
+            found = Refused(error.status, error.message)
         pickle.dump(found, sys.stdout.buffer, protocol=5)
         sys.stdout.buffer.flush()

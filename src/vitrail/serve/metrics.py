@@ -36,13 +36,14 @@ class Metrics:
         with self._lock:
             self._counts[name][_key(labels)] += amount
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
+    def observe(self, name: str, *values: float, **labels: str) -> None:
         with self._lock:
             histograms = self._histograms[name]
             key = _key(labels)
             if key not in histograms:
                 histograms[key] = _Histogram(self._bounds[name])
-            histograms[key].add(value)
+            for value in values:
+                histograms[key].add(value)
 
     def gauge(self, name: str, read: Callable[[], float], **labels: str) -> None:
         """Register a function that is called whenever metrics are read."""

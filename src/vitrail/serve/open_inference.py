@@ -80,7 +80,7 @@ def routes(service: Service) -> APIRouter:
         limits: dict[str, Any] = {"length": length, "values": values, "deadline": deadline, "left": request.is_disconnected}
         body, tensors = await service.json.run(read_images, data, length, expected, most, **limits)
         images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
-        found = await service.compute(request, worker, "logits", images, deadline)
+        found = (await service.compute(request, worker, "logits", images, deadline)).results
         if (error := first_failure(found)) is not None:
             raise error
         return await answer(name, VERSION, body, np.stack(found))

@@ -37,7 +37,7 @@ def routes(service: Service) -> APIRouter:
         limits: dict[str, Any] = {"length": len(data), "values": values, "deadline": deadline, "left": request.is_disconnected}
         body, images = await service.json.run(read_embeddings, data, most, **limits)
         worker = service.worker(body.model)
-        found = await service.compute(request, worker, "embedding", images, deadline)
+        found = (await service.compute(request, worker, "embedding", images, deadline)).results
         if (error := first_failure(found)) is not None:
             raise error
         if body.dimensions not in (None, len(found[0])):

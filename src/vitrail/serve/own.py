@@ -19,7 +19,7 @@ from vitrail.models import ViT
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.form import files_of_form, is_form
 from vitrail.serve.guard import error_answer, read_body
-from vitrail.serve.images import ROTATED, stays_rotated
+from vitrail.serve.images import ROTATED
 from vitrail.serve.service import Service
 from vitrail.serve.worker import ModelWorker, not_finite
 
@@ -47,15 +47,12 @@ def routes(service: Service) -> APIRouter:
         bundle = service.bundle(worker)
         worker.check_head()
         images = await uploaded(request, service, worker)
-        found = await service.compute(request, worker, "logits", images)
-        if len(found) == 1 and isinstance(found[0], ServiceError):
-            return error_answer(found[0])
-        preprocess = bundle.stored_preprocess()
-        results = [_labels(bundle, one, top) for one in found]
-        for result, image in zip(results, images, strict=True):
-            if preprocess.exif or "predictions" not in result:
-                continue
-            if await service.in_pool(stays_rotated, image, preprocess, service.pixels):
+        flight = await service.compute(request, worker, "logits", images)
+        if len(images) == 1 and isinstance(flight.results[0], ServiceError):
+            return error_answer(flight.results[0])
+        results = [_labels(bundle, one, top) for one in flight.results]
+        for result, rotated in zip(results, flight.rotated, strict=True):
+            if rotated and "predictions" in result:
                 result["warning"] = ROTATED
         return JSONResponse({"model": worker.name, "results": results})
 
@@ -83,7 +80,7 @@ def routes(service: Service) -> APIRouter:
             found = rollout(bundle.model, batch)[0] if method == "rollout" else _one_map(bundle, batch, layer, head, query)
             return found, image.shape[1:]
 
-        (answer,) = await service.compute(request, worker, compute, images)
+        (answer,) = (await service.compute(request, worker, compute, images)).results
         if isinstance(answer, ServiceError):
             return error_answer(answer)
         found, size = answer

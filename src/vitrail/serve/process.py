@@ -15,8 +15,8 @@ from vitrail.serve.errors import ServiceError
 class Refused:
     """A `ServiceError` on its way between two processes."""
 
-    def __init__(self, error: ServiceError) -> None:
-        self.status, self.message = error.status, error.message
+    def __init__(self, status: int, message: str) -> None:
+        self.status, self.message = status, message
 
     def error(self) -> ServiceError:
         return ServiceError(self.status, self.message)

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ from vitrail.errors import VitrailError
 from vitrail.serve.decoders import Decoders
 from vitrail.serve.errors import ClientLeft, ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
+from vitrail.serve.flight import Flight
 from vitrail.serve.json_process import JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # a saved page names models as the service does, without the 
     from starlette.requests import Request
 
 PING_SECONDS = 10.0
+_TICK_SECONDS = 0.25  # between two looks whether the client is still there
 log = logging.getLogger("vitrail.serve")
 Found = TypeVar("Found")
 
@@ -48,7 +49,7 @@ class Service:
         def load_and_prepare() -> Bundle:
             bundle = load()
             if bundle.preprocess is not None:
-                self.decoders.prepare(bundle.preprocess)
+                self.decoders.prepare()
             return bundle
 
         return load_and_prepare
@@ -114,76 +115,26 @@ class Service:
         work: Work,
         images: Sequence[bytes | Tensor],
         deadline: float | None = None,
-    ) -> list[Any]:
+    ) -> Flight:
         """Decode and compute images; each has a result or a `ServiceError` of its own. Ends early if the client leaves."""
         if not images:
             raise ServiceError(400, "The request has no image; send at least one.")
         if len(images) > self.settings.max_images:
             raise too_many_images(self.settings.max_images)
-        bundle = self.bundle(worker)
+        preprocess = self.bundle(worker).stored_preprocess() if any(isinstance(image, bytes) for image in images) else None
         worker.admit(len(images))
-        deadline = self.deadline() if deadline is None else deadline
-        tasks = [asyncio.ensure_future(self._one(worker, bundle, work, image, deadline)) for image in images]
+        flight = Flight(worker, work, self.deadline() if deadline is None else deadline, len(images))
         try:
-            while True:
-                _, waiting = await asyncio.wait(tasks, timeout=0.25)
-                if not waiting:
-                    return [_result(task) for task in tasks]
+            flight.begin(images, self.decoders, preprocess)
+            while not await flight.wait(_TICK_SECONDS):
                 if await request.is_disconnected():
                     raise ClientLeft
         finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _one(self, worker: ModelWorker, bundle: Bundle, work: Work, image: bytes | Tensor, deadline: float) -> Any:
-        """Decode and compute one image. Its place in the service is free when no thread has it any more."""
-        held: Future[Any] | None = None
-        try:
-            if isinstance(image, bytes):
-                held = self.decoders.decode(image, bundle.stored_preprocess(), deadline)
-                try:
-                    tensor: Tensor = await _before(held, deadline)
-                except (asyncio.CancelledError, ServiceError) as error:
-                    if not isinstance(error, ServiceError) or time.monotonic() >= deadline:
-                        self.metrics.count("vitrail_images_given_up_total", model=worker.name)
-                    raise
-            else:
-                tensor = image
-            job = worker.submit(work, tensor, deadline)
-            held = job.result
-            try:
-                return await _before(held, deadline, self.settings.deadline)
-            except BaseException:
-                worker.withdraw(job)
-                raise
-        finally:
-            if held is None or held.done() or held.cancel():
-                worker.release(1)
-            else:
-                held.add_done_callback(lambda _: worker.release(1))
-
-
-async def _before(future: Future[Any], deadline: float, extra: float = 0.0) -> Any:
-    """Wait for another thread until the deadline, and for `extra` seconds more if it has begun; then give up."""
-    waiting = asyncio.wrap_future(future)
-    try:
-        await asyncio.wait([waiting], timeout=deadline - time.monotonic())
-        if not waiting.done() and extra and future.running():
-            await asyncio.wait([waiting], timeout=extra)
-        if waiting.done():
-            return waiting.result()
-        raise unavailable("The image was not computed before its deadline.")
-    finally:
-        waiting.cancel()
-
-
-def _result(task: asyncio.Future[Any]) -> Any:
-    error = task.exception()
-    if error is None:
-        return task.result()
-    if isinstance(error, ServiceError):
-        return error
-    raise error
+            flight.cancel()
+        for result in flight.results:
+            if isinstance(result, BaseException) and not isinstance(result, ServiceError):
+                raise result
+        return flight
 
 
 _NAME = re.compile(r"[\w.+-]{1,100}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -41,7 +42,7 @@ class ServeSettings:
     """Images that are decoded and resized at a time. None: one per CPU core that the service may use, at most 16."""
     decode_in: Literal["auto", "threads", "processes"] = "auto"
     """Threads of the service share one core for what is Python; helper processes do not, and take about 50 MB each. auto:
-    processes if there are more than 4 decoders."""
+    processes if there are more than 4 decoders, and always threads on Windows."""
 
     def __post_init__(self) -> None:
         numbers = ("max_batch", "queue", "max_bytes", "max_pixels", "max_upload", "max_connections", "max_images")
@@ -52,6 +53,8 @@ class ServeSettings:
             raise VitrailError(f"--max-upload is {self.max_upload}; it must be at least --max-bytes, which is {self.max_bytes}.")
         if self.decode_in not in ("auto", "threads", "processes"):
             raise VitrailError(f"--decode-in is {self.decode_in!r}; it must be auto, threads or processes.")
+        if self.decode_in == "processes" and not hasattr(os, "readv"):
+            raise VitrailError("--decode-in is 'processes', which this system (Windows) cannot do; it must be auto or threads.")
         if self.decoders is not None and self.decoders < 1:
             raise VitrailError(f"--decoders is {self.decoders}; it must be at least 1.")
 

@@ -6,12 +6,15 @@ delayed, and batches grow with the load.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,32 +23,42 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle
+from vitrail.data.types import Array
 from vitrail.errors import VitrailError
 from vitrail.evaluate.settings import FeatureSpec
 from vitrail.models.inference import InferenceModel, for_inference
 from vitrail.models.inference.capture import WARMUP_CALLS
 from vitrail.serve.errors import ServiceError, queue_full, too_many_images, unavailable
 from vitrail.serve.metrics import Metrics
+from vitrail.serve.model_input import ModelInput
 from vitrail.serve.settings import ServeSettings
 from vitrail.train.parallel import choose_device
 
 log = logging.getLogger("vitrail.serve")
 Kind = Literal["logits", "embedding"]
 Work = Kind | Callable[[Bundle, Tensor], Any]
+Image = Array | Tensor
+"""Decoded pixels that are not normalised yet, or the model's input: both [channel, height, width]."""
 _DEADLINE_SHARE = 0.75  # of the deadline may be spent waiting; the rest is for decoding and for computation that takes longer
 _CAPTURING = threading.Lock()  # to wait for the whole GPU, as a capture does first, breaks the capture of another thread
 State = Literal["loading", "ready", "failed", "stopped"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
-    """One image that waits: for the batched kinds, or for a function of its own that is called with the bundle and the image."""
+    """One image that waits: for the batched kinds, or for a function of its own that is called with the bundle and the image.
+
+    `done` is called in the event loop, with the result or a `ServiceError`, unless the job is withdrawn.
+    """
 
     work: Work
-    image: Tensor
+    image: Image
     deadline: float
-    result: Future[Any] = field(default_factory=Future)
+    done: Callable[[Any], None]
+    loop: asyncio.AbstractEventLoop
     arrived: float = field(default_factory=time.monotonic)
+    begun: bool = False
+    finished: bool = False
 
 
 class ModelWorker:
@@ -122,22 +135,25 @@ class ModelWorker:
         if self._head_error:
             raise VitrailError(self._head_error)
 
-    def submit(self, work: Work, image: Tensor, deadline: float) -> Job:
-        """Queue an image that was admitted."""
-        job = Job(work, image, deadline)
+    def submit(self, job: Job) -> None:
+        """Queue an image that was admitted. Its place is free when it is computed, or withdrawn."""
         with self._condition:
             if self.state == "stopped" or not self._thread.is_alive():
+                self._in_flight -= 1
                 raise self.not_ready()
             self._jobs.append(job)
             self._condition.notify()
-        return job
 
     def withdraw(self, job: Job) -> None:
         """Take an image whose client has left, or whose deadline has passed, from the queue, if it is still there."""
         with self._condition:
             if job in self._jobs:
                 self._jobs.remove(job)
-                self.metrics.count("vitrail_images_given_up_total", model=self.name)
+                self._in_flight -= 1
+                self.count_given_up()
+
+    def count_given_up(self, images: int = 1) -> None:
+        self.metrics.count("vitrail_images_given_up_total", images, model=self.name)
 
     def ping(self) -> Future[None]:
         """Ask the thread for a sign of life, which it gives between two batches."""
@@ -157,20 +173,22 @@ class ModelWorker:
             device = choose_device(self.settings.device)
             self.bundle.model.to(device)  # for attention maps, which the copy for inference does not have
             self._model = for_inference(self.bundle.model, self.settings.precision, device)
+            self._input = ModelInput(self.bundle.preprocess, self._model.device, self.settings.max_batch)
             with _CAPTURING:
                 self._warm_up()
         except BaseException as error:
             self.error, self.state = error, "failed"
             self._on_failure()
             return
+        gc.collect()
+        gc.freeze()  # what is loaded stays, so no later collection need look at it: with torch that takes 0.1 s each time
         self.state = "ready"
         log.info("ready", extra={"model": self.name})
         batch: list[Job] | None = None
         try:
             while (batch := self._next()) is not None:
                 now = time.monotonic()
-                for job in batch:
-                    self.metrics.observe("vitrail_queue_seconds", now - job.arrived, model=self.name)
+                self.metrics.observe("vitrail_queue_seconds", *(now - job.arrived for job in batch), model=self.name)
                 self._compute(batch)
         except BaseException as error:  # nothing could be computed any more, so the process has to end
             log.exception("the worker failed", extra={"model": self.name})
@@ -181,8 +199,8 @@ class ModelWorker:
                 self.state = "stopped"
                 left, self._jobs = self._jobs, deque()
                 pings, self._pings = self._pings, []
-            for job in [*(batch or ()), *left]:
-                _fail(job, self.not_ready())
+            unfinished = [job for job in batch or () if not job.finished]
+            self._finish([*unfinished, *left], [self.not_ready()] * (len(unfinished) + len(left)))
             for ping in pings:
                 if ping.set_running_or_notify_cancel():
                     ping.set_exception(self.not_ready())
@@ -222,21 +240,21 @@ class ModelWorker:
     def _take(self) -> list[Job]:
         batch: list[Job] = []
         others: deque[Job] = deque()
+        late: list[Job] = []
         now = time.monotonic()
         while self._jobs and len(batch) < self.settings.max_batch:
             job = self._jobs.popleft()
-            fits = batch and job.work == batch[0].work and not callable(job.work)
-            if fits or not (batch or others):
-                if job.deadline < now:
-                    self.metrics.count("vitrail_images_given_up_total", model=self.name)
-                    _fail(job, unavailable("The image was not computed before its deadline."))
-                elif job.result.set_running_or_notify_cancel():
-                    batch.append(job)
-                else:
-                    self.metrics.count("vitrail_images_given_up_total", model=self.name)
+            if job.deadline < now:
+                late.append(job)
+            elif not batch or (job.work == batch[0].work and type(job.image) is type(batch[0].image) and not callable(job.work)):
+                job.begun = True
+                batch.append(job)
             else:
                 others.append(job)
         self._jobs.extendleft(reversed(others))
+        if late:
+            self.count_given_up(len(late))
+            self._finish(late, [unavailable("The image was not computed before its deadline.") for _ in late])
         return batch
 
     def _compute(self, batch: Sequence[Job]) -> None:
@@ -249,7 +267,7 @@ class ModelWorker:
                 self._compute(batch[:middle])
                 self._compute(batch[middle:])
                 return
-            _fail(batch[0], self._as_answer(error))
+            self._finish(batch, [self._as_answer(error)])
             return
         seconds = time.monotonic() - began
         if not callable(batch[0].work):  # an analysis takes longer, and says nothing about predictions
@@ -258,11 +276,19 @@ class ModelWorker:
         self.metrics.observe("vitrail_compute_seconds", seconds, model=self.name)
         self.metrics.observe("vitrail_batch_size", len(batch), model=self.name)
         self.metrics.count("vitrail_images_total", len(batch), model=self.name)
-        for job, result in zip(batch, results, strict=True):
-            if isinstance(result, ServiceError):
-                job.result.set_exception(result)
-            else:
-                job.result.set_result(result)
+        self._finish(batch, results)
+
+    def _finish(self, jobs: Sequence[Job], results: Sequence[Any]) -> None:
+        """Free the places of jobs, and tell their results: once per batch, since every call wakes the event loop."""
+        with self._condition:
+            self._in_flight -= len(jobs)
+        told: dict[asyncio.AbstractEventLoop, list[tuple[Job, Any]]] = {}
+        for job, result in zip(jobs, results, strict=True):
+            job.finished = True
+            told.setdefault(job.loop, []).append((job, result))
+        for loop, pairs in told.items():
+            with suppress(RuntimeError):  # it is closed: the service has ended
+                loop.call_soon_threadsafe(_tell, pairs)
 
     def _as_answer(self, error: Exception) -> ServiceError:
         if isinstance(error, ServiceError):
@@ -278,11 +304,10 @@ class ModelWorker:
         work = batch[0].work
         assert self.bundle is not None
         if callable(work):
-            return [work(self.bundle, batch[0].image)]
-        images = torch.stack([job.image for job in batch])
-        if self._model.device.type == "cuda":  # a size that was captured
-            size = next(size for size in self._sizes() if size >= len(batch))
-            images = torch.cat([images, images.new_zeros(size - len(batch), *images.shape[1:])])
+            return [work(self.bundle, self._input([batch[0].image], 1)[0].cpu())]
+        cuda = self._model.device.type == "cuda"
+        size = next(size for size in self._sizes() if size >= len(batch)) if cuda else len(batch)  # one that was captured
+        images = self._input([job.image for job in batch], size)
         found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
         finite = np.isfinite(found).all(axis=1)
         return [row if good else not_finite() for row, good in zip(found, finite, strict=True)]
@@ -305,8 +330,6 @@ def not_finite() -> ServiceError:
     return ServiceError(422, "The model's output for this image is not finite. Check its values, or serve the model in fp32.")
 
 
-def _fail(job: Job, error: ServiceError) -> None:
-    if job.result.cancelled() or job.result.done():
-        return
-    if job.result.running() or job.result.set_running_or_notify_cancel():
-        job.result.set_exception(error)
+def _tell(pairs: list[tuple[Job, Any]]) -> None:
+    for job, result in pairs:
+        job.done(result)

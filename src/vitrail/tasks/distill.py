@@ -51,6 +51,8 @@ class Distill(Task):
         self.labels, self.outputs, self.two_heads = labels, labels.outputs, two_heads
         self.mode, self.weight, self.temperature = mode, weight, temperature
         self.preprocess, self.teacher_preprocess = preprocess, teacher_preprocess
+        values = (preprocess.mean, preprocess.std, teacher_preprocess.mean, teacher_preprocess.std)
+        self._statistics = [torch.tensor(one)[:, None, None] for one in values]
         self.teacher = teacher.eval().requires_grad_(False)
 
     def objective(self, run: Callable[..., Any], images: Tensor, targets: Tensor) -> Tensor:
@@ -79,9 +81,7 @@ class Distill(Task):
             images = F.interpolate(images, theirs.size, mode="bilinear", antialias=True, align_corners=False)
         if (theirs.mean, theirs.std) == (ours.mean, ours.std):
             return images
-        mean, std, their_mean, their_std = (
-            torch.tensor(values, device=images.device)[:, None, None] for values in (ours.mean, ours.std, theirs.mean, theirs.std)
-        )
+        mean, std, their_mean, their_std = self._statistics
         return (images * std + mean - their_mean) / their_std
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -95,6 +95,7 @@ class Distill(Task):
 
     def to(self, device: Any) -> Task:
         self.teacher.to(device)
+        self._statistics = [one.to(device) for one in self._statistics]  # a copy per step could not be captured in a CUDA graph
         self.labels.to(device)
         return self
 

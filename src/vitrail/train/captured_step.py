@@ -30,7 +30,7 @@ def capture(step: Step, parameters: Iterable[nn.Parameter], *, warmup: int = WAR
     """Make a training step that replays its forward and backward pass as one CUDA graph.
 
     `step(*tensors)` runs forward, loss and backward, under your own autocast, and returns a tensor or a tuple (or dict) of
-    tensors. `parameters` are those that it computes gradients for. The result is called in the same way:
+    tensors. `parameters` are all those that it computes gradients for. The result is called in the same way:
 
         step = vitrail.train.capture(forward_and_backward, model.parameters())
         for images, labels in loader:
@@ -44,9 +44,10 @@ def capture(step: Step, parameters: Iterable[nn.Parameter], *, warmup: int = WAR
 
     A replay does not run the Python code of `step`. Another shape, dtype or autocast state, and parameters that were frozen,
     unfrozen or moved, are detected and lead to a new capture. `.grad` may be set to None, zeroed or replaced between calls, without
-    a new capture. After any other change call `reset()`: train or eval mode, hooks, layers added or replaced, dropout rates, and
-    every Python number that `step` uses (scale the learning rate in the optimiser, not the loss). `step` must not wait for the
-    GPU (`.item()`, `print`), and inputs must be on the GPU. Gradient tensors are reused by the next call: clone what you keep.
+    a new capture. After any other change call `reset()`: train or eval mode, hooks, dropout rates, and every Python number that
+    `step` uses (scale the learning rate in the optimiser, not the loss). After layers were added or replaced, capture a new step
+    with the new parameters. `step` must not wait for the GPU (`.item()`, `print`), and inputs must be on the GPU. Gradient tensors
+    are reused by the next call: clone what you keep.
     """
     return CapturedStep(step, parameters, warmup=warmup)
 
@@ -101,6 +102,7 @@ class CapturedStep:
         self._state: Hashable = None
         self._sums: dict[nn.Parameter, Tensor] = {}
         """Where gradients of several calls add up, allocated once."""
+        self._not_given = ""
         self.failure = ""
         """Why the step could not be captured, once that has failed."""
         self._device = self._parameters[0].device
@@ -138,7 +140,10 @@ class CapturedStep:
 
     def _run(self, inputs: tuple[Tensor, ...]) -> Any:
         with on_stream(self._stream):
-            return _detached(self._step(*inputs))
+            results = self._step(*inputs)
+        if self._captures and not self._captures_shards and self._captured is None and not self.failure:
+            self._check_parameters(results)
+        return _detached(results)
 
     def _replay(self, captured: _Captured, inputs: tuple[Tensor, ...]) -> Any:
         gradients = captured.gradients
@@ -172,7 +177,7 @@ class CapturedStep:
         self._captured = None  # its memory is needed
         before = [parameter.grad for parameter in self._parameters]
         random = random_state(self._device)
-        failure, made = _unfit(inputs, self._device), None
+        failure, made = _unfit(inputs, self._device) or self._not_given, None
         if not failure:
             try:
                 made = self._try(inputs, shape, state)
@@ -194,9 +199,23 @@ class CapturedStep:
         with _device(self._device):
             fixed = tuple(one.detach().clone() for one in inputs)
             graph = self._new_graph() if self._new_graph else CudaGraph(self._stream)
-            results = _detached(graph.capture(lambda: self._step(*fixed)))
+            torch.clear_autocast_cache()  # weights cast before: a graph would read them as they were then
+            try:
+                results = _detached(graph.capture(lambda: self._step(*fixed)))
+            finally:
+                torch.clear_autocast_cache()  # and what is cast in a graph has no values before a replay
         gradients = tuple((one, one.grad) for one in self._parameters if one.grad is not None)
         return _Captured(shape, state, graph, fixed, results, gradients)
+
+    def _check_parameters(self, results: Any) -> None:
+        """Look for parameters whose gradients an ordinary call computed, but a replay would not hand over."""
+        given = set(map(id, self._parameters))
+        for leaf in _leaves(results):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in given:
+                self._not_given = (
+                    f"the step computes the gradient of a parameter {list(leaf.shape)} that was not passed to `capture`; "
+                    "pass all of them, and capture a new step after layers were added or replaced"
+                )
 
     def _state_of_parameters(self) -> Hashable:
         """Return what decides which gradients are computed, and where the parameters lie; cheap enough for every call."""
@@ -240,6 +259,19 @@ def _unfit(inputs: tuple[Tensor, ...], device: torch.device) -> str:
         if one.requires_grad:
             return f"input {number} requires a gradient, and a replay computes gradients of parameters only"
     return ""
+
+
+def _leaves(results: Any) -> Iterator[Tensor]:
+    """Yield the tensors whose gradients the backward pass of these results accumulates; none of detached results."""
+    nodes = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        new = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= new
+        nodes.extend(new)
 
 
 def _detached(results: Any) -> Any:

@@ -1,0 +1,72 @@
+"""benchmarks/learning.py compares equal things: from the same weights, timm's model in the plain loop ends where ours does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from benchmarks import learning
+from tests.checkpoints.small_models import bundle_of
+from vitrail.checkpoints import write
+from vitrail.models import ViTConfig
+from vitrail.train.config import Recipe
+from vitrail.train.prepare import prepare
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--data", "digits", "--out", str(tmp_path), "--tiny", "--precision", "fp32"])
+    threads = torch.get_num_threads()
+    yield learning.parse()
+    torch.set_num_threads(threads)
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    """Without stochastic depth: libraries draw it differently."""
+    recipe = learning.recipe_for(0, options)
+    return recipe.replace(model=dataclasses.replace(recipe.model, stochastic_depth=0.0))
+
+
+def _with_weights(theirs: nn.Module, ours: nn.Module, folder: Path) -> nn.Module:
+    config = ours.config
+    assert isinstance(config, ViTConfig)
+    bundle = bundle_of(dataclasses.replace(config, gelu="erf"))  # as timm's files have it; weights do not depend on it
+    bundle.model.load_state_dict(ours.state_dict())
+    write(bundle, folder / "timm.safetensors", "timm")
+    theirs.load_state_dict(load_file(folder / "timm.safetensors"))
+    return theirs
+
+
+def test_both_models_compute_the_same_function(options: argparse.Namespace, tmp_path: Path) -> None:
+    recipe = _recipe(options)
+    ours = prepare(recipe).model.eval()
+    torch.manual_seed(0)
+    for parameter in ours.parameters():  # small initial values would hide a difference
+        nn.init.normal_(parameter, std=0.3)
+    theirs = _with_weights(learning.timm_model(recipe, 10), ours, tmp_path).eval()
+    images = torch.randn(8, 1, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images), ours(images), rtol=0, atol=2e-5)
+
+
+def test_both_loops_take_the_same_steps(options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = _recipe(options)
+    original = learning.timm_model
+
+    def same_weights(recipe: Recipe, classes: int) -> nn.Module:
+        return _with_weights(original(recipe, classes), prepare(recipe).model, tmp_path)
+
+    monkeypatch.setattr(learning, "timm_model", same_weights)
+    ours = learning.ours(recipe, options, CPU)
+    theirs = learning.theirs(recipe, options, CPU)
+    assert theirs == pytest.approx(ours, rel=1e-4)

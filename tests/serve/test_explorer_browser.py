@@ -478,6 +478,20 @@ def test_a_saved_page_of_some_layers_shows_the_nearest(
     assert "layers 0, 6, 11" in page.locator("#caveat").inner_text()
 
 
+def test_all_values_of_a_regression_are_shown_alike(open_page: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = create_model("ViT-Ti/16", outputs=10, seed=0, width=32, depth=2, heads=2, mlp=64, patch=8, image_size=32)
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    save(tmp_path / "m", model, preprocess=Preprocess(size=(32, 32)), classes=[f"value {n}" for n in range(10)], task="regress")
+    with running(lambda: vitrail.load(tmp_path / "m")) as client:
+        page = open_page(address(client))
+        wait(page, "document.querySelectorAll('.bars li').length")
+        labels = page.locator(".bars .label")
+        assert labels.all_inner_texts() == [f"value {number}" for number in range(10)]
+        assert len(set(labels.evaluate_all("found => found.map(e => getComputedStyle(e).fontWeight)"))) == 1  # none is the best
+        page.close()
+
+
 def test_a_resnet_next_to_a_vit(bundle: Bundle, open_page: Any, tmp_path: Path) -> None:
     """Layers, heads and patches are those of the ViT, on whichever side it is."""
     torch.manual_seed(0)

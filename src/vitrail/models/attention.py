@@ -38,7 +38,7 @@ class Attention(nn.Module):
         if num_queries is None:
             return self._merge(self._attend(q, k, v, bias, *grid))
         bias = None if bias is None else bias[..., :num_queries, :]
-        return self._merge(Attention._attend(self, q[:, :, :num_queries], k, v, bias))
+        return self._merge(self._attend(q[:, :, :num_queries], k, v, bias))
 
     def with_weights(self, x: Tensor, bias: Tensor | None = None, *grid: Pair) -> tuple[Tensor, Tensor]:
         """Return the output, and the attention [batch, head, query, key] that produced it. Without dropout."""
@@ -118,6 +118,8 @@ class AxialAttention(Attention):
         return visible
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
+        if q.shape[2] < k.shape[2]:  # prefix tokens alone
+            return super()._attend(q, k, v, bias)
         count, size = self.prefix, grid[0] if grid else self.grid
         prefix_k, prefix_v = (part[:, :, :count].repeat_interleave(size[self.axis], dim=0) for part in (k, v))
         patches = super()._attend(

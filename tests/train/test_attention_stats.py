@@ -178,7 +178,7 @@ def test_only_collapsed_attention_is_warned_of() -> None:
 
 
 def test_scores_that_saturate_softmax_are_warned_of_though_equal_keys_share_the_weight() -> None:
-    # What was measured on the digits after 22 steps at a learning rate of .05: half of the tokens are empty, so that keys are equal.
+    # What was measured on the digits after 22 steps at a learning rate of .05: empty patches have equal keys.
     entropy, deviation = (0.033, 0.474, 0.629, 0.687), (258.7, 182.4, 120.8, 29.5)
     text = AttentionStats(deviation, entropy, (math.log(17),) * 4).warning(qk_norm=False)
     assert "collapsed in 3 of 4 blocks" in text and "score std 120.8 to 258.7" in text

@@ -80,8 +80,8 @@ class AttentionStats:
         return (
             f"warning: attention has collapsed in {len(blocks)} of {len(self.entropy)} blocks: each token attends to little more "
             f"than one token, or to equal ones (entropy {min(entropies):.2f} to {max(entropies):.2f} nats, uniform attention has "
-            f"{np.mean(self.uniform):.2f}; score std {min(deviations):.1f} to {max(deviations):.1f}). Such a model learns slowly and rarely recovers. Start again with "
-            f"{', '.join(cures[:-1])} or {cures[-1]}."
+            f"{np.mean(self.uniform):.2f}; score std {min(deviations):.1f} to {max(deviations):.1f}). Such a model learns slowly "
+            f"and rarely recovers. Start again with {', '.join(cures[:-1])} or {cures[-1]}."
         )
 
 

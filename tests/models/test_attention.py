@@ -9,13 +9,16 @@ from types import MethodType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail import VitrailError, create_model
 from vitrail.models import ViT
-from vitrail.models.attention import Attention
+from vitrail.models.attention import Attention, sdpa
 from vitrail.models.config import Pair
 
 SMALL = {"width": 24, "heads": 3, "depth": 2, "mlp": 32, "outputs": 5, "patch": 4}
@@ -79,6 +82,37 @@ def test_weights_are_the_softmax_of_the_scores() -> None:
         part = slice(head * 8, head * 8 + 8)
         expected = torch.softmax(q[:, part] @ k[:, part].T / 8**0.5, dim=-1)
         torch.testing.assert_close(weights[0, head].double(), expected, atol=1e-5, rtol=0)
+
+
+def test_a_caller_chooses_torchs_attention_kernel() -> None:
+    """Only the plain one has a second derivative."""
+    model, images = build(image_size=12), torch.randn(2, 3, 12, 12)
+    weight = model.blocks[0].mlp.up.weight
+    with sdpa_kernel(SDPBackend.MATH):
+        (gradient,) = torch.autograd.grad(model(images).square().sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), weight)
+    assert second.isfinite().all() and second.any()
+
+
+def test_cudnn_is_left_out_and_what_was_disabled_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = torch.backends.cuda
+    seen: list[tuple[bool, ...]] = []
+
+    def state() -> tuple[bool, ...]:
+        kernels = flags.flash_sdp_enabled, flags.mem_efficient_sdp_enabled, flags.math_sdp_enabled, flags.cudnn_sdp_enabled
+        return tuple(one() for one in kernels)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *given, **named: (seen.append(state()), q)[1])
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4, 8, device="cuda")
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):
+        before = state()
+        sdpa(q, q, q)
+        assert state() == before
+    sdpa(q, q, q)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # asked for by name
+        sdpa(q, q, q)
+    assert seen == [(True, False, True, False), (True, True, True, False), (False, False, False, True)]
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -33,7 +33,7 @@ class PendingResidual(NamedTuple):
     rate: float = 0.0
     """Of the dropout, where there is a seed."""
     mean: Tensor | None = None
-    """Subtracted from every token [image, token] of x. Norms do not see it (`folded_norm.py`)."""
+    """Subtracted from every token [image, token] of x. Norms do not see it (`folded_block.py`)."""
 
     @property
     def addition(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
@@ -95,7 +95,7 @@ def _rate(dropout: nn.Dropout) -> float:
 def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> PendingResidual:
     """Run a block whose modules are plain (`whitelist.is_plain_block`)."""
     from vitrail.models.fused.branches import residual_norm
-    from vitrail.models.fused.folded_norm import can_use_folded, folded_block
+    from vitrail.models.fused.folded_block import can_use_folded, folded_block
     from vitrail.models.fused.sharded import is_sharded, stays_gathered
 
     dtype = matmul_dtype(pending.x)

@@ -2,6 +2,8 @@
 
 A block's last addition is left to the next block's norm, which computes both in one pass. So what goes from block to block is a
 `PendingResidual`: tokens, and a branch that is still to be added to them.
+
+Kernels are imported where they are called, since Triton is not installed everywhere.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,9 @@ def _write(
     example = module.example(2, config.image_size, config.channels)
     if settings.format == "pt2":
         program = torch.export.export(module, (example,), dynamic_shapes=module.dynamic_shapes)
-        torch.export.save(program, str(file), extra_files={"vitrail.json": json.dumps(metadata)})
+        content = io.BytesIO()  # its writer of files aborts the process if the disk is full
+        torch.export.save(program, content, extra_files={"vitrail.json": json.dumps(metadata)})
+        file.write_bytes(content.getbuffer())
         return
     if settings.precision != "int8":
         write_onnx(module, example, file, opset=settings.opset, metadata=metadata)

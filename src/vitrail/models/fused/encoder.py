@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 
-from vitrail.models.attention import SDPA_BACKENDS, Attention
+from vitrail.models.attention import Attention, sdpa
 
 if TYPE_CHECKING:
     from vitrail.models.layers import Mlp
@@ -157,8 +155,7 @@ def _attention(attention: Attention, norm: nn.LayerNorm, y: Tensor, options: Blo
     if norms:
         projected = qk_norm(projected, heads, norms, eps)
     q, k, v = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    with sdpa_kernel(SDPA_BACKENDS):
-        attended = F.scaled_dot_product_attention(q if num_queries is None else q[:, :, :num_queries], k, v)
+    attended = sdpa(q[:, :, :num_queries], k, v)
     fp8 = options.fp8 and num_queries is None
     return linear(attended.transpose(1, 2).flatten(2), None, None, out.weight, None, fp8=fp8, refold=refold)
 

@@ -1,13 +1,13 @@
 """Send requests that are wrong in every way to `vitrail serve`: from its OpenAPI description, mutated images, mutated bytes.
 
-    python benchmarks/fuzz_service.py --requests 20000 --seed 0     # with the included model: about ten minutes on one free core
+    python -m benchmarks.fuzz_service --requests 20000 --seed 0     # with the included model: about ten minutes on one free core
 
 A third of the requests is made by schemathesis, half are mutated images in all the ways an image can be sent, the rest are mutated
 HTTP requests on a bare socket. Every answer must be a success, a 4xx or a 503; an error must be JSON with the key `error`, and must
 not contain a stack trace. At the end the server must be alive and ready, with no image left in it, without an unexpected error in
 its log, and no larger than after the first quarter of the requests; then it must end with status 0.
 
-Prints a table and, with --results, appends it to a CSV file with hardware and versions.
+Prints a table and, with --results, writes it to a CSV file with hardware and versions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ import os
 import platform
 import random
 import re
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -40,52 +37,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from benchmarks.serving_load import Server
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _HEAD = re.compile(rb"(?:HTTP/1\.1 100 [^\r]*\r\n\r\n)*HTTP/1\.1 (\d{3}) [^\r]*\r\n(.*?)\r\n\r\n", re.DOTALL)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 Outcome = Counter[str]
-
-
-class Server:
-    """A server in a process of its own."""
-
-    def __init__(self, *arguments: str, log: Path) -> None:
-        self.log = log
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen([sys.executable, "-m", "vitrail", "serve", "--port", "0", *arguments], stderr=stream)
-        self.port = int(self._wait(r"http://127\.0\.0\.1:(\d+)", 60))
-        end = time.monotonic() + 120
-        while self.get("/v2/health/ready")[0] != 200 and time.monotonic() < end:
-            time.sleep(0.1)
-
-    def _wait(self, pattern: str, seconds: float) -> str:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            if found := re.search(pattern, self.log.read_text(errors="replace")):
-                return found[1]
-            time.sleep(0.05)
-        raise RuntimeError(f"The server did not start: {self.log.read_text(errors='replace')[-2000:]}")
-
-    def get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        status, data = answer.status, answer.read()
-        connection.close()
-        return status, data
-
-    def memory(self) -> int:
-        """Return the resident memory in bytes."""
-        return memory_of(self.process.pid)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-def memory_of(process: int) -> int:
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    return int(found[1]) * 1024 if found else 0
 
 
 def check(status: int, body: bytes, content_type: str, what: str) -> str:
@@ -336,7 +293,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log, began = Path(folder) / "log", time.monotonic()
-        server = Server("--upload-seconds", "5", log=log)
+        server = Server(["-m", "vitrail", "serve", "--upload-seconds", "5"], log, cores=None)
         memory: list[int] = []
 
         def watch(done: int) -> None:
@@ -350,7 +307,7 @@ def main() -> None:
             model = json.loads(server.get("/v1/models")[1])["data"][0]["id"]
             outcomes = fuzz(server.port, model, options.requests, options.seed, watch)
             assert server.get("/v2/health/ready")[0] == 200
-            metrics = server.get("/metrics")[1].decode()
+            metrics = server.get("/metrics")[1]
             assert re.search(r"vitrail_images_in_flight\{[^}]*\} 0\n", metrics), "images are left in the service"
         finally:
             status = server.stop()

@@ -219,3 +219,19 @@ def test_numbers_must_be_finite(words: list[str], option: str, capsys: pytest.Ca
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2 and f"{option}; it must be a finite number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eval", "runs/pets", "pets"], "usage: vitrail eval CHECKPOINT [OPTIONS]"),  # as one calls `vitrail predict`
+        (["train", "--recipe", "digits"], "usage: vitrail train [RECIPE] [OPTIONS]"),  # as one calls `vitrail finetune`
+        (["export", "runs/pets"], "usage: vitrail export CHECKPOINT OUT [OPTIONS]"),
+    ],
+)
+def test_a_mistake_shows_how_the_command_is_called(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    assert err.endswith(f"{expected}\n`vitrail {words[0]} --help` explains the options.\n")

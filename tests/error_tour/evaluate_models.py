@@ -88,6 +88,12 @@ def binary_list() -> str:
     return str(file)
 
 
+def notes() -> str:
+    file = scratch() / "notes.txt"
+    file.write_text("buy milk\n", encoding="utf-8")
+    return str(file)
+
+
 NOT_FINITE = ("Check the weights (`vitrail info`).", "use bf16 or fp32")
 AFTER = "use class, mean or patches."
 
@@ -218,4 +224,6 @@ CASES = (
        "Cannot read the list nowhere.txt: No such file or directory.", "Check the path."),
     at("evaluate/predictor.py:_read_list#2", lambda: find_images([binary_list()]),
        "list.txt is not a text file;", "a list of images has one path per line."),
+    at("evaluate/predictor.py:_read_list#3", lambda: find_images([notes()]),
+       "No line of", "notes.txt is the path of a file; the first is 'buy milk'.", "A .txt file lists images, one path per line."),
 )  # fmt: skip

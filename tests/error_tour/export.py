@@ -19,6 +19,7 @@ from vitrail.export.graph_preprocess import GraphPreprocess
 from vitrail.export.module import exported_module
 from vitrail.export.onnx_file import need_onnx
 from vitrail.export.quantise import quantise
+from vitrail.export.verify import sample_photos
 
 PT2 = ExportSettings(format="pt2")
 ONE = [np.zeros((40, 40, 3), np.uint8)]
@@ -84,12 +85,12 @@ CASES = (
     at("export/artefact.py:_open_pt2", lambda: Artefact.open(garbage("x.pt2")),
        "x.pt2 cannot be read as a torch.export program (AssertionError).", "Export or copy it again.",
        patch=lambda patch: patch.setattr(torch.export, "load", fail_without_a_message)),
-    at("export/graph_preprocess.py:GraphPreprocess.__init__#1",
-       lambda: GraphPreprocess(Preprocess(size=(32, 32)).keep_aspect((8, 8))),
-       "This preprocessing keeps the aspect ratio, so its images differ in size,", "Give another one with --preprocess."),
-    at("export/graph_preprocess.py:GraphPreprocess.__init__#2", lambda: GraphPreprocess(Preprocess(interpolation="nearest")),
+    at("export/graph_preprocess.py:GraphPreprocess.__init__", lambda: GraphPreprocess(Preprocess(interpolation="nearest")),
        "Pillow's nearest interpolation cannot be computed in the graph;", "export without --resize-in-graph."),
-    at("export/module.py:exported_module",
+    at("export/module.py:exported_module#1",
+       lambda: exported_module(bundle().model, torch.float32, preprocess=Preprocess(size=(32, 32)).keep_aspect((8, 8))),
+       "This preprocessing keeps the aspect ratio, so its images differ in size,", "Give another one with --preprocess."),
+    at("export/module.py:exported_module#2",
        lambda: exported_module(bundle().model, torch.float32, input="pixels", preprocess=Preprocess(size=(32, 32), bits=16)),
        "Pixels of 16 bits cannot be normalised in the graph;", "export without --pixels."),
     at("export/onnx_file.py:need_onnx", need_onnx,
@@ -109,6 +110,8 @@ CASES = (
     at("export/verify.py:compare#2", lambda: compare(bundle(), artefact(bundle().preprocess, outputs=3), ONE),
        "x.onnx has 3 outputs, but model has 2 outputs: it was exported from another checkpoint.",
        "Give that one, or export it again."),
+    at("export/verify.py:sample_photos", lambda: sample_photos(channels=13),
+       "The embedded photos have 3 channels, but the model takes 13.", "Give images to compare on: --data folder:DIR."),
     at("export/write.py:export_model#1", lambda: export_model(bundle(), "new", PT2, calibrate=ONE),
        "Images to calibrate with have no effect on fp32.", "Leave them out, or choose int8."),
     at("export/write.py:export_model#2", lambda: export_model(bundle(), "new", PT2, images=ONE),

@@ -62,6 +62,12 @@ def misspelled_kernels() -> object:
     return model(images())
 
 
+def attention_of_another_module() -> object:
+    model = vit()
+    model.blocks[0] = torch.nn.Identity()
+    return next(model.attention(images()))
+
+
 def attention_of_a_patched_forward() -> object:
     model = new_vit()
     model.blocks[0].attention.forward = lambda x, *rest: x
@@ -125,7 +131,10 @@ CASES: tuple[Case, ...] = (
        "has no head, so it has no output to take gradients of.", "Use attention, which needs none."),
     at("models/attention_maps.py:attention_gradients#2", lambda: vit().attention_gradients(images(), torch.tensor([7])),
        "`outputs` is [7];", "it takes one number from 0 to 2 for each of 1 image."),
-    at("models/attention_maps.py:_with_attention", attention_of_a_patched_forward,
+    at("models/attention_maps.py:_with_attention#1", attention_of_another_module,
+       "Block 0 (Identity) does not say what it attends to.",
+       "Choose other layers, or give its class a method `with_attention(x, bias)`"),
+    at("models/attention_maps.py:_with_attention#2", attention_of_a_patched_forward,
        "A method of this model's attention was replaced by one that does not say what it attends to.",
        "Put the method back, or define `with_weights` in a subclass."),
     at("models/surgery.py:checkpoint_activations", lambda: vit().checkpoint_activations(-3),

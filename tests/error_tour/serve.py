@@ -28,7 +28,7 @@ from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.byte_maps import MAX_REPLY
 from vitrail.serve.decoder_processes import crashed
 from vitrail.serve.errors import ServiceError
-from vitrail.serve.exploration import Exploration
+from vitrail.serve.exploration import Exploration, _finite
 from vitrail.serve.explorations import Explorations, NamedImage
 from vitrail.serve.explorer import _bytes, _check
 from vitrail.serve.form import files_of_form
@@ -285,6 +285,8 @@ CASES: tuple[Case, ...] = (
     at("serve/guard.py:_too_large", lambda: check([(b"content-length", b"99999999")]),
        "The request is larger than 33,554,432 bytes.", "Send fewer or smaller images."),
     # Images
+    at("serve/exploration.py:_finite", lambda: _finite(torch.tensor([float("nan")])),
+       "The model's outputs for this image are not finite.", "Check the image and the weights."),
     at("serve/images.py:decode#1", lambda: decoded(photo(), max_pixels=1000),
        "The image, or a tile of it, has 80 × 60 pixels;", "send one of at most 1,000."),
     at("serve/images.py:decode#2", lambda: decoded(many_scans()),
@@ -328,6 +330,10 @@ CASES: tuple[Case, ...] = (
        "layer, head and query have no effect on rollout;", "add method=attention, or leave them out."),
     at("serve/own.py:routes.attention#2", lambda: ask("POST", "/v1/attention", form(b"a", b"b"), content_type=FORM),
        "there are 2.", "Send one image at a time;"),
+    at("serve/own.py:uploaded#1", lambda: ask("POST", "/v1/predict", form(), content_type=FORM),
+       "The form has no file;", "send at least one, as curl -F image=@cat.jpg does."),
+    at("serve/own.py:uploaded#2", lambda: ask("POST", "/v1/predict", b"cat.jpg", content_type="application/x-www-form-urlencoded"),
+       "This is not an image,", "use curl --data-binary @FILE"),
     at("serve/own.py:_one_map#1", lambda: ask("POST", "/v1/attention?method=attention&layer=2", photo()),
        "layer is 2;", "the last layer is 1, counted from 0."),
     at("serve/own.py:_one_map#2", lambda: ask("POST", "/v1/attention?method=attention&head=2", photo()),

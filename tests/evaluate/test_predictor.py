@@ -75,13 +75,16 @@ def test_files_folders_and_lists(mixed: Path, tmp_path: Path, monkeypatch: pytes
     (mixed / "binary.txt").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(VitrailError, match="not a text file"):
         find_images([mixed / "binary.txt"])
+    (mixed / "notes.txt").write_text("\nbuy milk\nand bread, " + 5000 * "a")
+    with pytest.raises(VitrailError, match=r"No line of .*notes\.txt is the path of a file; the first is 'buy milk'"):
+        find_images([mixed / "notes.txt"])
 
 
 def test_a_missing_file_of_a_list_is_reported_by_its_name(bundle: Bundle, mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(mixed)
-    Path("list.txt").write_text("01.jpg\ngone.jpg\n")
-    _, gone = predict(bundle, ["list.txt"])
-    assert gone.name == "gone.jpg" and gone.error == "no such file"
+    Path("list.txt").write_text(f"01.jpg\ngone.jpg\n{5000 * 'a'}\n")
+    _, gone, long = predict(bundle, ["list.txt"])
+    assert gone.name == "gone.jpg" and gone.error == "no such file" and "name too long" in str(long.error).lower()
 
 
 def test_a_backbone_can_embed_but_not_predict(backbone: Path, photos: Path) -> None:

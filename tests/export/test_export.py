@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,21 @@ def test_torch_export_computes_the_same_logits(tmp_path: Path, bundle: Bundle, p
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["precision"] == precision and report["problems"] == []
     assert report["comparison"]["images"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_a_full_disk_is_one_message(tmp_path: Path, bundle: Bundle, format: str) -> None:
+    """torch's writer aborts the process if its file cannot be written."""
+    pytest.importorskip("resource")
+    lines = [
+        "import resource; import torch, onnx, onnxscript, vitrail.export.write; from vitrail.cli import main",
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))",
+        f"main(['export', {str(tmp_path / 'checkpoint')!r}, {str(tmp_path / 'out')!r}, '--format', {format!r}])",
+    ]
+    found = subprocess.run([sys.executable, "-B", "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and found.stderr.count("\n") == 1 and f"Cannot write {tmp_path / 'out'}" in found.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.slow

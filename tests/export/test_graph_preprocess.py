@@ -86,8 +86,6 @@ def test_images_are_only_cropped_or_padded_where_nothing_is_resized() -> None:
 
 
 def test_what_cannot_be_resized_in_the_graph_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(VitrailError, match=r"exported model takes one size\. Give another one with --preprocess"):
-        GraphPreprocess(Preprocess(size=(32, 32)).keep_aspect((8, 8)))
     with pytest.raises(VitrailError, match="nearest interpolation cannot be computed in the graph; export without --resize"):
         GraphPreprocess(Preprocess(size=(32, 32), interpolation="nearest"))
     bundle = bundle_of(tmp_path, preprocess=Preprocess(size=(32, 32), bits=16), **TINY)

@@ -124,6 +124,19 @@ def test_an_int8_model_whose_output_does_not_depend_on_the_image_fails(bundle: B
     assert one.variation_error is None and not one.problems("int8")
 
 
+def test_an_int8_model_that_chooses_the_same_labels_for_every_image_fails(bundle: Bundle) -> None:
+    """As of a label that is true nearly always: equal decisions say as little as those of one class."""
+    bundle = dataclasses.replace(bundle, task="multilabel")
+    with torch.no_grad():
+        bundle.model.head.bias.copy_(torch.tensor([50.0, -50.0, 50.0, -50.0, -50.0]))  # type: ignore[union-attr, operator]
+    photos = sample_photos(8)
+    expected = logits_of(bundle, photos)
+    constant = compare(bundle, artefact(np.repeat(expected[:1], 8, axis=0)), photos)
+    assert constant.agreement == 1 and "all images have the same labels" in constant.problems("int8")[0]
+    rounded = expected + 0.05 * (expected - expected.mean(axis=0))
+    assert not compare(bundle, artefact(rounded), photos).problems("int8")
+
+
 def test_a_loss_of_accuracy_beyond_max_drop_is_a_problem(tmp_path: Path, bundle: Bundle) -> None:
     found = Comparison(100, "x", 1.0, 10.0, 0.97, accuracy=0.90, reference_accuracy=0.93)
     assert found.problems("int8") == [] and found.problems("int8", 0.03) == []
@@ -204,6 +217,38 @@ def test_grey_and_16_bit_models(tmp_path: Path, channels: int, bits: int) -> Non
     if bits == 16:
         with pytest.raises(VitrailError, match="without --pixels"):
             export_model(bundle, tmp_path / "pixels", ExportSettings(pixels=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [ExportSettings(), ExportSettings(pixels=True), ExportSettings(resize_in_graph=True)])
+def test_a_resnet_takes_the_size_that_its_preprocessing_makes(tmp_path: Path, settings: ExportSettings) -> None:
+    """Its config has a size, too, but a ResNet accepts others."""
+    bundle = bundle_of(tmp_path, "BiT-R50x1", Preprocess(size=(64, 96)), image_size=32, layers=(1,))
+    comparison = export_model(bundle, tmp_path / "out", settings, images=sample_photos(3, rectangles=True))
+    assert comparison.max_difference < 2e-5 * comparison.spread and bundle.model.config.image_size == (32, 32)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "verify", str(tmp_path / "out"), str(tmp_path / "checkpoint")])
+    assert not ended.value.code
+
+
+def test_images_that_keep_their_aspect_ratio_do_not_fit_one_size(tmp_path: Path) -> None:
+    bundle = bundle_of(tmp_path, preprocess=Preprocess(size=(32, 32)).keep_aspect((8, 8)), any_size=True, **TINY)
+    for settings in (ExportSettings(), ExportSettings(format="pt2", pixels=True), ExportSettings(resize_in_graph=True)):
+        with pytest.raises(VitrailError, match=r"exported model takes one size\. Give another one with --preprocess"):
+            export_model(bundle, tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_many_channels_needs_images_to_compare_on(tmp_path: Path) -> None:
+    preprocess = Preprocess(size=(32, 32), channels=13, mean=(0.5,) * 13, std=(0.5,) * 13)
+    bundle = bundle_of(tmp_path, preprocess=preprocess, channels=13, **TINY)
+    with pytest.raises(VitrailError, match=r"photos have 3 channels, but the model takes 13\. Give images to compare on: --data"):
+        export_model(bundle, tmp_path / "out", ExportSettings(format="pt2"))
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "out")])
+    assert ended.value.code == 2 and not (tmp_path / "out").exists()
+    arrays = list(np.random.default_rng(0).integers(0, 256, (3, 40, 50, 13), np.uint8))
+    assert export_model(bundle, tmp_path / "out", ExportSettings(format="pt2"), images=arrays).images == 3
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, bundle: Bundle) -> None:

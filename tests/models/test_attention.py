@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail import VitrailError, create_model
 from vitrail.models import ViT
+from vitrail.models.attention import Attention, sdpa
+from vitrail.models.config import Pair
 
 SMALL = {"width": 24, "heads": 3, "depth": 2, "mlp": 32, "outputs": 5, "patch": 4}
 POSITIONS = ["learned", "learned-2d", "relative", "sincos2d", "none"]
@@ -75,6 +82,37 @@ def test_weights_are_the_softmax_of_the_scores() -> None:
         part = slice(head * 8, head * 8 + 8)
         expected = torch.softmax(q[:, part] @ k[:, part].T / 8**0.5, dim=-1)
         torch.testing.assert_close(weights[0, head].double(), expected, atol=1e-5, rtol=0)
+
+
+def test_a_caller_chooses_torchs_attention_kernel() -> None:
+    """Only the plain one has a second derivative."""
+    model, images = build(image_size=12), torch.randn(2, 3, 12, 12)
+    weight = model.blocks[0].mlp.up.weight
+    with sdpa_kernel(SDPBackend.MATH):
+        (gradient,) = torch.autograd.grad(model(images).square().sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), weight)
+    assert second.isfinite().all() and second.any()
+
+
+def test_cudnn_is_left_out_and_what_was_disabled_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = torch.backends.cuda
+    seen: list[tuple[bool, ...]] = []
+
+    def state() -> tuple[bool, ...]:
+        kernels = flags.flash_sdp_enabled, flags.mem_efficient_sdp_enabled, flags.math_sdp_enabled, flags.cudnn_sdp_enabled
+        return tuple(one() for one in kernels)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *given, **named: (seen.append(state()), q)[1])
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4, 8, device="cuda")
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):
+        before = state()
+        sdpa(q, q, q)
+        assert state() == before
+    sdpa(q, q, q)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # asked for by name
+        sdpa(q, q, q)
+    assert seen == [(True, False, True, False), (True, True, True, False), (False, False, False, True)]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -156,7 +194,7 @@ def test_hooks_and_patched_methods_count(attention: str, change: Callable[[nn.Mo
     images, outputs = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.tensor([1, 3])
     expected = [list(same.attention(images)), list(same.attention_gradients(images, outputs))]
     found = [list(model.attention(images)), list(model.attention_gradients(images, outputs))]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # five times the weights round otherwise
+    torch.testing.assert_close(found, expected)
     assert all("_attend" not in vars(block.attention) for block in model.blocks)
 
 
@@ -188,3 +226,38 @@ def test_bad_layers_are_sentences_at_the_call() -> None:
         model.attention(images, layers=[2])
     with pytest.raises(VitrailError, match="it has no attention"):
         create_model("BiT-R26x1", device="meta").attention(images)
+
+
+def test_blocks_of_another_class_are_run_on_the_way() -> None:
+    model, images = build(depth=3, image_size=8), torch.randn(2, 3, 8, 8)
+    model.blocks[1] = nn.Identity()
+    (first, one), (last, two) = model.attention(images, [0, 2])
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+    expected = [weights for _, weights in model.attention(images)]
+    assert (first, last) == (0, 2) and torch.equal(one, expected[0]) and torch.equal(two, expected[1])
+
+
+class FlatAttention(Attention):
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Pair) -> Tensor:
+        return super()._attend(q / 100, k, v, bias, *grid)
+
+
+@pytest.mark.parametrize("change", ["a subclass", "a method of the instance"])
+def test_the_last_block_attends_as_its_class_says_also_for_few_queries(change: str) -> None:
+    """Logits are read from one token, features are of all: both must come from the same attention."""
+    model, images = build().eval(), torch.randn(2, 3, *build().config.image_size)
+    before = model(images)
+    attention = model.blocks[-1].attention
+    if change == "a subclass":
+        attention.__class__ = FlatAttention
+    else:
+        attention._attend = MethodType(FlatAttention._attend, becomes_flat(attention))  # type: ignore[method-assign, assignment]
+    found = model(images)
+    assert torch.allclose(found, model.logits(model.features(images).tokens), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, before, atol=1e-2)
+
+
+def becomes_flat(attention: Attention) -> Attention:
+    made = copy.copy(attention)
+    made.__class__ = FlatAttention
+    return made

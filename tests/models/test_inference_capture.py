@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
@@ -435,6 +436,10 @@ def test_captures_of_other_settings_of_torch_are_dropped() -> None:
         captured(made, images)
     finally:
         torch.set_float32_matmul_precision(before)
+    captured(made, images)
+    with sdpa_kernel(SDPBackend.MATH):
+        made(images)
+    assert not made._captured._captures
 
 
 @torch.no_grad()

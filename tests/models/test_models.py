@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.other_libraries import randomise
 from vitrail import VitrailError, create_model
 from vitrail.models import ViT
-from vitrail.models.attention import Attention
 
 SMALL = {"width": 24, "heads": 3, "depth": 4, "mlp": 32, "outputs": 5, "patch": 4, "image_size": (12, 16)}
 IMAGES = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(0))
@@ -275,20 +273,6 @@ def test_the_last_block_computes_only_what_is_read(change: dict[str, Any]) -> No
     few, whole = model.encode(x, num_queries=count), model.encode(x)
     assert few.shape[1] == count and torch.allclose(few, whole[:, :count], atol=1e-5)
     assert torch.allclose(model(images), model.logits(whole), atol=1e-5)
-
-
-def test_an_attention_of_a_users_own_is_used_in_the_last_block_too() -> None:
-    class Even(Attention):
-        def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *grid: Any) -> Tensor:
-            return v.mean(dim=2, keepdim=True).expand_as(q)
-
-    model = randomise(create_model("ViT-Ti/16", image_size=64, depth=2, outputs=5, seed=0))
-    assert isinstance(model, ViT)
-    images = torch.randn(2, 3, 64, 64)
-    before = model(images)
-    model.blocks[1].attention.__class__ = Even
-    assert torch.allclose(model(images), model.logits(model.features(images).tokens), atol=1e-5)
-    assert not torch.allclose(model(images), before, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -614,34 +614,6 @@ def test_tokens_and_positions_of_tensor_subclasses_take_the_plain_path(name: str
     assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
 
 
-def test_a_hook_that_returns_another_kind_of_tokens_ends_the_fused_path(
-    images: Tensor, fusing: None, blocks_fused: list[nn.Module]
-) -> None:
-    """What the first tokens were says nothing about those that a user's code puts in their place."""
-    model = tiny().eval()
-    before = logits(model, images, "plain")
-    model.blocks[1].register_forward_hook(lambda module, given, out: out.detach().as_subclass(DoublingGelu))
-    plain = logits(model, images, "plain")
-    assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
-    assert blocks_fused == [model.blocks[0]]
-
-
-def test_a_module_that_returns_tokens_in_another_precision_ends_the_fused_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses to multiply them with the weights of the next block. Kernels would not: they cast."""
-
-    class InFloat32(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.float()
-
-    monkeypatch.setattr(dispatch, "_kernels_run", lambda x, dtype: True)
-    monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
-    block = tiny(depth=1).blocks[0].to(torch.bfloat16)
-    stream = dispatch.ResidualStream(torch.zeros(1, 5, 32, device=DEVICE, dtype=torch.bfloat16), "auto")
-    stream.run(0, InFloat32())
-    with pytest.raises(RuntimeError, match="type"):
-        stream.run(1, block)
-
-
 @contextmanager
 def _math_attention() -> Iterator[None]:
     """Attention in plain operations: torch's fused ones have no forward-mode derivative and no batching rule."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import io
@@ -366,6 +367,26 @@ def test_a_saved_page_of_a_large_model_says_which_layers_it_has(tmp_path: Path, 
     page, notes = module.saved_page({"m": bundle}, [NamedImage("a", jpegs[0])])
     assert notes == ["m: the page includes the maps of 2 of 3 layers (0, 2)."]
     assert "attention?layer=2" in page and "attention?layer=1" not in page
+
+
+def test_arrays_are_saved_too(registers: Bundle) -> None:
+    from vitrail.serve.saved_page import saved_page
+
+    stream = io.BytesIO()
+    np.save(stream, np.random.default_rng(0).integers(0, 255, (200, 300, 3), np.uint8))
+    page, _ = saved_page({"m": registers}, [NamedImage("photo.npy", stream.getvalue())])
+    assert '"photo": true' in page and "photo.npy" in page
+
+
+def test_values_that_are_not_finite_are_an_error(registers: Bundle, jpegs: list[bytes]) -> None:
+    broken = dataclasses.replace(registers, model=copy.deepcopy(registers.model))
+    with running(lambda: broken) as client:
+        info = client.call("POST", "/explorer/analyse", jpegs[0])[1]
+        with torch.no_grad():
+            broken.model.norm.bias.fill_(float("inf"))
+        for path, body in (("analyse", jpegs[1]), (f"{info['id']}/masked", {"patches": [0]})):
+            status, answer, _ = client.call("POST", f"/explorer/{path}", body)
+            assert status == 422 and any(word in answer["error"] for word in ("NaN or infinity", "not finite")), (path, answer)
 
 
 def test_bytes_round_trip() -> None:

@@ -40,6 +40,12 @@ HOVER = """async (count) => {
   return times;
 }"""
 
+COLUMN = """(layer) => {
+  const canvas = document.querySelector(".overview"), gap = 1, cells = 8;
+  const data = canvas?.getContext("2d").getImageData(layer * (cells + gap), 0, cells, canvas.height).data ?? [];
+  return data.reduce((sum, value) => sum + value, 0);
+}"""  # how much is drawn of a layer in the overview
+
 
 @pytest.fixture(scope="module")
 def included() -> Bundle:
@@ -244,6 +250,33 @@ def test_an_uploaded_image_can_be_chosen_again(server: Client, included: Bundle,
     assert page.locator(".stage-name strong").all_inner_texts() == ["cat", "mine.jpg"]
 
 
+def test_a_layer_that_failed_is_asked_for_again(server: Client, open_page: Any) -> None:
+    page = open_page(address(server, "#layer=2"), expected=("503",))
+    answers: list[Any] = []
+
+    def answer(route: Any) -> None:
+        answers.append(route.fulfill if not answers else route.continue_)
+        answers[-1](**({"status": 503, "json": {"error": "Try again."}} if len(answers) == 1 else {}))
+
+    page.route("**/attention?layer=11", answer)
+    page.reload()
+    wait(page, f"({COLUMN})(11) > 0")
+    assert len(answers) == 2 and not page.locator("#error").is_visible()
+
+
+def test_keys_move_from_the_class_token_to_the_first_patch(bundle: Bundle, open_page: Any) -> None:
+    with running(lambda: bundle) as client:
+        page = open_page(address(client, "#query=0&panel=off"))
+        wait(page, "document.body.dataset.drawn === '0'")
+        page.locator(".frame").focus()
+        page.keyboard.press("Enter")  # the class token cannot be switched off
+        page.keyboard.press("ArrowRight")
+        wait(page, "document.body.dataset.drawn === '1'")
+        assert "off=" not in page.evaluate("location.hash").replace("panel=off", "")
+        page.keyboard.press("Enter")
+        wait(page, "location.hash.includes('off=0')")
+
+
 def test_a_bad_file_is_named(server: Client, open_page: Any, tmp_path: Path) -> None:
     page = open_page(address(server), expected=("415", "422"))
     wait(page, "document.body.dataset.drawn === '36'")
@@ -396,6 +429,8 @@ def test_reference_page(server: Client, open_page: Any) -> None:
     assert page.get_by_text("Token that looks").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("getComputedStyle(document.querySelector('details')).borderRadius") == "8px"  # its style is allowed
+    lines = page.locator("details[open] th code").evaluate_all("found => found.map(e => e.getClientRects().length)")
+    assert lines and set(lines) == {1}  # names are not broken
 
 
 def test_token(included: Bundle, open_page: Any) -> None:
@@ -443,6 +478,20 @@ def test_a_saved_page_of_some_layers_shows_the_nearest(
     page = open_page(file.as_uri() + "#layer=8")
     wait(page, "document.querySelector('.map-title')?.textContent.includes('layer 6')")
     assert "layers 0, 6, 11" in page.locator("#caveat").inner_text()
+
+
+def test_all_values_of_a_regression_are_shown_alike(open_page: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = create_model("ViT-Ti/16", outputs=10, seed=0, width=32, depth=2, heads=2, mlp=64, patch=8, image_size=32)
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    save(tmp_path / "m", model, preprocess=Preprocess(size=(32, 32)), classes=[f"value {n}" for n in range(10)], task="regress")
+    with running(lambda: vitrail.load(tmp_path / "m")) as client:
+        page = open_page(address(client))
+        wait(page, "document.querySelectorAll('.bars li').length")
+        labels = page.locator(".bars .label")
+        assert labels.all_inner_texts() == [f"value {number}" for number in range(10)]
+        assert len(set(labels.evaluate_all("found => found.map(e => getComputedStyle(e).fontWeight)"))) == 1  # none is the best
+        page.close()
 
 
 def test_a_resnet_next_to_a_vit(bundle: Bundle, open_page: Any, tmp_path: Path) -> None:

@@ -249,6 +249,22 @@ def test_forms() -> None:
     assert len(files_of_form(field + body, kind, 3)) == 3
 
 
+def test_mistakes_with_curl_are_named(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    changed = jpegs[0].translate(None, b"\0\r\n")  # what `curl -d @cat.jpg` sends
+    for body in (changed, b"cat.jpg"):
+        status, answer, _ = client.call("POST", "/v1/predict", body, content_type="application/x-www-form-urlencoded")
+        assert status == 415 and "use curl --data-binary @FILE" in answer["error"]
+        status, answer, _ = client.call("POST", "/explorer/analyse", body, content_type="application/x-www-form-urlencoded")
+        assert status == 415 and "use curl --data-binary @FILE" in answer["error"]
+    for name in ("grey.ppm", "P6 without line ends"):
+        data = encoded(picture(), "PPM") if name == "grey.ppm" else b"P6 1 1 255 " + b"\xff" * 3
+        status, answer, _ = client.call("POST", "/v1/predict", data, content_type="application/x-www-form-urlencoded")
+        assert status == 200, answer
+    field = b'--xyz\r\nContent-Disposition: form-data; name="image"\r\n\r\ncat.jpg\r\n--xyz--\r\n'
+    status, answer, _ = client.call("POST", "/v1/predict", field, content_type="multipart/form-data; boundary=xyz")
+    assert status == 400 and "curl -F image=@cat.jpg" in answer["error"]
+
+
 def test_wrong_forms(client: Client, jpegs: list[bytes]) -> None:
     body, kind = form([jpegs[0]])
     many = form([b"x"] * 5000)[0]

@@ -116,7 +116,7 @@ def test_an_answer_that_cannot_be_read_is_not_mixed_with_the_next(process: JsonP
 def test_a_process_that_does_not_answer_has_a_deadline(bundle: Bundle) -> None:
     given, path = body([0.25] * (16 * 3072)), "/v2/models/tiny/infer"
     with running(lambda: bundle, deadline=1.0) as client, ThreadPoolExecutor(2) as thread:
-        assert client.call("POST", path, given)[0] == 200
+        assert until(lambda: client.call("POST", path, given)[0] == 200, 20)  # on a busy machine the process starts slowly
         process = client.service.json._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)

@@ -165,6 +165,13 @@ def test_compute_within_noise_cannot_tell() -> None:
     assert resnets.agrees == "partly" and "less than twice" in resnets.why
 
 
+@pytest.mark.parametrize("level", [{"ViT": 0.5, "hybrid": 0.5, "BiT": 0.5}, {"ViT": 0.52, "hybrid": 0.5, "BiT": 0.5}])
+def test_compute_cannot_tell_where_the_cheapest_model_already_reaches_the_height(level: dict[str, float]) -> None:
+    """The cheapest BiT costs more than the cheapest ViT, which says nothing about what BiT would need."""
+    resnets, _ = outcomes("compute", lambda row: level[row.point.series])
+    assert resnets.agrees == "unclear" and "cheapest BiT" in resnets.why
+
+
 def test_seeds_that_hit_equally_many_images_are_not_certain() -> None:
     """Three seeds with the same accuracy have no deviation, which does not make the next image's difference clear."""
     rows = made_rows("optimizer", lambda row: 0.9 + (0.01 if row.point.label == "Adam" else 0), test_images=100)

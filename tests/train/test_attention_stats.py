@@ -177,6 +177,15 @@ def test_only_collapsed_attention_is_warned_of() -> None:
         assert stats(*healthy).warning(qk_norm=False) == ""
 
 
+def test_scores_that_saturate_softmax_are_warned_of_though_equal_keys_share_the_weight() -> None:
+    # What was measured on the digits after 22 steps at a learning rate of .05: empty patches have equal keys.
+    entropy, deviation = (0.033, 0.474, 0.629, 0.687), (258.7, 182.4, 120.8, 29.5)
+    text = AttentionStats(deviation, entropy, (math.log(17),) * 4).warning(qk_norm=False)
+    assert "collapsed in 3 of 4 blocks" in text and "score std 120.8 to 258.7" in text
+    # The largest of the included model, which is healthy, and of a run in the second of its epochs.
+    assert AttentionStats((3.8, 7.2), (2.9, 2.3), (4.16, 4.16)).warning(qk_norm=False) == ""
+
+
 @pytest.mark.slow
 def test_it_is_logged_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small(**EVERY_STEP, model__pooling="map")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 import tyro.constructors
 
-from vitrail.commands.help import HELP, HELP_ALL, print_help, sections_of
+from vitrail.commands.help import HELP, HELP_ALL, print_help, sections_of, usage
 from vitrail.commands.terminal import say
 from vitrail.errors import VitrailError
 
@@ -18,14 +18,13 @@ R = TypeVar("R")
 
 
 def parse(command: Callable[..., R], name: str, words: Sequence[str], **options: Any) -> R:
-    """Call a command with the arguments given by words; a mistake ends the program with a hint."""
+    """Call a command with the arguments given by words; `Mistake` if they are wrong, which has been printed then."""
     try:
         return tyro.cli(  # type: ignore[no-any-return]
             command, prog=f"vitrail {name}", args=list(words), add_help=False, registry=_finite_numbers(), **options
         )
-    except SystemExit:
-        say(f"`vitrail {name} --help` explains the options.", file=sys.stderr)
-        raise
+    except SystemExit as error:
+        raise Mistake(error.code) from None
     except _NotFinite as error:
         raise VitrailError(f"{_option_of(words, str(error))} is {error}; it must be a finite number, such as 0.1.") from None
 
@@ -41,17 +40,26 @@ def check_only(words: Sequence[str], *flags: str) -> None:
         raise VitrailError(f"{flags[0]} goes only with {' and '.join(flags[1:])}, not with {extra}. Leave it out.")
 
 
+class Mistake(SystemExit):
+    """Words that a command does not take."""
+
+
 def call(command: Callable[..., Any], name: str, words: Sequence[str]) -> int | None:
-    """Run a command, or print its help. One with `sections` reads its words itself."""
+    """Run a command, or print its help. One with `sections` reads its words itself. After a mistake comes a hint."""
     sections = getattr(command, "sections", None)
     if asks_for_help(words):
         plain = [word for word in words if word not in (*HELP.flags, *HELP_ALL.flags)]
         found = sections(plain) if sections else sections_of(command)
         print_help(name, command.__doc__ or "", found, everything="--help-all" in words)
         return None
-    if sections:
-        return command(list(words))  # type: ignore[no-any-return]
-    return parse(command, name, words, config=(tyro.conf.FlagCreatePairsOff,))  # type: ignore[no-any-return]  # no --no-json
+    try:
+        if sections:
+            return command(list(words))  # type: ignore[no-any-return]
+        return parse(command, name, words, config=(tyro.conf.FlagCreatePairsOff,))  # type: ignore[no-any-return]  # no --no-json
+    except Mistake:
+        say(usage(name, sections([]) if sections else sections_of(command)), file=sys.stderr)
+        say(f"`vitrail {name} --help` explains the options.", file=sys.stderr)
+        raise
 
 
 class _NotFinite(Exception):  # not a ValueError, which tyro would replace by a message of its own

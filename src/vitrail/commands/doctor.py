@@ -67,7 +67,7 @@ def doctor(
     if report is not None:
         _report(report, json_)
         return
-    found = examine()
+    found = _examine()
     if json_:
         say(to_json(found, indent=2))
         return
@@ -101,9 +101,15 @@ def _report(files: tuple[Path, ...], as_json: bool) -> None:
     check_report_file(file)
     check_place(file)
     stderr = Console(stderr=True)
-    found = make_report(examine(), log=lambda message: stderr.print(message, style="dim", highlight=False, soft_wrap=True))
+    found = make_report(_examine(), log=lambda message: stderr.print(message, style="dim", highlight=False, soft_wrap=True))
     write_report(found, file)
     say(to_json(found, indent=2) if as_json else f"written to {file}: read it, then send it with your question")
+
+
+def _examine() -> dict[str, Any]:
+    """Call `examine`, and say in a terminal that it takes a while: it starts torch and a compiler."""
+    with Console(stderr=True).status("trying devices, precisions, attention kernels and the compiler"):
+        return examine()
 
 
 def examine() -> dict[str, Any]:

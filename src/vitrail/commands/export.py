@@ -12,7 +12,7 @@ import tyro
 from vitrail.commands.options import Checkpoint, Json, show_assumptions, show_trained_on
 from vitrail.commands.output import check_place
 from vitrail.commands.terminal import Console, say
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.export.settings import MAX_DROP, ExportSettings
 from vitrail.text import printable, to_json
 
@@ -80,9 +80,10 @@ def export(
     show_assumptions(bundle)
     examples, labels, name = _images(bundle, data, split, images, rectangles=settings.resize_in_graph)
     ranges = () if calibrate is None else _images(bundle, calibrate, calibrate_split, calibrate_images, measured=False)[0]
-    comparison = export_model(
-        bundle, out, settings, images=examples, labels=labels, data=name, calibrate=ranges, max_drop=max_drop, force=force
-    )
+    with Console(stderr=True).status(f"exporting, then comparing on {counted(len(examples), 'image')}"):
+        comparison = export_model(
+            bundle, out, settings, images=examples, labels=labels, data=name, calibrate=ranges, max_drop=max_drop, force=force
+        )
     if json_:
         say((out / "report.json").read_text(encoding="utf-8").rstrip("\n"))
         return
@@ -140,10 +141,11 @@ def verify(
         bundle.model.resize(own.size)
         bundle = dataclasses.replace(bundle, preprocess=resized)
     examples, labels, name = _images(bundle, data, split, images, rectangles=opened.metadata["input"] == "images")
-    comparison = compare(bundle, opened, examples, labels, data=name)
-    precision = str(opened.metadata["precision"])
-    problems = comparison.problems(precision, max_drop)
-    errors = block_errors(bundle, opened, examples) if problems or blocks else None
+    with Console(stderr=True).status(f"comparing on {counted(len(examples), 'image')}"):
+        comparison = compare(bundle, opened, examples, labels, data=name)
+        precision = str(opened.metadata["precision"])
+        problems = comparison.problems(precision, max_drop)
+        errors = block_errors(bundle, opened, examples) if problems or blocks else None
     if json_:
         say(to_json({**dataclasses.asdict(comparison), "problems": problems, "blocks": errors}, indent=2))
         return 1 if problems else 0
@@ -175,7 +177,7 @@ def _images(
         option = "--images" if measured else "--calibrate-images"
         raise VitrailError(f"{option} is {count}; it must be at least 1.")
     if reference is None:
-        return sample_photos(rectangles=rectangles), None, SAMPLE_NAME
+        return sample_photos(channels=bundle.model.config.channels, rectangles=rectangles), None, SAMPLE_NAME
     source = open_for(bundle.trained_on, reference)
     split = evaluation_split(bundle.trained_on, source, name)
     examples, labels = images_of(split, count, bundle.classes)

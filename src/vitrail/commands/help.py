@@ -226,7 +226,7 @@ def help_text(name: str, docstring: str, sections: Sequence[Section], width: int
     paragraphs = about.split("\n\n")
     examples = [_join(one).removeprefix("Example: ") for one in paragraphs if one.startswith("Example: ")]
     prose = [textwrap.fill(_join(one), width, **_WHOLE) for one in paragraphs if not one.startswith("Example: ")]
-    parts = [_usage(name, sections, width), *prose]
+    parts = [usage(name, sections, width), *prose]
     if examples:
         parts.append("\n".join(["examples:", *(line for one in examples for line in _example(one, width))]))
     parts += [
@@ -238,7 +238,8 @@ def help_text(name: str, docstring: str, sections: Sequence[Section], width: int
 _WHOLE: Mapping[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
-def _usage(name: str, sections: Sequence[Section], width: int) -> str:
+def usage(name: str, sections: Sequence[Section], width: int = WIDTH) -> str:
+    """Return the line that says which words a command takes."""
     options = [option for section in sections for option in section.options]
     words = [
         option.metavar if option.required or "[" in option.metavar else f"[{option.metavar}]"

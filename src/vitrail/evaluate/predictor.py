@@ -181,5 +181,10 @@ def _read_list(path: Path) -> list[str]:
     if "\0" in text:
         raise VitrailError(f"{path} is not a text file; a list of images has one path per line.")
     names = [line.strip() for line in text.split("\n") if line.strip() and not line.startswith("#")]
-    folder = path.parent
-    return [str(folder / name) if not Path(name).exists() and (folder / name).exists() else name for name in names]
+    folder, exists = path.parent, os.path.exists  # False for a name that is too long, where Path raises
+    if names and not any(exists(one) for name in names for one in (name, folder / name)):
+        first = names[0][:100]
+        raise VitrailError(
+            f"No line of {path} is the path of a file; the first is {first!r}. A .txt file lists images, one path per line."
+        )
+    return [str(folder / name) if not exists(name) and exists(folder / name) else name for name in names]

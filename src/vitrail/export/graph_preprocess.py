@@ -29,11 +29,6 @@ class GraphPreprocess(nn.Module):
 
     def __init__(self, preprocess: Preprocess) -> None:
         super().__init__()
-        if preprocess.resize == "keep-aspect":
-            raise VitrailError(
-                "This preprocessing keeps the aspect ratio, so its images differ in size, but an exported model takes one size. "
-                "Give another one with --preprocess."
-            )
         if preprocess.interpolation == "nearest" and preprocess.antialias and preprocess.resize != "none":
             raise VitrailError("Pillow's nearest interpolation cannot be computed in the graph; export without --resize-in-graph.")
         self.steps = preprocess

@@ -108,6 +108,11 @@ def exported_module(
     preprocess: Preprocess | None = None,
 ) -> Exported:
     """Return a copy on the CPU, in evaluation mode, without fused kernels, resized and in the precision `dtype`."""
+    if preprocess is not None and preprocess.resize == "keep-aspect":
+        raise VitrailError(
+            "This preprocessing keeps the aspect ratio, so its images differ in size, but an exported model takes one size. "
+            "Give another one with --preprocess."
+        )
     if input != "normalised" and preprocess is not None and preprocess.bits != 8:
         option = "--pixels" if input == "pixels" else "--resize-in-graph"
         raise VitrailError(f"Pixels of {preprocess.bits} bits cannot be normalised in the graph; export without {option}.")

@@ -63,8 +63,9 @@ class Comparison:
     metadata: tuple[str, ...] = ()
     """What the exported file says otherwise than the checkpoint: class names, preprocessing, thresholds and so on."""
     variation_error: float | None = None
-    """Where all images have the same top class, so that equal decisions say little: ‖found − expected‖ relative to how the logits
-    vary between images, ‖expected − their mean over images‖. A model whose output does not depend on the image has 1 or more."""
+    """Where all images have the same top class, or the same labels, so that equal decisions say little: ‖found − expected‖ relative
+    to how the logits vary between images, ‖expected − their mean over images‖. A model whose output does not depend on the image
+    has 1 or more."""
 
     def problems(self, precision: str, max_drop: float | None = None) -> list[str]:
         """Say which limits of this precision are missed; `max_drop` is how much accuracy may be lost, where it is known."""
@@ -80,9 +81,10 @@ class Comparison:
         if self.agreement is None and self.task == "multilabel" and error is None:
             found.append("neither model chooses a label, so nothing is compared: give images that have labels")
         if self.variation_error is not None and error is None and not self.variation_error <= _MAX_VARIATION_ERROR:
+            same = "labels" if self.task == "multilabel" else "top class"
             found.append(
-                f"all images have the same top class, and the error of the logits is {self.variation_error:.0%} of what varies "
-                f"between images, allowed is {_MAX_VARIATION_ERROR:.0%}: give images of several classes, or calibrate with others"
+                f"all images have the same {same}, and the error of the logits is {self.variation_error:.0%} of what varies "
+                f"between images, allowed is {_MAX_VARIATION_ERROR:.0%}: give images of several kinds, or calibrate with others"
             )
         if max_drop is not None and self.accuracy is not None and self.reference_accuracy is not None:
             drop = self.reference_accuracy - self.accuracy
@@ -151,7 +153,7 @@ def compare(
         cosine=_cosine(logits, reference),
         task=bundle.task,
         metadata=tuple(differences(artefact.metadata, bundle)),
-        variation_error=_variation_error(logits, reference) if bundle.task == "classify" and len(set(reference_top)) == 1 else None,
+        variation_error=_variation_error(logits, reference) if _decides_alike(bundle, reference) else None,
     )
 
 
@@ -165,13 +167,27 @@ def _largest(found: Array, expected: Array, task: str) -> tuple[float, float]:
     return float(differences[worst]), float(ranges[worst])
 
 
+def _decides_alike(bundle: Bundle, expected: Array) -> bool:
+    """Whether the decision is the same for every image."""
+    if bundle.task == "multilabel":
+        chosen = expected >= _limits(bundle)
+        return bool((chosen == chosen[0]).all())
+    return bundle.task == "classify" and len(set(expected.argmax(1))) == 1
+
+
+def _limits(bundle: Bundle) -> Array:
+    """Return the logits at the thresholds of several labels."""
+    probabilities = np.clip(np.asarray(bundle.thresholds), 1e-9, 1 - 1e-9)
+    limits: Array = np.log(probabilities / (1 - probabilities))
+    return limits
+
+
 def _agreement(bundle: Bundle, found: Array, expected: Array) -> float | None:
     if bundle.task == "regress":
         return None
     if bundle.task != "multilabel":
         return float((found.argmax(1) == expected.argmax(1)).mean())
-    probabilities = np.clip(np.asarray(bundle.thresholds), 1e-9, 1 - 1e-9)
-    limits = np.log(probabilities / (1 - probabilities))
+    limits = _limits(bundle)
     chosen, reference = found >= limits, expected >= limits
     either = int((chosen | reference).sum())
     return float((chosen & reference).sum() / either) if either else None
@@ -199,8 +215,12 @@ def batched(items: Sequence[Any], size: int = BATCH) -> Iterator[list[Any]]:
 SAMPLE_NAME = "the two embedded photos"
 
 
-def sample_photos(count: int = 24, *, rectangles: bool = False) -> list[Image.Image]:
-    """Return crops of the two embedded photos, where no data is given: squares, or of any shape."""
+def sample_photos(count: int = 24, *, channels: int = 3, rectangles: bool = False) -> list[Image.Image]:
+    """Return crops of the two embedded photos, where no data is given: squares, or of any shape. `channels` are the model's."""
+    if channels not in (1, 3, 4):  # to which photos are converted
+        raise VitrailError(
+            f"The embedded photos have 3 channels, but the model takes {channels}. Give images to compare on: --data folder:DIR."
+        )
     photos = [Image.open(io.BytesIO(embedded.photo(name))).convert("RGB") for name in embedded.PHOTOS]
     generator = np.random.default_rng(0)
     crops = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,19 +55,20 @@ def export_model(
     if calibrate and settings.precision != "int8":
         raise VitrailError(f"Images to calibrate with have no effect on {settings.precision}. Leave them out, or choose int8.")
     preprocess = bundle.stored_preprocess()
-    if settings.image_size is not None:
-        preprocess = preprocess.with_size(settings.image_size)
-        resized = exported_module(bundle.model, torch.float32, image_size=settings.image_size).model
+    size = settings.image_size or preprocess.size
+    if settings.image_size is not None or size != bundle.model.config.image_size:  # the latter of a ResNet, which accepts several
+        preprocess = preprocess.with_size(size)
+        resized = exported_module(bundle.model, torch.float32, image_size=size).model
         bundle = dataclasses.replace(bundle, model=resized, preprocess=preprocess)  # type: ignore[arg-type]
     module = exported_module(bundle.model, _TYPES[settings.precision], input=settings.input, preprocess=preprocess)
+    photos = sample_photos(channels=preprocess.channels, rectangles=settings.resize_in_graph) if images is None else []
+    given, named = (photos, SAMPLE_NAME) if images is None else (images, data or "your data")
     metadata = metadata_of(bundle, settings, str(module.input_type).removeprefix("torch."))
     with atomic_folder(target) as new, utf8_path(new) as name:
         folder = Path(name)
         file = folder / FILES[settings.format]
         _write(module, file, bundle, settings, metadata, calibrate)
         artefact = Artefact.open(file)
-        photos = sample_photos(rectangles=settings.resize_in_graph) if images is None else []
-        given, named = (photos, SAMPLE_NAME) if images is None else (images, data or "your data")
         comparison = compare(bundle, artefact, given, labels, data=named)
         problems = comparison.problems(settings.precision, max_drop)
         blocks = block_errors(bundle, artefact, given) if problems else None
@@ -99,7 +101,9 @@ def _write(
     example = module.example(2, config.image_size, config.channels)
     if settings.format == "pt2":
         program = torch.export.export(module, (example,), dynamic_shapes=module.dynamic_shapes)
-        torch.export.save(program, str(file), extra_files={"vitrail.json": json.dumps(metadata)})
+        content = io.BytesIO()  # its writer of files aborts the process if the disk is full
+        torch.export.save(program, content, extra_files={"vitrail.json": json.dumps(metadata)})
+        file.write_bytes(content.getbuffer())
         return
     if settings.precision != "int8":
         write_onnx(module, example, file, opset=settings.opset, metadata=metadata)

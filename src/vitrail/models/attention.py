@@ -1,12 +1,13 @@
 """Self-attention, full and axial, and attention pooling.
 
-Each kind computes its output with torch's `scaled_dot_product_attention`. `with_weights` gives the same output together with the
-matrix softmax(qkᵀ/√d) itself, computed from the same q and k; inspection uses it.
+Each kind computes its output with torch's `scaled_dot_product_attention` (see `sdpa`). `with_weights` gives the same output,
+with the matrix softmax(qkᵀ/√d) itself, computed from the same q and k; inspection uses it.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitrail.models.config import Pair, ViTConfig
 from vitrail.models.layers import Mlp
 
-# Not cuDNN's: its backward pass gave NaN for 64 tokens on an H200 where these did not, and it is no faster (docs/log.md).
-SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_BACKENDS = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+"""All but cuDNN's: its backward pass gave NaN for 64 tokens on an H200 where these did not, and it is no faster (docs/log.md)."""
 
 
 class Attention(nn.Module):
@@ -74,17 +79,27 @@ class Attention(nn.Module):
         if q.requires_grad and q.dtype is torch.bfloat16 and q.device.type == "cpu" and type(q) is Tensor:
             # On CPUs torch's backward pass of attention is slower in bf16 than in float32. (Fake tensors stand for a GPU's.)
             with torch.autocast("cpu", enabled=False):
-                return _sdpa(q.float(), k.float(), v.float(), bias, dropout).to(q.dtype)
-        return _sdpa(q, k, v, bias, dropout)
+                return sdpa(q.float(), k.float(), v.float(), bias, dropout).to(q.dtype)
+        return sdpa(q, k, v, bias, dropout)
 
 
 def _head_norm(config: ViTConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.width // config.heads, eps=config.norm_eps)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    with sdpa_kernel(SDPA_BACKENDS):
+def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    """Compute attention with one of torch's kernels, of those that the caller has enabled, but not with cuDNN's."""
+    with _without_cudnn(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q.dtype), dropout_p=dropout)
+
+
+def _without_cudnn(q: Tensor) -> AbstractContextManager[None]:
+    if not q.is_cuda:  # the settings are those of all threads, and some compute on CPUs side by side
+        return nullcontext()
+    if torch.compiler.is_compiling():  # it cannot read the settings
+        return sdpa_kernel(list(_BACKENDS))
+    enabled = [backend for backend, is_enabled in _BACKENDS.items() if is_enabled()]  # type: ignore[no-untyped-call]
+    return sdpa_kernel(enabled) if enabled and torch.backends.cuda.cudnn_sdp_enabled() else nullcontext()
 
 
 class AxialAttention(Attention):
@@ -169,9 +184,7 @@ class AttentionPool(nn.Module):
         self.mlp = Mlp(config.width, config.mlp, config.gelu, config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        with sdpa_kernel(SDPA_BACKENDS):
-            x: Tensor = F.scaled_dot_product_attention(*self._split(tokens))
-        x = self.out(x.transpose(1, 2).flatten(2))
+        x: Tensor = self.out(sdpa(*self._split(tokens)).transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm(x))
         return x[:, 0]
 

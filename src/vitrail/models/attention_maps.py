@@ -51,7 +51,7 @@ def _attention(model: ViT, images: Tensor, layers: tuple[int, ...], pooling: boo
             if number not in layers:
                 x = _run(block, x, bias, other)
                 continue
-            x, weights = _with_attention(block, x, bias, other)
+            x, weights = _with_attention(number, block, x, bias, other)
         yield number, weights
     if pooling:
         with evaluating(model):
@@ -94,20 +94,26 @@ def _attention_gradients(model: ViT, images: Tensor, outputs: Tensor) -> MapsWit
         block = model.blocks[number]
         with evaluating(block), torch.enable_grad():
             x, bias = inputs.pop().requires_grad_(), model.positions.bias(number, *other)
-            x_after, weights = _with_attention(block, x, bias, other)
+            x_after, weights = _with_attention(number, block, x, bias, other)
             grad_weights, grad_x = torch.autograd.grad(x_after, (weights, x), grad_x)
         yield number, weights.detach(), grad_weights
 
 
 def _run(block: nn.Module, x: Tensor, bias: Tensor | None, other: tuple[Pair, ...]) -> Tensor:
-    grid = grid_for(block, other)
-    return block(x, bias, None, *grid) if grid else block(x, bias)  # type: ignore[no-any-return]
+    if grid := grid_for(block, other):
+        return block(x, bias, None, *grid)  # type: ignore[no-any-return]
+    return block(x) if bias is None else block(x, bias)  # type: ignore[no-any-return]
 
 
-def _with_attention(block: Any, x: Tensor, bias: Tensor | None, other: tuple[Pair, ...]) -> tuple[Tensor, Tensor]:
+def _with_attention(number: int, block: Any, x: Tensor, bias: Tensor | None, other: tuple[Pair, ...]) -> tuple[Tensor, Tensor]:
     """Return the block's output and its attention, also where a hook or a patched method changes what the block computes."""
     from vitrail.models.vit import Block
 
+    if not hasattr(block, "with_attention"):
+        raise VitrailError(
+            f"Block {number} ({type(block).__name__}) does not say what it attends to. "
+            "Choose other layers, or give its class a method `with_attention(x, bias)`, as that of Block."
+        )
     attention, grid = getattr(block, "attention", None), grid_for(block, other)
     if not isinstance(block, Block) or not isinstance(attention, Attention):
         return block.with_attention(x, bias, *grid)  # type: ignore[no-any-return]

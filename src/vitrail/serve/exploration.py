@@ -16,6 +16,7 @@ from torch import Tensor
 from vitrail.checkpoints import Bundle
 from vitrail.data.decode import image_header
 from vitrail.data.preprocess import Preprocess
+from vitrail.errors import VitrailError
 from vitrail.inspect import attention_distance, uniform_distance, untrained
 from vitrail.inspect.images import denormalise
 from vitrail.inspect.inputs import Array, config_at
@@ -89,7 +90,7 @@ def _analyse(bundle: Bundle, image: Tensor) -> Exploration:
             found = model.features(batch)
             grid = found.grid
             features = found.tokens[None].float().cpu().numpy()
-            outputs = model.head(found.pooled).float().cpu().numpy() if bundle.head == "set" else None
+            outputs = _finite(model.head(found.pooled)) if bundle.head == "set" else None
     info = _describe(bundle) | {"grid": list(grid), "image_size": list(image.shape[1:])}
     info |= _attention_info(config, attention) | _predictions(bundle, outputs) | _notes(bundle)
     return Exploration(image.cpu(), info, features[0], attention)
@@ -228,8 +229,15 @@ def masked_outputs(grid: Sequence[int], off: Collection[int], bundle: Bundle, im
     """Return the outputs with patches switched off, of the same model that `analyse` uses, whatever the service's precision."""
     batch = _batch(bundle, masked(image, grid, off))
     with evaluating(bundle.model), torch.no_grad():
-        outputs: Array = bundle.model(batch)[0].float().cpu().numpy()
-    return outputs
+        return _finite(bundle.model(batch)[0])
+
+
+def _finite(outputs: Tensor) -> Array:
+    """Return an array; JSON has no NaN, and would show null as 0."""
+    if not outputs.isfinite().all():
+        raise VitrailError("The model's outputs for this image are not finite. Check the image and the weights.")
+    found: Array = outputs.float().cpu().numpy()
+    return found
 
 
 def picture(exploration: Exploration, preprocess: Preprocess) -> bytes:

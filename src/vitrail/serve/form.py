@@ -16,6 +16,15 @@ def is_form(content_type: str) -> bool:
     return content_type.lower().startswith("multipart/form-data")
 
 
+def lost_bytes(body: bytes, content_type: str) -> bool:
+    """Whether a body is what curl sends for `-d @FILE`, without zero bytes and line ends, or for a name without @.
+
+    No image is like that, except a PPM, whose header may have spaces only.
+    """
+    urlencoded = content_type.lower().startswith("application/x-www-form-urlencoded")
+    return urlencoded and bool(body) and not any(byte in body for byte in b"\0\r\n") and not re.match(rb"P\d\s", body)
+
+
 def files_of_form(body: bytes, content_type: str, most: int) -> list[bytes]:
     """Return the contents of the files in order. Their names are ignored, and so are parts that are not files."""
     found = _BOUNDARY.search(content_type)

@@ -17,7 +17,7 @@ from vitrail.inspect.inputs import config_at
 from vitrail.inspect.rollout import rollout
 from vitrail.models import ViT
 from vitrail.serve.errors import ServiceError
-from vitrail.serve.form import files_of_form, is_form
+from vitrail.serve.form import files_of_form, is_form, lost_bytes
 from vitrail.serve.guard import error_answer, read_body
 from vitrail.serve.images import ROTATED
 from vitrail.serve.known_queries import KnownQueries
@@ -97,7 +97,14 @@ async def uploaded(request: Request, service: Service, worker: ModelWorker) -> l
     worker.check_space()
     body = await read_body(request)
     kind = request.headers.get("content-type", "")
-    return files_of_form(body, kind, service.settings.max_images) if is_form(kind) else [body]
+    if is_form(kind):
+        files = files_of_form(body, kind, service.settings.max_images)
+        if not files:
+            raise ServiceError(400, "The form has no file; send at least one, as curl -F image=@cat.jpg does.")
+        return files
+    if lost_bytes(body, kind):
+        raise ServiceError(415, "This is not an image, and has no zero byte and no line end: use curl --data-binary @FILE, not -d.")
+    return [body]
 
 
 def _labels(bundle: Bundle, outputs: Any, top: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Row:
     forward_flops: float | None = None
     """Of one image, at the pre-training resolution."""
     pretrain_flops: float | None = None
-    """Of the whole pre-training, forward and backward."""
+    """Of the whole pre-training, forward and backward, without tokens of the last block that nothing reads."""
     finetune_flops: float | None = None
     pretrain_images: int | None = None
     """Images in the pre-training set."""

@@ -31,6 +31,9 @@ _SCORES = 16 * 2**20  # of a block at a time: 64 MiB
 COLLAPSED = 0.1
 """Of the entropy of uniform attention. Local heads of healthy models lower a block's mean entropy, but not to this: it means that
 queries attend to one key or two. In a collapsed run, 11 of 12 blocks had .005 to .045 of it (docs/log.md)."""
+SATURATED = 30.0
+"""Deviation of the scores from which softmax picks the largest alone: the entropy that is left is that of equal keys. The included
+model has 0.8 to 3.8; a collapsing run had 7 after 2 epochs, 20 after 4 and 56 after 8 (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,21 @@ class AttentionStats:
 
     def collapsed(self) -> list[int]:
         """Return the blocks whose attention has collapsed."""
-        return [n for n, (entropy, most) in enumerate(zip(self.entropy, self.uniform, strict=True)) if entropy < COLLAPSED * most]
+        blocks = zip(self.entropy, self.uniform, self.score_std, strict=True)
+        return [n for n, (entropy, most, std) in enumerate(blocks) if entropy < COLLAPSED * most or std > SATURATED]
 
     def warning(self, *, qk_norm: bool) -> str:
         """Return what to say when attention has collapsed in more than half of the blocks, else an empty string."""
         blocks = self.collapsed()
         if 2 * len(blocks) <= len(self.entropy):
             return ""
-        entropies = [self.entropy[number] for number in blocks]
+        entropies, deviations = ([values[number] for number in blocks] for values in (self.entropy, self.score_std))
         cures = ["a lower --optim.lr", "a longer --schedule.warmup", *([] if qk_norm else ["--model.qk-norm True"])]
         return (
             f"warning: attention has collapsed in {len(blocks)} of {len(self.entropy)} blocks: each token attends to little more "
-            f"than one token (entropy {min(entropies):.2f} to {max(entropies):.2f} nats; uniform attention has "
-            f"{np.mean(self.uniform):.2f}). Such a model learns slowly and rarely recovers. Start again with "
-            f"{', '.join(cures[:-1])} or {cures[-1]}."
+            f"than one token, or to equal ones (entropy {min(entropies):.2f} to {max(entropies):.2f} nats, uniform attention has "
+            f"{np.mean(self.uniform):.2f}; score std {min(deviations):.1f} to {max(deviations):.1f}). Such a model learns slowly "
+            f"and rarely recovers. Start again with {', '.join(cures[:-1])} or {cures[-1]}."
         )
 
 

@@ -41,8 +41,7 @@ def _read_error(path: str, error: OSError | ValueError) -> str:
         return str(error.strerror)
     if isinstance(error, ValueError):
         return f"cannot be read ({error})"
-    file = Path(path)
-    if file.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
+    if error.errno in (errno.ENOENT, errno.ELOOP) and Path(path).is_symlink():  # in this order: a long name raises there
         kind = "a circular link" if error.errno == errno.ELOOP else "a broken link"
-        return f"{kind} to {file.readlink()}"
+        return f"{kind} to {Path(path).readlink()}"
     return "no such file" if error.errno == errno.ENOENT else f"cannot be read ({error.strerror})"

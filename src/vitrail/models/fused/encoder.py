@@ -2,6 +2,8 @@
 
 A block's last addition is left to the next block's norm, which computes both in one pass. So what goes from block to block is a
 `PendingResidual`: tokens, and a branch that is still to be added to them.
+
+Kernels are imported where they are called, since Triton is not installed everywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import sdpa_kernel
 
-from vitrail.models.attention import SDPA_BACKENDS, Attention
+from vitrail.models.attention import Attention, sdpa
 
 if TYPE_CHECKING:
     from vitrail.models.layers import Mlp
@@ -35,7 +35,7 @@ class PendingResidual(NamedTuple):
     rate: float = 0.0
     """Of the dropout, where there is a seed."""
     mean: Tensor | None = None
-    """Subtracted from every token [image, token] of x. Norms do not see it (`folded_norm.py`)."""
+    """Subtracted from every token [image, token] of x. Norms do not see it (`folded_block.py`)."""
 
     @property
     def addition(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
@@ -97,7 +97,7 @@ def _rate(dropout: nn.Dropout) -> float:
 def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> PendingResidual:
     """Run a block whose modules are plain (`whitelist.is_plain_block`)."""
     from vitrail.models.fused.branches import residual_norm
-    from vitrail.models.fused.folded_norm import can_use_folded, folded_block
+    from vitrail.models.fused.folded_block import can_use_folded, folded_block
     from vitrail.models.fused.sharded import is_sharded, stays_gathered
 
     dtype = matmul_dtype(pending.x)
@@ -157,8 +157,7 @@ def _attention(attention: Attention, norm: nn.LayerNorm, y: Tensor, options: Blo
     if norms:
         projected = qk_norm(projected, heads, norms, eps)
     q, k, v = projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    with sdpa_kernel(SDPA_BACKENDS):
-        attended = F.scaled_dot_product_attention(q if num_queries is None else q[:, :, :num_queries], k, v)
+    attended = sdpa(q[:, :, :num_queries], k, v)
     fp8 = options.fp8 and num_queries is None
     return linear(attended.transpose(1, 2).flatten(2), None, None, out.weight, None, fp8=fp8, refold=refold)
 

@@ -4,7 +4,7 @@ GELU's input is never written. Where a gradient is needed its derivative is, whi
 (`hopper_gelu_backward.py`) reads.
 
 With `rstd` the epilogue also multiplies each row by its own factor. For tokens with mean zero that is all that is left of the layer
-norm before the matmul, so that normalised tokens are never written (`folded_norm.py`).
+norm before the matmul, so that normalised tokens are never written (`folded_block.py`).
 """
 
 from __future__ import annotations

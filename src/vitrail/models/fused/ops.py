@@ -137,5 +137,6 @@ class _Refuse(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             "Vitrail's fused kernels can be differentiated only once. "
-            'For a gradient of a gradient, set model.kernels = "plain" before the forward pass.'
+            'For a gradient of a gradient, set model.kernels = "plain" before the forward pass, which must run within '
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH): torch's fast attention has no second derivative either."
         )

@@ -16,7 +16,7 @@ from torch.nn.modules import module as module_globals
 from torch.utils._device import DeviceContext
 
 from vitrail.models.attention import Attention
-from vitrail.models.fused.folded_norm import FoldedNorm
+from vitrail.models.fused.folded_block import FoldedNorm
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
 from vitrail.models.positions import KINDS
 

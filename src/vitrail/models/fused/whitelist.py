@@ -14,7 +14,7 @@ from torch import nn
 
 import vitrail.models.vit  # by its name, since that module imports this package
 from vitrail.models.attention import Attention
-from vitrail.models.fused.folded_norm import FoldedNorm
+from vitrail.models.fused.folded_block import FoldedNorm
 from vitrail.models.fused.launch import PLAIN_TENSORS
 from vitrail.models.fused.ordinary_call import POSITION_METHODS
 from vitrail.models.fused.sharded import fsdp_hooks, is_sharded

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.models.bit import BiT
-from vitrail.models.fused.folded_norm import fold_norms
+from vitrail.models.fused.folded_block import fold_norms
 from vitrail.models.inference.capture import CapturedForward, NewGraph
 from vitrail.models.inference.model import InferenceModel, cast_all_but_heads, deep_copied
 from vitrail.models.inference.replaceable import replaceable_blocks

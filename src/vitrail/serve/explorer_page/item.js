@@ -1,6 +1,7 @@
 // One analysed image: what is known of it, and its maps as they arrive.
 
 const MOST_ROWS = 400; // queries kept of a model whose layers are too large to be sent whole
+const FAILURE_SECONDS = 3; // until something that failed is asked for again
 
 export class Item {
   constructor(source, info, blob, name) {
@@ -11,7 +12,9 @@ export class Item {
     this.waiting = new Map(); // path → promise
     this.failed = new Map(); // path → message
     this.onArrival = () => {};
+    this.shown = null; // the map that is drawn
     this.masked = null; // predictions with patches off, and how many are
+    this.number = null; // of an image that the page offers
     this.closed = false;
     this.tokens = info.prefix.length + info.grid[0] * info.grid[1];
     this.patches = info.grid[0] * info.grid[1];
@@ -38,7 +41,7 @@ export class Item {
       .then(accept)
       .catch((error) => {
         this.failed.set(path, error.message);
-        setTimeout(() => this.failed.delete(path), 3000); // a full queue, say: the next look asks again
+        setTimeout(() => this.failed.delete(path), FAILURE_SECONDS * 1000); // a full queue, say: the next look asks again
       })
       .finally(() => {
         this.waiting.delete(path);
@@ -93,14 +96,21 @@ export class Item {
     });
   }
 
-  // The other layers follow one by one, so that the overview fills and the slider never waits.
+  // The other layers follow one by one, so that the overview fills and the slider never waits. One that fails is asked for again.
   async prefetch(first) {
     if (!this.info.attention || this.info.attention.send !== "layer") return;
     const layers = this.info.saved_layers || [...Array(this.info.layers).keys()];
-    for (const layer of [...layers].sort((a, b) => Math.abs(a - first) - Math.abs(b - first))) {
-      if (this.closed) return;
-      if (!this.layers.has(layer)) await this.loadLayer(layer);
+    let missing = [...layers].sort((a, b) => Math.abs(a - first) - Math.abs(b - first));
+    for (let attempt = 0; attempt < 3; attempt++) {
+      if (attempt) await new Promise((resolve) => setTimeout(resolve, FAILURE_SECONDS * 1000 + 200));
+      for (const layer of missing) {
+        if (this.closed) return;
+        if (!this.layers.has(layer)) await this.loadLayer(layer);
+      }
+      missing = missing.filter((layer) => !this.layers.has(layer));
+      if (!missing.length) return;
     }
+    throw new Error(`Attention of ${missing.length > 1 ? "layers" : "layer"} ${missing.join(", ")} is missing. ${this.failure() ?? ""}`);
   }
 
   // Cosine similarities of one token to all others.

@@ -21,7 +21,6 @@ const NAMES = {
 };
 let start = { models: [], images: [] };
 let stages = [];
-let maskedFor = ""; // the patches that `item.masked` of the shown images answers to
 const newest = [0, 0]; // the number of the last request for each side
 const uploads = []; // {blob, name, button} of the user's own images, so that they can be chosen again
 
@@ -203,15 +202,16 @@ function caveat(item) {
 }
 
 // Predict with patches off, once the choice rests; an answer that comes late is dropped.
-let timer = 0;
+let maskedFor = ""; // the patches that `item.masked` of the shown images answers to
+let maskedTimer = 0;
 let maskedRequest = 0;
 function predictMasked() {
   const wanted = state.off.join(".");
   if (wanted === maskedFor || source.saved) return;
   maskedFor = wanted;
   const request = ++maskedRequest;
-  clearTimeout(timer);
-  timer = setTimeout(async () => {
+  clearTimeout(maskedTimer);
+  maskedTimer = setTimeout(async () => {
     try {
       for (const item of items()) {
         const patches = item.offLike(reference(), state.off);

@@ -2,6 +2,7 @@
 
 import { element } from "./dom.js";
 
+const MOST_LABELS = 7; // the six best, and of those before patches were switched off one more
 let shownFor = null;
 
 export function showPredictions(root, items) {
@@ -13,14 +14,16 @@ export function showPredictions(root, items) {
 
 function one(item, named) {
   const { predictions, score } = item.info;
-  const shown = (item.masked?.predictions ?? predictions).slice(0, 7);
+  const found = item.masked?.predictions ?? predictions;
+  const shown = score === "value" ? found : found.slice(0, MOST_LABELS);
   const parts = named ? [element("h3", { title: item.name }, [`${item.name} · ${item.info.model}`])] : [];
   if (!predictions.length) return element("div", { class: "prediction-group" }, [...parts, element("p", { class: "hint" }, ["This model has no trained head: it has features, but no predictions."])]);
   const before = new Map(predictions.map((each) => [each.index, each.score]));
   const range = score === "value" ? rangeOf([...predictions, ...shown].map((each) => each.score)) : [0, 1];
   if (item.masked) parts.push(element("p", { class: "hint" }, [`${item.masked.count} of ${item.patches} patches off. The outline is the prediction of the whole image.`]));
+  const kinds = ["bars", ...(score === "value" ? [] : ["ranked"]), ...(item.masked ? ["changed"] : [])]; // values are in the order of the outputs
   const bars = shown.map((each) => bar(each, item.masked ? before.get(each.index) : undefined, range, score));
-  return element("div", { class: "prediction-group" }, [...parts, element("ol", { class: item.masked ? "bars changed" : "bars" }, bars)]);
+  return element("div", { class: "prediction-group" }, [...parts, element("ol", { class: kinds.join(" ") }, bars)]);
 }
 
 function bar(each, before, range, score) {

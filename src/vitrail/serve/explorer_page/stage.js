@@ -67,14 +67,16 @@ export class Stage {
     const reference = this.getReference();
     const prefix = reference.info.prefix.length;
     const [rows, columns] = reference.info.grid;
-    const patch = Math.max(0, shownQuery() - prefix);
+    const patch = shownQuery() - prefix; // of a prefix token below 0
     const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     if (steps[event.key]) {
-      const row = Math.min(rows - 1, Math.max(0, Math.floor(patch / columns) + steps[event.key][0]));
-      const column = Math.min(columns - 1, Math.max(0, (patch % columns) + steps[event.key][1]));
+      const [down, right] = patch < 0 ? [0, 0] : steps[event.key]; // from a prefix token to the first patch
+      const from = Math.max(0, patch);
+      const row = Math.min(rows - 1, Math.max(0, Math.floor(from / columns) + down));
+      const column = Math.min(columns - 1, Math.max(0, (from % columns) + right));
       update({ query: prefix + row * columns + column, hover: null });
     } else if (event.key === "Enter" || event.key === " ") {
-      if (state.panel === "off") update({ off: toggled(state.off, patch) });
+      if (state.panel === "off" && patch >= 0) update({ off: toggled(state.off, patch) });
       else update({ query: shownQuery(), hover: null });
     } else if (event.key === "[" || event.key === "]") {
       const layer = state.layer + (event.key === "]" ? 1 : -1);

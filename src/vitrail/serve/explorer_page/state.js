@@ -19,8 +19,8 @@ export const state = {
 
 // What the address may say where not every text is possible.
 const POSSIBLE = { view: VIEWS, scale: ["own", "all"], fusion: ["mean", "max", "min"], style: ["colour", "light"], panel: ["heads", "layers", "distance", "off"] };
-const KEYS = ["view", "layer", "head", "query", "scale", "fusion", "residual", "style", "pixels", "off", "panel"];
 const DEFAULTS = { ...state };
+const KEYS = Object.keys(state).filter((key) => key !== "hover");
 const observers = [];
 let frame = 0;
 let places = {}; // image, model, image2, model2: what can be opened again from an address

@@ -6,7 +6,18 @@ vitrail study compute --budget 10
 from __future__ import annotations
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, cost_to_reach, frontier, interpolated, noise, noise_text, percent, written
+from vitrail.study.judge import (
+    NOT_MEASURED,
+    caution,
+    cost_to_reach,
+    frontier,
+    interpolated,
+    noise,
+    noise_text,
+    percent,
+    reasons,
+    written,
+)
 from vitrail.study.ladders import FAMILIES, RUNGS, Ladder
 from vitrail.study.summary import Summary
 
@@ -55,15 +66,22 @@ def judge_resnets(summary: Summary) -> Outcome:
     vit, bit = _line(summary, "ViT"), _line(summary, "BiT")
     height, ratio = _times_as_much(vit, bit)
     times = f"{ratio:.1f} times as many FLOPs as" if ratio >= 1 else f"{1 / ratio:.1f} times fewer FLOPs than"
+    if (vit if ratio >= 1 else bit)[0][1] >= height:  # at its cheapest point, so that less might do
+        times = f"at least {times}"
     ours = f"to reach {percent(height)}, BiT needs {times} ViT"
     points = _noise(summary, "ViT", "BiT")
     shift = points / 100 if ratio >= 1 else -points / 100  # against the verdict
-    _, doubted = _times_as_much(vit, [(x, y + shift) for x, y in bit])
+    shifted = [(x, y + shift) for x, y in bit]
+    reached, doubted = _times_as_much(vit, shifted)
     if (doubted > 1) != (ratio >= 1):
         return Outcome(ours, "unclear", noise_text(points))
+    dearer, line = ("BiT", shifted) if ratio >= 1 else ("ViT", vit)
+    if line[0][1] >= reached:  # what it costs at least is then not known
+        return Outcome(ours, "unclear", f"the cheapest {dearer} reaches as much, within {points:.1f} points")
+    seeds = caution([value for one in ("ViT", "BiT") for _, _, value in summary.line(one, summary.metrics[0])])
     if ratio < 1:
-        return Outcome(ours, "no", "the pre-training set is small, where the paper too finds ResNets ahead")
-    return Outcome(ours, "yes") if ratio >= 2 else Outcome(ours, "partly", "less than twice as many")
+        return Outcome(ours, "no", reasons("the pre-training set is small, where the paper too finds ResNets ahead", seeds))
+    return Outcome(ours, "yes", seeds) if ratio >= 2 else Outcome(ours, "partly", reasons("less than twice as many", seeds))
 
 
 def judge_hybrids(summary: Summary) -> Outcome:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.models.test_fused import CLOSE, DEVICE, LOW, fusing, near, small
 from tests.models.test_hopper_matmul import HOPPER, on_hopper
-from vitrail.models.fused.folded_norm import FoldedNorm, can_use_folded, fold_norms, folded_block
+from vitrail.models.fused.folded_block import FoldedNorm, can_use_folded, fold_norms, folded_block
 from vitrail.models.vit import Block
 
 pytest.importorskip("triton")
@@ -69,7 +69,7 @@ def centre_in_a_kernel(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def errors(mean: float, dtype: torch.dtype, tanh: bool | None, matmul: Any, matmul_gelu: Any, centre: Any) -> tuple[float, float]:
     """The error of a folded norm and linear layer against float64, and that of torch's own in low precision."""
-    from vitrail.models.fused.folded_norm import _folded
+    from vitrail.models.fused.folded_block import _folded
 
     x, (norm, linear) = tokens(mean, dtype), norm_and_linear()
 

@@ -1,4 +1,4 @@
-"""Layer norms folded into the linear layers after them, for inference.
+"""A block whose layer norms are folded into the linear layers after them, once, for inference.
 
 A layer norm and a linear layer compute W (γ ∘ (x − mean) · rstd + β) + b. Here γ and β go into the weight and the bias once, the
 mean is subtracted where the residual is written, and rstd is applied to the output:

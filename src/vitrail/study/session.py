@@ -10,15 +10,13 @@ from pathlib import Path
 from vitrail.errors import StoppedBySignal
 from vitrail.study.definitions import study_named
 from vitrail.study.jobs import Pool, pool
-from vitrail.study.plan import Plan, describe, fitted, full_plan, late_rows, left_out_rows, probes, stored_plan
+from vitrail.study.plan import MEASURING, Plan, describe, fitted, full_plan, late_rows, left_out_rows, probes, stored_plan
 from vitrail.study.report import write_outputs
 from vitrail.study.rows import FAILED, LEFT_OUT, Results, lock
 from vitrail.study.run import Interrupted, Job, Say, late_text, measure, run_remaining, to_stderr
 from vitrail.study.settings import StudySettings
 from vitrail.study.speeds import Speeds
 from vitrail.train.parallel import World, choose_device
-
-MEASURING = 0.25  # of the budget: where measuring the speed takes longer, on a busy machine, the rest is added to the budget
 
 
 @dataclass(frozen=True)

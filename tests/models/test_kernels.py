@@ -41,6 +41,20 @@ def test_dropout_is_even_and_differs_by_seed() -> None:
     assert abs(float(((one == 0) & (two == 0)).float().mean()) - 0.01) < 0.004
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_drops_at_its_rate_and_differs_beyond_32_bits(rate: float) -> None:
+    """Offsets of large tensors do not fit into 32 bits: a mask must not begin again there."""
+    from tests.models.dropout_kernel import factors
+
+    found = [factors(7, start, rate, DEVICE, 2**15) for start in (0, 2**31, 2**32, 2**32 + 2**31, 3 * 2**32)]
+    dropped = torch.stack(found) == 0
+    assert abs(float(dropped.float().mean()) - rate) < 0.003
+    assert near(torch.stack(found)[~dropped], torch.tensor(1 / (1 - rate), device=DEVICE), 1e-6)
+    for number, one in enumerate(dropped):
+        for other in dropped[:number]:
+            assert abs(float((one & other).float().mean()) - rate**2) < 0.01
+
+
 def test_older_gpus_use_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.models.fused import attention_backward
 

@@ -87,6 +87,11 @@ def test_other_origins_may_call_only_if_they_are_named(client: Client, bundle: B
     with running(lambda: bundle, cors=("https://example.org",)) as named:
         status, _, headers = named.call("OPTIONS", "/v1/predict", **asked)
         assert status == 200 and headers["access-control-allow-origin"] == "https://example.org"
+        zeros = {"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072}
+        body = {"inputs": [zeros], "parameters": {"binary_data_output": True}}
+        _, _, headers = named.call("POST", "/v2/models/tiny/infer", body, origin="https://example.org", x_request_id="7")
+        readable = {name.strip().lower() for name in headers["access-control-expose-headers"].split(",")}
+        assert {"inference-header-content-length", "x-request-id"} <= readable & set(headers)
         status, answer, headers = named.call("OPTIONS", "/v1/predict", **{**asked, "origin": "https://example.com"})
         assert status == 400 and "access-control-allow-origin" not in headers and list(answer) == ["error"]
 

@@ -429,6 +429,8 @@ def test_reference_page(server: Client, open_page: Any) -> None:
     assert page.get_by_text("Token that looks").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("getComputedStyle(document.querySelector('details')).borderRadius") == "8px"  # its style is allowed
+    lines = page.locator("details[open] th code").evaluate_all("found => found.map(e => e.getClientRects().length)")
+    assert lines and set(lines) == {1}  # names are not broken
 
 
 def test_token(included: Bundle, open_page: Any) -> None:

@@ -6,6 +6,8 @@ import base64
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -302,6 +304,21 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle
         process.send_signal(signal.SIGTERM)
         assert [call.result()[0] for call in calls] == [200, 200, 200]
         assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_nothing_but_json_is_logged_until_the_end(bundle: Bundle) -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", bundle.report.source, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            while '"ready"' not in (line := process.stderr.readline()):
+                assert line
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read().splitlines()
+            assert process.wait(30) == 0 and all(line.startswith("{") for line in rest), rest
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

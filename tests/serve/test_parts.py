@@ -9,17 +9,25 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fastapi import Request, Response
 
 from tests.serve.conftest import running
 from vitrail.checkpoints import Bundle
+from vitrail.data.preprocess import PRESETS, preset
 from vitrail.errors import VitrailError
 from vitrail.models import create_model
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import masked
+from vitrail.serve.images import decode
+from vitrail.serve.known_queries import KnownQueries
+from vitrail.serve.limits import PixelLimit
 from vitrail.serve.metrics import Metrics
+from vitrail.serve.model_input import ModelInput
 from vitrail.serve.own import _one_map
 from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.serve.worker import Job, Kind, ModelWorker
@@ -35,6 +43,51 @@ def test_a_batch_has_images_of_one_kind(bundle: Bundle) -> None:
     assert worker._take() == [jobs[1], jobs[3], jobs[4]]
     assert worker._take() == []
     loop.close()
+
+
+def test_a_batch_has_images_of_one_type(bundle: Bundle) -> None:
+    worker, loop = ModelWorker("x", lambda: bundle, ServeSettings(), Metrics()), asyncio.new_event_loop()
+    images: list[Any] = [np.zeros(1, np.uint8), torch.zeros(1), np.zeros(1, np.uint8), np.zeros(1, np.float32)]
+    jobs = [Job("logits", image, time.monotonic() + 60, print, loop) for image in images]
+    worker._jobs.extend(jobs)
+    assert [worker._take() for _ in range(4)] == [[jobs[0], jobs[2]], [jobs[1]], [jobs[3]], []]
+    loop.close()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_models_input_is_that_of_the_preprocessing(name: str, jpegs: list[bytes]) -> None:
+    preprocess = preset(name, size=32)
+    decoded = [decode(one, preprocess, ServeSettings(), PixelLimit(10_000_000)).pixels for one in jpegs]
+    batch = ModelInput(preprocess, torch.device("cpu"), 8)(decoded, len(decoded))
+    assert torch.equal(batch, torch.stack([preprocess(one) for one in jpegs])) and batch.is_contiguous()
+
+
+def test_a_query_that_was_validated_is_known_and_another_is_not(bundle: Bundle, jpegs: list[bytes]) -> None:
+    with running(lambda: bundle) as client:
+        long, unknown = "top=1&x=" + 1000 * "y", "top=1&model=x"
+        refused = [("top=0", 400, 0), (unknown, 404, 0)]
+        good = [
+            ("top=1", 200, 1),
+            ("top=2", 200, 2),
+            ("top=1&model=tiny", 200, 1),
+            ("top=%31", 200, 1),
+            (long, 200, 1),
+            ("", 200, 4),
+        ]
+        for query, status, count in (*good, *refused, *good, *refused):
+            found, answer, _ = client.call("POST", f"/v1/predict?{query}", jpegs[0])
+            assert found == status, (query, answer)
+            assert status != 200 or len(answer["results"][0]["predictions"]) == count
+
+
+def test_few_queries_are_kept() -> None:
+    async def endpoint(request: Request, top: int = 5) -> Response:
+        return Response()
+
+    route: Any = KnownQueries("/x", endpoint)
+    for query in (*(b"top=%d" % number for number in range(250)), b"top=1&x=" + 1000 * b"y"):
+        asyncio.run(route.endpoint(SimpleNamespace(scope={"query_string": query}), top=1))
+    assert set(route.endpoint.known) == {b"top=%d" % number for number in range(200, 250)}
 
 
 def test_everything_but_health_and_the_page_needs_the_token(bundle: Bundle) -> None:

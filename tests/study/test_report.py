@@ -49,6 +49,19 @@ def test_powers_of_ten_are_plain_text(name: str) -> None:
     assert any(re.fullmatch(r"\de\+\d\d", label) for label in labels) and not any("$" in label for label in labels)
 
 
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_title_is_not_wider_than_its_figure(name: str) -> None:
+    rows = made_rows(name, lambda row: 0.5)
+    for data, target in (
+        ("packed:TINY", "packed:CIFAR"),
+        ("folder:photos-of-two-summers-at-the-lake", "torchvision:OxfordIIITPet"),
+    ):
+        figure = draw(Summary(STUDIES[name], [dataclasses.replace(row, data=data, target=target) for row in rows]))
+        figure.canvas.draw()
+        (title,) = figure.texts
+        assert title.get_window_extent().x1 <= figure.bbox.x1, title.get_text()
+
+
 def test_a_table_shows_means_what_failed_and_what_is_missing(tmp_path: Path) -> None:
     write(tmp_path, "positions", seeds=3)
     plan = plan_of("positions", budget=2.0)

@@ -170,6 +170,28 @@ def test_autocast_is_part_of_what_was_captured() -> None:
         assert made.captured and not torch.equal(made(*batch(4)), full) and not made.captured
 
 
+def test_inputs_of_another_type_and_calls_without_gradients_are_not_replayed() -> None:
+    model, _ = network()
+
+    def step(images: Tensor) -> tuple[Tensor, Tensor]:
+        found = model(images.float())
+        if torch.is_grad_enabled():
+            found.sum().backward()
+        return found, images / 3
+
+    made = stand_in(step, list(model.parameters()))
+    images = batch(0)[0] * 10
+    for _ in range(5):
+        made(images)
+    assert made.captured
+    double = images.double()
+    assert all(torch.equal(one, two) for one, two in zip(made(double), step(double), strict=True))
+    model.zero_grad()
+    with torch.no_grad():
+        made(images)
+    assert model.weight.grad is None
+
+
 class Recorded:
     """A graph without a GPU that holds operations and their memory: a replay runs the same ones on the same tensors."""
 

@@ -486,3 +486,17 @@ def test_a_fraction_of_the_training_images():
     for wrong in (0, 1.5):
         with pytest.raises(VitrailError, match=r"data.fraction is .* above 0 and at most 1"):
             small(data__fraction=wrong)
+
+
+def test_a_part_of_the_training_split_is_mentioned() -> None:
+    def notes(**part: float) -> list[str]:
+        prepared = prepare(small(**part))
+        counts = {"{train}": f"{len(prepared.train):,}", "{held out}": f"{len(prepared.validation or ()):,}"}
+        found = [note for note in prepared.notes if note.startswith("training on")]
+        for name, count in counts.items():
+            found = [note.replace(f" {count} ", f" {name} ") for note in found]
+        return found
+
+    assert notes(data__holdout=0.1) == ["training on {train} of the 1,438 images of train, {held out} held out for validation"]
+    assert notes(data__holdout=0.0, data__fraction=0.25) == ["training on {train} of the 1,438 images of train"]
+    assert notes(data__holdout=0.0) == []

@@ -132,12 +132,13 @@ class Bundle:
         scores = self.scores(outputs)
         if self.task == "regress":
             return [[Prediction(self.label(i), i, value) for i, value in enumerate(row)] for row in scores.tolist()]
-        if self.task == "multilabel":  # in float64, as in evaluation
-            chosen = scores.double() >= torch.tensor(self.thresholds, dtype=torch.float64)
-            by_score = scores.argsort(dim=1, descending=True, stable=True)
-            indices = by_score.gather(1, chosen.gather(1, by_score).int().argsort(dim=1, descending=True, stable=True))[:, :top]
-        else:
-            chosen, indices = torch.ones_like(scores, dtype=torch.bool), scores.topk(min(top, scores.shape[1]), dim=1).indices
+        if self.task != "multilabel":
+            best = scores.topk(min(top, scores.shape[1]), dim=1)
+            rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            return [[Prediction(self.label(i), i, score) for i, score in zip(*row, strict=True)] for row in rows]
+        chosen = scores.double() >= torch.tensor(self.thresholds, dtype=torch.float64)  # in float64, as in evaluation
+        by_score = scores.argsort(dim=1, descending=True, stable=True)
+        indices = by_score.gather(1, chosen.gather(1, by_score).int().argsort(dim=1, descending=True, stable=True))[:, :top]
         picked = zip(indices.tolist(), scores.gather(1, indices).tolist(), chosen.gather(1, indices).tolist(), strict=True)
         return [[Prediction(self.label(i), i, score, yes) for i, score, yes in zip(*row, strict=True)] for row in picked]
 

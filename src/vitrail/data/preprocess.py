@@ -213,7 +213,7 @@ class Preprocess:
         mean, std = (
             torch.tensor(values, dtype=torch.float32, device=images.device)[:, None, None] for values in (self.mean, self.std)
         )
-        return images.to(torch.float32).div(self.max_value).sub(mean).div(std)
+        return images.to(torch.float32).div(self.max_value).sub_(mean).div_(std)
 
     def with_size(self, size: int | tuple[int, int]) -> Preprocess:
         """Return the same preprocessing for another input size, with `resize_to` scaled in proportion."""

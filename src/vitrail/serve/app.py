@@ -6,6 +6,7 @@ import base64
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,12 +25,14 @@ from vitrail.serve.guard import Guard, error_answer
 from vitrail.serve.json_body import first_problem
 from vitrail.serve.reference import STYLE, reference_page
 from vitrail.serve.service import Service
+from vitrail.serve.tensors import HEADER
 
 _STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 _DOCS_HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
 }
+_READABLE = (HEADER, "Retry-After", "X-Request-Id")  # by pages of other origins; binary tensors cannot be read without the first
 
 
 def create_app(service: Service, *, token: str | None = None, cors: tuple[str, ...] = ()) -> ASGIApp:
@@ -90,7 +93,8 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         return error_answer(ServiceError(500, "An unexpected error happened; the server's log says more."))
 
     guarded: ASGIApp = Guard(app, service, token)
-    return _Cors(guarded, allow_origins=cors, allow_methods=["GET", "POST"], allow_headers=["*"]) if cors else guarded
+    allowed: dict[str, Any] = {"allow_origins": cors, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    return _Cors(guarded, **allowed, expose_headers=_READABLE) if cors else guarded
 
 
 class _Cors(CORSMiddleware):

@@ -132,7 +132,8 @@ class _Body:
         if self.complete:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), max(0.0, self._end - time.monotonic()))
+            async with asyncio.timeout(max(0.0, self._end - time.monotonic())):
+                message = await self._receive()
         except TimeoutError:
             seconds = self._settings.upload_seconds
             raise ServiceError(408, f"The request was not received within {seconds:g} s. Send fewer or smaller images.") from None

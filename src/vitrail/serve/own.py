@@ -20,6 +20,7 @@ from vitrail.serve.errors import ServiceError
 from vitrail.serve.form import files_of_form, is_form, lost_bytes
 from vitrail.serve.guard import error_answer, read_body
 from vitrail.serve.images import ROTATED
+from vitrail.serve.known_queries import KnownQueries
 from vitrail.serve.service import Service
 from vitrail.serve.worker import ModelWorker, not_finite
 
@@ -36,7 +37,7 @@ Model = Annotated[str | None, Query(description="Name of the model; by default t
 
 
 def routes(service: Service) -> APIRouter:
-    router = APIRouter(tags=["Vitrail"])
+    router = APIRouter(tags=["Vitrail"], route_class=KnownQueries)
 
     @router.post("/v1/predict", openapi_extra=_BODY)
     async def predict(

@@ -45,14 +45,14 @@ class GuardedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():  # what a refused client still sends
             return
-        if self._header_timer is None and not self.busy:
-            self._header_timer = self.loop.call_later(self.seconds, self._headers_late)
         try:
             super().data_received(data)
         except h11.ProtocolError:
             self.send_400_response("")
         if self.busy:  # the headers are complete
             self._stop_header_timer()
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._header_timer = self.loop.call_later(self.seconds, self._headers_late)
 
     @property
     def busy(self) -> bool:
@@ -119,10 +119,15 @@ class GuardedProtocol(H11Protocol):
 
 
 class _LingeringTransport:
-    """A transport that, if the client may still send, ends only its own side first and discards what arrives for a while."""
+    """A transport that, if the client may still send, ends only its own side first and discards what arrives for a while.
+
+    The headers of an answer are sent with its body, which follows at once: one system call, and one packet if it is small.
+    """
 
     def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol) -> None:
         self._transport, self._protocol, self._lingering = transport, protocol, False
+        self._answered: object = None  # the request whose headers were the last
+        self._headers = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -130,7 +135,16 @@ class _LingeringTransport:
     def is_closing(self) -> bool:
         return self._lingering or self._transport.is_closing()
 
+    def write(self, data: bytes) -> None:
+        cycle = self._protocol.cycle
+        if cycle is not None and cycle is not self._answered and cycle.response_started and not cycle.response_complete:
+            self._answered, self._headers = cycle, data
+            return
+        headers, self._headers = self._headers, b""
+        self._transport.write(headers + data if headers else data)
+
     def close(self) -> None:
+        self.write(b"")
         if self._protocol.conn.their_state in (h11.SEND_BODY, h11.ERROR):
             self.linger()
         elif not self.is_closing():
@@ -139,6 +153,7 @@ class _LingeringTransport:
     def linger(self) -> None:
         if self.is_closing():
             return
+        self.write(b"")
         self._lingering = True
         self._transport.write_eof()
         self._protocol.flow.resume_reading()

@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-STYLE = """body{margin:0 auto;max-width:60rem;padding:1.5rem 1rem 4rem;font:16px/1.5 system-ui,sans-serif;color-scheme:light dark}
-h2{margin:2.5rem 0 .5rem}details{border:1px solid #8886;border-radius:8px;margin:.5rem 0;padding:.5rem .75rem}
-summary{cursor:pointer;overflow-wrap:anywhere}code{font:14px/1.4 ui-monospace,monospace}
-b.method{display:inline-block;min-width:3.2rem}
+# The colours are those of the explorer.
+STYLE = """:root{color-scheme:light dark}html{background:light-dark(#f6f5f1,#121117);color:light-dark(#1b1924,#efedf5);
+border-top:3px solid #3b6fd4}a{color:light-dark(#2f5fc4,#7ea6ff)}
+body{margin:0 auto;max-width:60rem;padding:1rem 1rem 4rem;font:15px/1.5 system-ui,sans-serif}
+h1{font-size:1.5rem}h2{margin:2rem 0 .5rem;font-size:1.1rem}
+details{background:light-dark(#fff,#1b1a22);border:1px solid light-dark(#e2dfd8,#302e3a);border-radius:8px;margin:.4rem 0;
+padding:.5rem .75rem}
+summary{cursor:pointer;overflow-wrap:anywhere}code{font:13.5px/1.4 ui-monospace,monospace}
+b.method{display:inline-block;min-width:3.2rem;font-size:.8rem;color:light-dark(#2f5fc4,#7ea6ff)}
 table{border-collapse:collapse;margin:.75rem 0;width:100%}th,td{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;
-border-top:1px solid #8884;overflow-wrap:anywhere}"""
+border-top:1px solid light-dark(#e2dfd8,#302e3a);overflow-wrap:anywhere}th{overflow-wrap:normal}"""
 
 
 def reference_page(description: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import math
@@ -38,6 +39,7 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nobody asks for the client's address
         timeout_keep_alive=65,  # longer than clients and proxies usually keep a connection, which then close it first
         timeout_graceful_shutdown=_drain_seconds(service.settings),
     )
@@ -60,6 +62,7 @@ def log_as_json() -> None:
     """Write the service's log, and what Python and torch warn of, to standard error, one JSON object per line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # no line says them
     logging.captureWarnings(True)
     for name in ("vitrail.serve", "uvicorn.error", "py.warnings"):
         logger = logging.getLogger(name)
@@ -71,12 +74,20 @@ class _JsonFormatter(logging.Formatter):
     _standard = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        values: dict[str, Any] = {"time": f"{stamp}Z", "level": record.levelname.lower(), "message": record.getMessage()}
+        values: dict[str, Any] = {
+            "time": _utc(int(record.created)),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
         values |= {key: value for key, value in vars(record).items() if key not in self._standard}
         if record.exc_info:
             values["traceback"] = self.formatException(record.exc_info)
         return json.dumps(values, ensure_ascii=True, default=str)
+
+
+@functools.lru_cache(1)
+def _utc(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 class _Server(uvicorn.Server):

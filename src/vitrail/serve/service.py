@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import time
@@ -67,6 +68,7 @@ class Service:
             worker.join(self.settings.deadline)
         self.decoders.close()
         self.json.close()
+        gc.unfreeze()  # what the workers froze would not be collected any more, and be reported as a leak at the end
 
     @property
     def has_threads(self) -> bool:

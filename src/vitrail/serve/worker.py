@@ -246,7 +246,7 @@ class ModelWorker:
             job = self._jobs.popleft()
             if job.deadline < now:
                 late.append(job)
-            elif not batch or (job.work == batch[0].work and type(job.image) is type(batch[0].image) and not callable(job.work)):
+            elif not batch or (job.work == batch[0].work and job.image.dtype == batch[0].image.dtype and not callable(job.work)):
                 job.begun = True
                 batch.append(job)
             else:

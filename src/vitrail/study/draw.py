@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,6 +15,8 @@ from vitrail.study.summary import Summary, Value, metric_name
 
 _COLOUR_OF = {"ViT": 0, "hybrid": 2, "BiT": 1}
 """A family has the same colour in every figure."""
+_CHARACTERS = 13.0
+"""Of a title, per inch."""
 
 
 @styled
@@ -26,15 +29,19 @@ def draw(summary: Summary) -> Figure:
     panels = figure.subplots(1, max(len(metrics), 1), squeeze=False)[0]
     for number, (axes, metric) in enumerate(zip(panels, metrics, strict=False)):
         (_lines if plot.kind == "lines" else _categories)(axes, summary, metric, first=number == 0)
-    figure.suptitle(_title(summary), fontsize=9, x=0.01, ha="left")
+    title = _title(summary, figure.get_figwidth())
+    figure.set_figheight(height + 0.15 * title.count("\n"))
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
     return figure
 
 
-def _title(summary: Summary) -> str:
+def _title(summary: Summary, width: float) -> str:
+    """Return the title in lines that fit a width in inches."""
     first = summary.entries[0].first
     seeds = max(len(entry.rows) for entry in summary.entries)
     spread = f"mean of {seeds} seeds, bars: standard deviation" if seeds > 1 else "one seed"
-    return f"{summary.study.title}: {first.data} → {first.target}, {first.image_size} px ({spread})"
+    text = f"{summary.study.title}: {first.data} → {first.target}, {first.image_size} px ({spread})"
+    return textwrap.fill(text, int(_CHARACTERS * width), break_on_hyphens=False)
 
 
 def _lines(axes: Axes, summary: Summary, metric: Metric, *, first: bool) -> None:

@@ -74,7 +74,7 @@ def prepare(
     notes.append(f"data: {source.describe()}")
     check_no_empty_class(source, recipe.data.train)
     train, validation = chosen_splits(recipe, source)
-    notes += _validation_notes(recipe, validation)
+    notes += _part_notes(recipe, source, train, validation) + _validation_notes(recipe, validation)
     if check_images is not None:
         check_images(source, [split for split in (train, validation) if split is not None])
     if recipe.task.kind in SELF_SUPERVISED:
@@ -274,6 +274,15 @@ def make_distillation(
         temperature=spec.temperature,
         two_heads=two_heads,
     )
+
+
+def _part_notes(recipe: Recipe, source: Source, train: Split, validation: Split | None) -> list[str]:
+    """Say what is trained on if that is a part of the split, whose size the source's description has."""
+    spec = recipe.data
+    if spec.fraction == 1 and not spec.holdout:
+        return []
+    held_out = f", {len(validation):,} held out for validation" if spec.holdout and validation is not None else ""
+    return [f"training on {len(train):,} of the {len(source.split(spec.train)):,} images of {spec.train}{held_out}"]
 
 
 def _validation_notes(recipe: Recipe, validation: Split | None) -> list[str]:

@@ -99,6 +99,36 @@ def test_images_that_would_miss_their_deadline_are_refused_at_once(bundle: Bundl
         assert [call.result()[0] for call in calls] == [200, 200]
 
 
+def test_images_that_would_not_be_decoded_in_time_are_refused_at_once(
+    bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each image would be decoded when its deadline has nearly passed, and thrown away: few would be answered."""
+    from vitrail.serve import decoders
+
+    event, original = threading.Event(), decoders.decode
+    monkeypatch.setattr(decoders, "decode", lambda *given: event.wait(10) and original(*given))
+    with running(lambda: bundle, deadline=4, decoders=1) as client, ThreadPoolExecutor(2) as pool:
+        worker = client.service.workers["tiny"]
+        worker.decoding._seconds = 2.0
+        calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:2]]
+        assert until(lambda: worker.decoding.images == 2)
+        status, _, headers = client.call("POST", "/v1/predict", jpegs[2])
+        assert status == 429 and headers["retry-after"] == "4"
+        event.set()
+        assert [call.result()[0] for call in calls] == [200, 200]
+        assert client.call("POST", "/v1/predict", b"GIF89a")[0] == 415 and worker.decoding.images == 0
+
+
+def test_the_time_of_decoding_is_that_between_two_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, times = worker_module.DecodingTime(images=8), iter((12.0, 12.5, 13.0, 13.5, 30.0))
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: next(times))
+    for _ in range(4):  # eight came at 10 s; four decoders take 2 s for each
+        found.ended(10.0, 4)
+    assert found.images == 4 and found.wait == pytest.approx(4 * 0.5)
+    found.ended(29.0, 4)  # alone
+    assert found.wait == pytest.approx(3 * (0.8 * 0.5 + 0.2 * 0.25))
+
+
 def test_a_client_that_leaves_frees_its_place(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
     with running(lambda: bundle, queue=2) as client:
         worker = client.service.workers["tiny"]
@@ -168,7 +198,7 @@ def test_images_given_up_before_they_are_decoded_are_counted(
         assert client.call("POST", "/v1/predict", jpegs[1])[0] == 503  # at its deadline
         assert given_up(client).endswith(" 2")
         event.set()
-        assert until(lambda: worker._in_flight == 0)
+        assert until(lambda: worker._in_flight == 0) and worker.decoding.images == 0
         assert client.call("POST", "/v1/predict", b"GIF89a")[0] == 415 and client.call("POST", "/v1/predict", jpegs[1])[0] == 200
         assert given_up(client).endswith(" 2")  # a bad image is not given up
 

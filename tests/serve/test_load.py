@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.serve.conftest import Client, process_running, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
 from vitrail.serve import worker as worker_module
+from vitrail.serve.process import Refused
 
 
 class Gate(threading.Event):
@@ -302,6 +304,27 @@ def test_one_failed_computation_does_not_fail_the_others(
         parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % one for one in jpegs)
         status, answer, _ = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
         assert status == 200 and all("predictions" in one for one in answer["results"])
+
+
+def test_too_little_memory_is_no_fault_of_the_image(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    def refused(client: Client) -> None:
+        status, answer, headers = client.call("POST", "/v1/predict", jpegs[0])
+        assert status == 503 and "not enough memory" in answer["error"] and headers["retry-after"] == "1"
+
+    with running(lambda: bundle) as client:
+        for place in ("vitrail.data.decode._pillow_pixels", "vitrail.data.preprocess.resize"):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, none)
+                refused(client)
+        monkeypatch.setattr(worker_module, "_outputs", lambda *_: torch.empty(1 << 50))
+        refused(client)
+
+
+def test_a_process_says_when_to_try_again() -> None:
+    assert Refused(503, "No memory.").error().headers == {"Retry-After": "1"} and not Refused(422, "Not an image.").error().headers
 
 
 def test_a_failed_load_is_an_error() -> None:

@@ -322,7 +322,7 @@ class ModelWorker:
         if isinstance(error, VitrailError):  # a model without attention, for example
             return ServiceError(422, str(error))
         log.error("computation failed", exc_info=error, extra={"model": self.name})
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):  # the latter on a CPU
             return unavailable("There is not enough memory to compute the image.")
         return ServiceError(500, "The image could not be computed; the server's log says more.")
 

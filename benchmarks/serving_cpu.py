@@ -1,8 +1,8 @@
 """CPU time that `vitrail serve` itself needs per request, apart from decoding and the model.
 
-    python -m benchmarks.serving_cpu                        # about a minute on two cores
-    python -m benchmarks.serving_cpu --against ../other/src # also another version of the package, in alternating rounds
-    python -m benchmarks.serving_cpu --tiny                 # test that everything runs, writes no results
+    python -m benchmarks.serving_cpu                           # about a minute on two cores
+    python -m benchmarks.serving_cpu --against ../other/src    # also another version of the package, in alternating rounds
+    python -m benchmarks.serving_cpu --tiny                    # test that everything runs, writes no results
 
 Python runs one thread of a process at a time, so the CPU time of the service's own process per request is a limit on requests/s
 that no GPU and no further core lifts. To bring the service to this limit on two cores, the rest is replaced: the model by a
@@ -67,7 +67,8 @@ def main() -> None:
     print_rows(rows)
     if not options.tiny:
         facts = {"cpu": cpu_name(), "cores": os.cpu_count(), "decoders": options.decoders, "clients": options.clients}
-        command = {"command": " ".join(["python -m benchmarks.serving_cpu", *sys.argv[1:]])}
+        given = ["SRC" if options.against and word == str(options.against) else word for word in sys.argv[1:]]
+        command = {"command": " ".join(["python -m benchmarks.serving_cpu", *given])}
         file = RESULTS / f"serving-cpu-{platform.machine()}-{os.cpu_count()}cores.csv"
         write_rows(file, rows, {**facts, **versions(), **command})
 

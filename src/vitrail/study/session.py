@@ -123,7 +123,7 @@ def _measured(whole: Plan, results: Results, folder: Path, workers: Pool, jobs: 
         speeds.add(row, sample)
     budget, used = whole.settings.budget, time.time() - began
     if budget is not None and used > 60 * MEASURING * budget:
-        say(f"measuring took {used / 60:.1f} minutes; {used / 60 - MEASURING * budget:.1f} of them do not count in the budget")
+        say(f"measuring took {used / 60:.1f} minutes, but counts as {MEASURING * budget:.1f}, {MEASURING:.0%} of the budget")
     return fitted(whole, speeds, None if budget is None else _left(budget, began), jobs)
 
 

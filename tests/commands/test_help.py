@@ -13,6 +13,7 @@ import pytest
 import tyro
 
 from vitrail.cli import main
+from vitrail.commands import arguments
 from vitrail.commands.help import Option, Section, help_text, sections_of
 from vitrail.commands.table import COMMANDS
 
@@ -235,3 +236,28 @@ def test_a_mistake_shows_how_the_command_is_called(words: list[str], expected: s
     out, err = capsys.readouterr()
     assert end.value.code == 2 and not out
     assert err.endswith(f"{expected}\n`vitrail {words[0]} --help` explains the options.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "--batch-size", "32", "--lr=0.1"], ["--batch-size is --batch here.", "--lr is --optim.lr here."]),
+        (["train", "--model", "ViT-S/16"], ["--model is --model.name here."]),
+        (
+            ["finetune", "--from", "vitrail-ti8-tiny-imagenet", "--data", "digits", "--num-workers", "2"],
+            ["--num-workers is --workers here."],
+        ),
+        (["predict", "new", "--topk", "3", "--lr", "1"], ["--topk is --top here."]),
+    ],
+)
+def test_options_of_other_libraries_are_translated(
+    words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert [line for line in capsys.readouterr().err.splitlines() if line.endswith(" here.")] == expected
+
+
+def test_every_translated_option_exists() -> None:
+    flags = {flag for name in ("train", "finetune", "predict") for option in options_of(name) for flag in option.flags}
+    assert set(arguments._OTHER_NAMES.values()) <= flags

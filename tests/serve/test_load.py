@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.serve.conftest import Client, process_running, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
 from vitrail.serve import worker as worker_module
+from vitrail.serve.process import Refused
 
 
 class Gate(threading.Event):
@@ -101,6 +103,36 @@ def test_images_that_would_miss_their_deadline_are_refused_at_once(bundle: Bundl
         assert [call.result()[0] for call in calls] == [200, 200]
 
 
+def test_images_that_would_not_be_decoded_in_time_are_refused_at_once(
+    bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each image would be decoded when its deadline has nearly passed, and thrown away: few would be answered."""
+    from vitrail.serve import decoders
+
+    event, original = threading.Event(), decoders.decode
+    monkeypatch.setattr(decoders, "decode", lambda *given: event.wait(10) and original(*given))
+    with running(lambda: bundle, deadline=4, decoders=1) as client, ThreadPoolExecutor(2) as pool:
+        worker = client.service.workers["tiny"]
+        worker.decoding._seconds = 2.0
+        calls = [pool.submit(client.call, "POST", "/v1/predict", one) for one in jpegs[:2]]
+        assert until(lambda: worker.decoding.images == 2)
+        status, _, headers = client.call("POST", "/v1/predict", jpegs[2])
+        assert status == 429 and headers["retry-after"] == "4"
+        event.set()
+        assert [call.result()[0] for call in calls] == [200, 200]
+        assert client.call("POST", "/v1/predict", b"GIF89a")[0] == 415 and worker.decoding.images == 0
+
+
+def test_the_time_of_decoding_is_that_between_two_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, times = worker_module.DecodingTime(images=8), iter((12.0, 12.5, 13.0, 13.5, 30.0))
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: next(times))
+    for _ in range(4):  # eight came at 10 s; four decoders take 2 s for each
+        found.ended(10.0, 4)
+    assert found.images == 4 and found.wait == pytest.approx(4 * 0.5)
+    found.ended(29.0, 4)  # alone
+    assert found.wait == pytest.approx(3 * (0.8 * 0.5 + 0.2 * 0.25))
+
+
 def test_a_client_that_leaves_frees_its_place(bundle: Bundle, jpegs: list[bytes], gate: Gate) -> None:
     with running(lambda: bundle, queue=2) as client:
         worker = client.service.workers["tiny"]
@@ -170,7 +202,7 @@ def test_images_given_up_before_they_are_decoded_are_counted(
         assert client.call("POST", "/v1/predict", jpegs[1])[0] == 503  # at its deadline
         assert given_up(client).endswith(" 2")
         event.set()
-        assert until(lambda: worker._in_flight == 0)
+        assert until(lambda: worker._in_flight == 0) and worker.decoding.images == 0
         assert client.call("POST", "/v1/predict", b"GIF89a")[0] == 415 and client.call("POST", "/v1/predict", jpegs[1])[0] == 200
         assert given_up(client).endswith(" 2")  # a bad image is not given up
 
@@ -274,6 +306,27 @@ def test_one_failed_computation_does_not_fail_the_others(
         parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % one for one in jpegs)
         status, answer, _ = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
         assert status == 200 and all("predictions" in one for one in answer["results"])
+
+
+def test_too_little_memory_is_no_fault_of_the_image(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    def refused(client: Client) -> None:
+        status, answer, headers = client.call("POST", "/v1/predict", jpegs[0])
+        assert status == 503 and "not enough memory" in answer["error"] and headers["retry-after"] == "1"
+
+    with running(lambda: bundle) as client:
+        for place in ("vitrail.data.decode._pillow_pixels", "vitrail.data.preprocess.resize"):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, none)
+                refused(client)
+        monkeypatch.setattr(worker_module, "_outputs", lambda *_: torch.empty(1 << 50))
+        refused(client)
+
+
+def test_a_process_says_when_to_try_again() -> None:
+    assert Refused(503, "No memory.").error().headers == {"Retry-After": "1"} and not Refused(422, "Not an image.").error().headers
 
 
 def test_a_failed_load_is_an_error() -> None:

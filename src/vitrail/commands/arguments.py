@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 import tyro.constructors
 
-from vitrail.commands.help import HELP, HELP_ALL, print_help, sections_of, usage
+from vitrail.commands.help import HELP, HELP_ALL, Section, print_help, sections_of, usage
 from vitrail.commands.terminal import say
 from vitrail.errors import VitrailError
 
@@ -57,9 +57,28 @@ def call(command: Callable[..., Any], name: str, words: Sequence[str]) -> int | 
             return command(list(words))  # type: ignore[no-any-return]
         return parse(command, name, words, config=(tyro.conf.FlagCreatePairsOff,))  # type: ignore[no-any-return]  # no --no-json
     except Mistake:
-        say(usage(name, sections([]) if sections else sections_of(command)), file=sys.stderr)
-        say(f"`vitrail {name} --help` explains the options.", file=sys.stderr)
+        found = sections([]) if sections else sections_of(command)
+        lines = [*_translated(words, found), usage(name, found), f"`vitrail {name} --help` explains the options."]
+        say("\n".join(lines), file=sys.stderr)
         raise
+
+
+# Options of other libraries' training scripts, and ours.
+_OTHER_NAMES = {
+    "--amp": "--precision", "--batch-size": "--batch", "--batch_size": "--batch", "--checkpoint": "--from", "--data-dir": "--data",
+    "--data-path": "--data", "--dataset": "--data", "--img-size": "--image-size", "--input-size": "--image-size",
+    "--learning-rate": "--optim.lr", "--learning_rate": "--optim.lr", "--lr": "--optim.lr", "--model": "--model.name",
+    "--num-workers": "--workers", "--opt": "--optim.name", "--optimizer": "--optim.name", "--output": "--out",
+    "--output-dir": "--out", "--output_dir": "--out", "--pretrained": "--from", "--topk": "--top",
+    "--wd": "--optim.weight-decay", "--weight-decay": "--optim.weight-decay",
+}  # fmt: skip
+
+
+def _translated(words: Sequence[str], sections: Sequence[Section]) -> list[str]:
+    """Say what options of other libraries are called here."""
+    own = {flag for section in sections for option in section.options for flag in option.flags}
+    given = dict.fromkeys(word.partition("=")[0] for word in words)
+    return [f"{word} is {_OTHER_NAMES[word]} here." for word in given if word not in own and _OTHER_NAMES.get(word) in own]
 
 
 class _NotFinite(Exception):  # not a ValueError, which tyro would replace by a message of its own

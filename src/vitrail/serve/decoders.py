@@ -37,7 +37,7 @@ class Decoders:
     """What decodes images, and threads for other work that would keep the event loop."""
 
     def __init__(self, settings: ServeSettings, pixels: PixelLimit) -> None:
-        count = settings.decoders or min(_MOST, usable_cpus())
+        self.count = count = settings.decoders or min(_MOST, usable_cpus())
         many = settings.decode_in == "auto" and count > _FEW and hasattr(os, "readv")
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="decode", initializer=ignore_warnings)
         self.processes = DecoderProcesses(count, settings, pixels) if settings.decode_in == "processes" or many else None

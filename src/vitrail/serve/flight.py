@@ -72,7 +72,7 @@ class Flight:
 
 
 class _ImageInFlight:
-    __slots__ = ("_cancelled", "_decoding", "_done", "_flight", "_job", "_number")
+    __slots__ = ("_arrived", "_cancelled", "_decoders", "_decoding", "_done", "_flight", "_job", "_number")
 
     def __init__(self, flight: Flight, number: int) -> None:
         self._flight, self._number, self._done, self._cancelled = flight, number, False, False
@@ -84,7 +84,13 @@ class _ImageInFlight:
             self._queue(image)
             return
         assert preprocess is not None
-        decoding = decoders.decode(image, preprocess, self._flight.deadline, self._decoded)
+        self._arrived, self._decoders = time.monotonic(), decoders.count
+        self._flight.worker.decoding.images += 1
+        try:
+            decoding = decoders.decode(image, preprocess, self._flight.deadline, self._decoded)
+        except BaseException:
+            self._flight.worker.decoding.images -= 1
+            raise
         if not self._done and self._job is None:  # otherwise it has failed already
             self._decoding = decoding
 
@@ -99,6 +105,7 @@ class _ImageInFlight:
                 self._flight.worker.count_given_up()
             if self._decoding.cancel():
                 self._decoding = None
+                self._flight.worker.decoding.images -= 1
                 self._flight.worker.release(1)
         elif self._job is not None and not self._job.begun:
             self._flight.worker.withdraw(self._job)
@@ -106,6 +113,7 @@ class _ImageInFlight:
 
     def _decoded(self, found: Decoded | BaseException) -> None:
         self._decoding = None
+        self._flight.worker.decoding.ended(self._arrived, self._decoders)
         if self._done or isinstance(found, BaseException):
             self._flight.worker.release(1)
             if not self._done and time.monotonic() >= self._flight.deadline:

@@ -16,7 +16,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError
 from vitrail.serve.costly_files import PPM_HEADER, check_blocks, check_opened, limit_directories
-from vitrail.serve.errors import ServiceError
+from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
 
@@ -73,11 +73,19 @@ def decode(data: bytes, preprocess: Preprocess, settings: ServeSettings, limit: 
         except (VitrailError, BadImage) as error:
             if isinstance(error.__cause__, ServiceError):  # of `limit_directories`, with a message of its own
                 raise error.__cause__ from None
+            if isinstance(error.__cause__, MemoryError):
+                raise _no_memory() from error
             raise ServiceError(422, str(error)) from error
+        except MemoryError as error:
+            raise _no_memory() from error
         except Exception as error:  # a corrupted file can make decoders fail in many ways
             raise ServiceError(
                 422, "The image cannot be decoded: the file is corrupted. Send an intact JPEG or PNG file."
             ) from error
+
+
+def _no_memory() -> ServiceError:
+    return unavailable("There is not enough memory to decode the image.")
 
 
 def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:

@@ -19,7 +19,7 @@ class Refused:
         self.status, self.message = status, message
 
     def error(self) -> ServiceError:
-        return ServiceError(self.status, self.message)
+        return ServiceError(self.status, self.message, retry_after=1 if self.status == 503 else None)
 
 
 def start(module: str, **environment: str) -> subprocess.Popen[bytes]:

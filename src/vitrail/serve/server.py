@@ -39,7 +39,7 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nobody asks for the client's address
+        proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=65,  # longer than clients and proxies usually keep a connection, which then close it first
         timeout_graceful_shutdown=_drain_seconds(service.settings),
     )

@@ -61,6 +61,31 @@ class Job:
     finished: bool = False
 
 
+@dataclass(slots=True)
+class DecodingTime:
+    """How long the images that are not decoded yet would take. Used by the event loop alone.
+
+    While several wait, the time between two of them is what one takes; of one that came when none did, it is divided by the number
+    of decoders.
+    """
+
+    images: int = 0
+    _seconds: float = 0.0
+    _last: float = 0.0
+
+    @property
+    def wait(self) -> float:
+        return self.images * self._seconds
+
+    def ended(self, arrived: float, decoders: int) -> None:
+        """Note that an image that arrived at this time is decoded, or cannot be."""
+        now = time.monotonic()
+        seconds = now - self._last if self._last > arrived else (now - arrived) / decoders
+        self._seconds = seconds if not self._seconds else 0.8 * self._seconds + 0.2 * seconds
+        self._last = now
+        self.images -= 1
+
+
 class ModelWorker:
     """Loads a model in its thread, then computes batches until it is stopped and its queue is empty."""
 
@@ -76,6 +101,7 @@ class ModelWorker:
         self._pings: list[Future[None]] = []
         self._in_flight, self._stopping = 0, False
         self._seconds_per_image = 0.0
+        self.decoding = DecodingTime()
         self._thread = threading.Thread(target=self._main, name=f"model {name}", daemon=True)
         metrics.gauge("vitrail_images_in_flight", lambda: self._in_flight, model=name)
         metrics.gauge("vitrail_queue_length", lambda: len(self._jobs), model=name)
@@ -123,7 +149,7 @@ class ModelWorker:
         """Refuse images that have no place, or that would not be computed before their deadline."""
         if images > self.settings.queue:  # there will never be so many places
             raise too_many_images(self.settings.queue)
-        wait = self._in_flight * self._seconds_per_image
+        wait = max(self._in_flight * self._seconds_per_image, self.decoding.wait)
         if self._in_flight + images > self.settings.queue or (self._in_flight and wait > _DEADLINE_SHARE * self.settings.deadline):
             raise queue_full(wait)
 
@@ -296,7 +322,7 @@ class ModelWorker:
         if isinstance(error, VitrailError):  # a model without attention, for example
             return ServiceError(422, str(error))
         log.error("computation failed", exc_info=error, extra={"model": self.name})
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):  # the latter on a CPU
             return unavailable("There is not enough memory to compute the image.")
         return ServiceError(500, "The image could not be computed; the server's log says more.")
 

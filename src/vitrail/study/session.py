@@ -124,8 +124,8 @@ def _measured(whole: Plan, results: Results, folder: Path, workers: Pool, jobs: 
     for row, sample in zip(rows, workers.map(measure, [(row, job) for row in rows]), strict=True):
         speeds.add(row, sample)
     budget, used = whole.settings.budget, time.time() - began
-    if budget is not None and used > 60 * MEASURING * budget:
-        say(f"measuring took {used / 60:.1f} minutes; {used / 60 - MEASURING * budget:.1f} of them do not count in the budget")
+    if budget is not None and (free := used / 60 - MEASURING * budget) >= 0.05:  # what is shown is more than 0.0
+        say(f"measuring took {used / 60:.1f} minutes; {free:.1f} of them do not count in the budget")
     return fitted(whole, speeds, None if budget is None else _left(budget, began), jobs)
 
 

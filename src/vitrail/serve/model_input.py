@@ -20,7 +20,7 @@ class ModelInput:
 
     def __init__(self, preprocess: Preprocess | None, device: torch.device, most: int) -> None:
         self._preprocess, self._device, self._most = preprocess, device, most
-        self._pinned: Tensor | None = None
+        self._pins, self._pinned = device.type == "cuda", torch.empty(0)
 
     def __call__(self, images: Sequence[Array | Tensor], size: int) -> Tensor:
         """Return a batch of `size` images: those given, of one type, then whatever. It is valid until the next call."""
@@ -32,10 +32,10 @@ class ModelInput:
         return self._preprocess.normalise(batch)
 
     def _stacked(self, images: list[Tensor], size: int) -> Tensor:
-        if self._device.type != "cuda":
+        if not self._pins:
             return torch.stack(images)
         shape = (self._most, *images[0].shape)
-        if self._pinned is None or self._pinned.shape != shape or self._pinned.dtype != images[0].dtype:
+        if self._pinned.shape != shape or self._pinned.dtype != images[0].dtype:
             self._pinned = torch.zeros(shape, dtype=images[0].dtype, pin_memory=True)
         torch.stack(images, out=self._pinned[: len(images)])
         return self._pinned[:size].to(self._device, non_blocking=True)

@@ -45,12 +45,12 @@ def test_a_batch_has_images_of_one_kind(bundle: Bundle) -> None:
     loop.close()
 
 
-def test_a_batch_has_images_of_one_type(bundle: Bundle) -> None:
+def test_a_batch_has_images_of_one_type_and_shape(bundle: Bundle) -> None:
     worker, loop = ModelWorker("x", lambda: bundle, ServeSettings(), Metrics()), asyncio.new_event_loop()
-    images: list[Any] = [np.zeros(1, np.uint8), torch.zeros(1), np.zeros(1, np.uint8), np.zeros(1, np.float32)]
+    images: list[Any] = [np.zeros(1, np.uint8), torch.zeros(1), np.zeros(1, np.uint8), np.zeros(1, np.float32), np.zeros(2, np.uint8)]
     jobs = [Job("logits", image, time.monotonic() + 60, print, loop) for image in images]
     worker._jobs.extend(jobs)
-    assert [worker._take() for _ in range(4)] == [[jobs[0], jobs[2]], [jobs[1]], [jobs[3]], []]
+    assert [worker._take() for _ in range(5)] == [[jobs[0], jobs[2]], [jobs[1]], [jobs[3]], [jobs[4]], []]
     loop.close()
 
 

@@ -59,6 +59,7 @@ def test_both_models_compute_the_same_function(options: argparse.Namespace, tmp_
         torch.testing.assert_close(theirs(images), ours(images), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_both_loops_take_the_same_steps(options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = _recipe(options)
     original = learning.timm_model

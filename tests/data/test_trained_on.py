@@ -16,6 +16,7 @@ from tests.data.image_files import encoded, folder_of, picture
 from vitrail.data import open_source
 from vitrail.data.pack import choose_settings, pack
 from vitrail.data.sources.files import FileSplit
+from vitrail.data.split import divide
 from vitrail.data.trained_on import (
     Overlap,
     TrainedOn,
@@ -180,6 +181,34 @@ def test_a_source_divided_by_another_rule_has_not_changed(photos: Path) -> None:
     found = overlap([known], source, split)
     assert found is not None and expected > 0 and (found.images, found.exact) == (expected, True)
     assert not any("changed" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["digits", "packed", "links"])
+def test_images_held_out_of_a_split_that_was_trained_on_are_found(kind: str, tmp_path: Path) -> None:
+    """Where a source has splits of its own, too: another run may have held out fewer of them."""
+    reference = "digits"
+    if kind != "digits":
+        root = folder_of(tmp_path / "files", {"train/cat": 20, "train/dog": 20, "val/cat": 2, "val/dog": 2})
+        reference = f"folder:{root}"
+    if kind == "packed":
+        source = open_source(reference)
+        pack(source, tmp_path / "packed", choose_settings(source), workers=1)
+        reference = f"packed:{tmp_path / 'packed'}"
+    if kind == "links":
+        for file in sorted(root.rglob("*.png")):
+            link = tmp_path / "links" / file.relative_to(root)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file)
+        reference = f"folder:{tmp_path / 'links'}"
+    source = open_source(reference)
+    few, many = (divide(source, "train", holdout=part, holdout_rule="names", fraction=1.0) for part in (0.1, 0.5))
+    known = record(source, few[0], train="train", holdout=0.1)
+    assert few[1] is not None and many[1] is not None
+    names = {few[0].image_name(k) for k in range(len(few[0]))}
+    expected = sum(many[1].image_name(k) in names for k in range(len(many[1])))
+    assert expected > 0 and overlap([known], open_source(reference), few[1]) == Overlap(0, True)
+    found = overlap([known], source, many[1])
+    assert found is not None and (found.images, found.exact) == (expected, True)
 
 
 def test_the_same_file_name_in_two_splits_is_not_the_same_image(tmp_path: Path) -> None:

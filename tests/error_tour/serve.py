@@ -215,6 +215,8 @@ CASES: tuple[Case, ...] = (
        "The head is all zeros: zero-head is only a backbone", "Fine-tune it on your classes"),
     at("serve/app.py:create_app.invalid", lambda: ask("POST", "/v1/predict?top=0"),
        "query.top:", "Input should be greater than or equal to 1."),
+    at("serve/known_queries.py:_check_names", lambda: ask("POST", "/v1/predict?tops=1"),
+       "There is no parameter 'tops';", "/v1/predict has model, top."),
     at("serve/app.py:create_app.http_error", lambda: ask("GET", "/v1/predictions"),
        "There is nothing at /v1/predictions;", "see /docs."),
     at("serve/app.py:create_app.http_error", lambda: ask("GET", "/v1/predict"), "GET is not possible at /v1/predict;", "use POST."),

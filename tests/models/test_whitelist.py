@@ -614,6 +614,25 @@ def test_tokens_and_positions_of_tensor_subclasses_take_the_plain_path(name: str
     assert near(logits(model, images, "auto"), plain) and not near(plain, before, 1e-3)
 
 
+def test_images_of_a_tensor_subclass_take_the_plain_path(images: Tensor, fusing: None, blocks_fused: list[nn.Module]) -> None:
+    model = tiny().eval()
+    before, marked = logits(model, images, "plain"), images.as_subclass(DoublingGelu)  # type: ignore[arg-type]
+    plain = logits(model, marked, "plain")
+    assert near(logits(model, marked, "auto"), plain) and not near(plain, before, 1e-3) and not blocks_fused
+
+
+def test_a_batch_without_images_takes_the_plain_path(
+    images: Tensor, fusing: None, blocks_fused: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.models.fused import branches
+
+    monkeypatch.setattr(branches, "patchify", None)  # a grid of no programs cannot be launched
+    model = tiny().train()
+    found = logits(model, images[:0], "auto")
+    found.sum().backward()
+    assert found.shape == (0, 5) and not blocks_fused and not model.blocks[0].mlp.up.weight.grad.any()
+
+
 @contextmanager
 def _math_attention() -> Iterator[None]:
     """Attention in plain operations: torch's fused ones have no forward-mode derivative and no batching rule."""

@@ -109,6 +109,16 @@ def test_parameters_on_several_devices_take_the_plain_path(part: str, device: st
         assert not fuses() and whitelist.is_plain_block(block)
 
 
+def test_images_on_another_device_than_the_model_take_the_plain_path() -> None:
+    """There torch says that devices differ; a kernel would read memory that it cannot."""
+    model = tiny(depth=1).bfloat16()
+    with FakeTensorMode():
+        move(model, "patches.weight", "cuda:0")
+        model.patches.weight.data = model.patches.weight.data.bfloat16()
+        for device, fuses in (("cuda:0", True), ("cuda:1", False), ("cpu", False)):
+            assert dispatch._fuses_patchify(model, torch.empty(1, 3, 32, 32, device=device)) == fuses
+
+
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])
 @pytest.mark.parametrize("weights, autocast", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
 def test_autocast_to_another_precision_than_the_weights(weights: torch.dtype, autocast: torch.dtype, name: str) -> None:

@@ -306,3 +306,10 @@ def test_numbers_of_metrics_have_all_digits() -> None:
     lines = metrics.text().splitlines()
     assert 'vitrail_images_total{model="x"} 12345679' in lines
     assert 'vitrail_compute_seconds_sum{model="x"} 1234567.25' in lines
+
+
+def test_a_misspelled_parameter_is_refused(client: Client, jpegs: list[bytes]) -> None:
+    for path in ("/v1/predict?topk=1", "/v1/attention?top=1", "/v1/predict?top=1&Top=2"):
+        status, answer, _ = client.call("POST", path, jpegs[0])
+        assert status == 400 and "There is no parameter" in answer["error"], path
+    assert client.call("POST", "/v1/predict?top=1&model=tiny", jpegs[0])[0] == 200

@@ -16,11 +16,12 @@ from tests.train.test_resume import interrupted
 from vitrail.cli import main
 from vitrail.commands.export import _images as export_images
 from vitrail.data import open_source
+from vitrail.data.augment.spec import Augment
 from vitrail.data.split import stratified
 from vitrail.evaluate.evaluator import evaluate, open_data
 from vitrail.evaluate.fewshot import open_train_and_test
 from vitrail.inspect.images import from_source
-from vitrail.train.config import DataSpec
+from vitrail.train.config import DataSpec, ModelSpec, TaskSpec
 from vitrail.train.prepare import prepare
 
 
@@ -177,3 +178,22 @@ def test_a_resumed_run_notices_other_images_and_an_older_one_keeps_its_own(
     config.write_text(json.dumps(saved))
     train(settings(photos), tmp_path / "run", curves=False)
     assert json.loads(config.read_text())["recipe"]["data"]["split_rule"] == "seed-1"
+
+
+def test_held_out_images_that_a_start_or_a_teacher_was_trained_on_are_said(tmp_path: Path) -> None:
+    train(small(steps=3), tmp_path / "first")
+
+    def notes(name: str, **changes: Any) -> list[str]:
+        recorder = Recorder()
+        train(small(steps=1, eval_every=0, schedule__warmup=0, **changes), tmp_path / name, callbacks=[recorder])
+        return [note for note in recorder.notes if "held-out" in note]
+
+    start = {"model": ModelSpec(start=str(tmp_path / "first"))}
+    assert notes("same", **start) == []
+    (more,) = notes("more", **start, data__holdout=0.5)
+    assert "starting checkpoint" in more and "was trained on 6" in more and "of the 719 held-out images" in more
+    (taught,) = notes("taught", task=TaskSpec(distill="soft", teacher=str(tmp_path / "first")), data__holdout=0.5)
+    assert "the teacher" in taught
+    unlabelled = small(steps=3, task=TaskSpec(kind="masked-autoencoder"), augment=Augment(), model__image_size=16)
+    train(unlabelled, tmp_path / "masked")
+    assert notes("after", model=ModelSpec(start=str(tmp_path / "masked")), data__holdout=0.5) == []

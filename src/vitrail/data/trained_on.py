@@ -271,12 +271,13 @@ def _num_common(trained: Split, split: Split, *, own_splits: bool) -> int:
     """Count the images of `split` that are in `trained`, of the same source."""
     (other, theirs), (base, indices) = _base(trained), _base(split)
     files = isinstance(other, FileSplit) and isinstance(base, FileSplit)
+    same = len(np.intersect1d(theirs, indices)) if other is base else 0
     if files and (own_splits or other is not base):  # a table can list a file in two splits, and a file can be a link to another
         paths = set(_real_paths(trained, links=not own_splits))
-        return sum(path in paths for path in _real_paths(split))
+        return max(same, sum(path in paths for path in _real_paths(split)))
     if other is base:
-        return len(np.intersect1d(theirs, indices))
-    if own_splits and trained.name != split.name:  # stored apart: a name in both is not the same image
+        return same
+    if own_splits and split.name not in (trained.name, HOLDOUT):  # stored apart: a name in both is not the same image
         return 0
     names = {trained.image_name(k) for k in range(len(trained))}
     return sum(split.image_name(k) in names for k in range(len(split)))

@@ -1,4 +1,4 @@
-"""`KnownQueries`: routes that validate a query string once."""
+"""`KnownQueries`: routes that validate a query string once, and refuse parameters that they do not have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from vitrail.serve.errors import ServiceError
+
 _MOST, _LONGEST = 100, 200  # query strings that are kept, and their bytes
 _Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 
@@ -16,7 +18,8 @@ _Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 class KnownQueries(APIRoute):
     """A route whose function takes the request and parameters of the query, nothing else.
 
-    Clients send the same query again and again, and to validate one takes FastAPI as long as the rest of its work.
+    Clients send the same query again and again, and to validate one takes FastAPI as long as the rest of its work. A misspelled
+    parameter would have no effect, so it is an error.
     """
 
     def __init__(self, path: str, endpoint: _Endpoint, **options: Any) -> None:
@@ -28,10 +31,19 @@ class KnownQueries(APIRoute):
 
         async def handle(request: Request) -> Response:
             values = known.get(request.scope["query_string"])
+            if values is None:
+                _check_names(request, names)
             found: Response = await (validate(request) if values is None else endpoint(request, **values))
             return found
 
+        names = [name for name in inspect.signature(endpoint).parameters if name != "request"]
         return handle
+
+
+def _check_names(request: Request, names: list[str]) -> None:
+    unknown = next((name for name in request.query_params if name not in names), None)
+    if unknown is not None:
+        raise ServiceError(400, f"There is no parameter {unknown[:40]!r}; {request.url.path} has {', '.join(names)}.")
 
 
 def _remembering(endpoint: _Endpoint) -> _Endpoint:

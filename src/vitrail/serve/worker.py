@@ -60,6 +60,11 @@ class Job:
     begun: bool = False
     finished: bool = False
 
+    def joins(self, other: Job) -> bool:
+        """Whether both can be computed in one batch. Images that keep their aspect ratio have several shapes."""
+        mine, others = self.image, other.image
+        return not callable(self.work) and (self.work, mine.dtype, mine.shape) == (other.work, others.dtype, others.shape)
+
 
 @dataclass(slots=True)
 class DecodingTime:
@@ -272,7 +277,7 @@ class ModelWorker:
             job = self._jobs.popleft()
             if job.deadline < now:
                 late.append(job)
-            elif not batch or (job.work == batch[0].work and job.image.dtype == batch[0].image.dtype and not callable(job.work)):
+            elif not batch or job.joins(batch[0]):
                 job.begun = True
                 batch.append(job)
             else:

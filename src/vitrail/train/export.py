@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from vitrail.data.trained_on import TrainedOn, record, record_split, records_in
+from vitrail.data.trained_on import TrainedOn, overlap, record, record_split, records_in
+from vitrail.errors import counted
 from vitrail.models import Model, build_model
 from vitrail.models.lora import merged_state
 from vitrail.tasks import Masked, Meter, Regress
@@ -115,11 +116,31 @@ def changed_images(run: RunFolder, prepared: Prepared) -> str | None:
     )
 
 
-def _records_of(start: str | None) -> tuple[TrainedOn, ...]:
+def held_out_before(recipe: Recipe, prepared: Prepared) -> list[str]:
+    """Return a warning for the starting checkpoint and for the teacher if they were trained on the labels of held-out images."""
+    source, held_out = prepared.opened, prepared.validation
+    warnings = []
+    for what, reference in (("starting checkpoint", recipe.model.start), ("teacher", recipe.task.teacher)):
+        if reference is None or source is None or held_out is None or not recipe.data.holdout:
+            continue
+        found = overlap(_records_of(reference, labelled=True), source, held_out)
+        if found is not None and found.images:
+            which = f"{'' if found.exact else 'at least '}{found.images:,} of the {counted(len(held_out), 'held-out image')}"
+            warnings.append(
+                f"warning: the {what} {reference} was trained on {which}, so validation looks better than it is. "
+                "Train it with the same --data.holdout."
+            )
+    return warnings
+
+
+def _records_of(start: str | None, *, labelled: bool = False) -> tuple[TrainedOn, ...]:
+    """Return what a checkpoint was trained on; with `labelled` nothing for one that was trained without labels."""
     from vitrail.checkpoints.loading import locate
 
     found = locate(start) if start is not None else None
     if found is None or found.kind != "vitrail" or found.config is None:
+        return ()
+    if labelled and found.config.get("task") == "unlabelled":
         return ()
     return records_in(found.config.get("provenance", {}), found.name)
 

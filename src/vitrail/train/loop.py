@@ -23,7 +23,7 @@ from vitrail.train.best_checkpoint import Selection, check_metric
 from vitrail.train.callbacks import Callback, MetricsFile, RunInfo
 from vitrail.train.config import Recipe
 from vitrail.train.determinism import deterministic, threads
-from vitrail.train.export import changed_images, record_images, resolved, with_earlier
+from vitrail.train.export import changed_images, held_out_before, record_images, resolved, with_earlier
 from vitrail.train.final_model import write_models
 from vitrail.train.fp8 import use_fp8
 from vitrail.train.interval_means import IntervalMeans
@@ -219,6 +219,8 @@ class Loop:
             self.run.write_config(self.recipe, facts)
         for note in (*self.prepared.notes, *self._setting()):
             self.say(note)
+        for warning in held_out_before(self.recipe, self.prepared) if self.world.main else ():
+            self.say(warning)
         if self.loader.note:
             self.say(self.loader.note)
         if self.done:

@@ -22,7 +22,7 @@ import torch
 import vitrail
 from vitrail.data.preprocess import Preprocess
 from vitrail.models import ModelConfig, build_model
-from vitrail.train.export import our_version
+from vitrail.version import __version__
 
 # Chosen on held-out training images by benchmarks/pretrained_preprocess.py.
 PREPROCESS = Preprocess(size=(64, 64), resize="short-side", resize_to=70, interpolation="bilinear", antialias=True)
@@ -56,7 +56,7 @@ def provenance(run: Path, model: dict[str, Any], evaluation: Path | None) -> dic
         "weights": f"{stored['weights']}; stored in float16",
         "held_out": {"accuracy": end["accuracy"], "top5_accuracy": end["top5_accuracy"], "images": int(end["images"])},
         "task": stored["task"],
-        "vitrail": our_version(),
+        "vitrail": __version__,
         "result": "not evaluated",
     }
     if evaluation is not None:

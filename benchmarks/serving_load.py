@@ -33,6 +33,17 @@ _TIMEOUT = 120.0
 _CLIENT_IDLE = 30.0  # seconds; clients close connections that they have not used for so long, before the server does
 
 
+@dataclass(frozen=True)
+class Target:
+    """Where clients send their bodies, and what these are."""
+
+    path: str = "/v1/predict"
+    headers: str = "Content-Type: image/jpeg\r\n"
+
+
+PHOTO = Target()
+
+
 @dataclass
 class Answer:
     status: int  # 0: the connection was closed without an answer, or there was none in time
@@ -49,7 +60,7 @@ class Connection:
     writer: asyncio.StreamWriter | None = field(default=None, repr=False)
     used: float = 0.0
 
-    async def send(self, body: bytes, request: str, kind: str = "image/jpeg") -> Answer:
+    async def send(self, body: bytes, request: str, target: Target = PHOTO) -> Answer:
         began = time.perf_counter()
         if began - self.used > _CLIENT_IDLE:
             self.close()
@@ -58,7 +69,7 @@ class Connection:
                 self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
             assert self.reader is not None
             head = (
-                f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request}\r\nContent-Type: {kind}\r\n"
+                f"POST {target.path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request}\r\n{target.headers}"
                 f"Content-Length: {len(body)}\r\n\r\n"
             )
             self.writer.write(head.encode() + body)
@@ -79,14 +90,14 @@ class Connection:
         self.reader = self.writer = None
 
 
-async def closed_loop(port: int, bodies: Sequence[bytes], clients: int, seconds: float, kind: str = "image/jpeg") -> list[Answer]:
+async def closed_loop(port: int, bodies: Sequence[bytes], clients: int, seconds: float, target: Target = PHOTO) -> list[Answer]:
     """Let clients send one request after another; one that is refused waits a moment, as a client should."""
     end, answers = time.monotonic() + seconds, []
 
     async def client(number: int) -> None:
         connection, sent = Connection(port), 0
         while time.monotonic() < end:
-            answers.append(await connection.send(bodies[(number + sent) % len(bodies)], f"{number}.{sent}", kind))
+            answers.append(await connection.send(bodies[(number + sent) % len(bodies)], f"{number}.{sent}", target))
             if answers[-1].status != 200:
                 await asyncio.sleep(0.05)
             sent += 1

@@ -2,6 +2,7 @@
 
     python -m benchmarks.serving_timm                     # ViT-B/16 at 224 pixels in bf16: about five minutes on a GPU
     python -m benchmarks.serving_timm --images 1 16       # also requests of 16 images: HTTP costs less, the model more
+    python -m benchmarks.serving_timm --images 16 --pixels    # clients decode: the service gets UINT8 tensors of the model's size
     python -m benchmarks.serving_timm --model ViT-L/16 --image-size 384 --max-batch 16    # the model costs more than decoding
     python -m benchmarks.serving_timm --tiny              # test that everything runs, on a CPU too; writes no results
 
@@ -11,7 +12,8 @@ Both servers are this package's, with the same decoding, queue, batches, setting
 to the same photos are compared. Images are JPEG photos of 640 × 427 pixels. Needs timm, FastAPI and uvicorn.
 
 Next to requests/s it reports the seconds that the model's thread computed per image (the service's own metric): where that is far
-below 1 / rate, HTTP and decoding are the limit, and the two models cannot differ much; send more images per request then.
+below 1 / rate, HTTP and decoding are the limit, and the two models cannot differ much. Then
+send more images per request, or --pixels.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving_load import (
+    PHOTO,
     RESULTS,
     Row,
     Server,
+    Target,
     closed_loop,
     cpu_name,
     make_checkpoint,
@@ -56,7 +60,8 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--compile-mode", default="reduce-overhead", help="of torch.compile, for timm's model")
     parser.add_argument("--images", type=int, nargs="+", default=[1], help="per request; several are measured one after the other")
-    parser.add_argument("--clients", type=int, default=64, help="connections")
+    parser.add_argument("--pixels", action="store_true", help="send decoded images, through the Open Inference Protocol")
+    parser.add_argument("--clients", type=int, default=64, help="connections; fewer where their images would fill the queue")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0, help="of a round")
     parser.add_argument("--load-cores", type=int, nargs="+", help="for the load; the servers have the others (default: the last)")
@@ -99,11 +104,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[int, list[Row]]:
         difference = compare_answers(servers, photos, _TOLERANCE[options.precision])
         found = {}
         for images in options.images:
-            bodies, kind = request_bodies(photos, images)
+            bodies, target = tensor_bodies(photos, images, options.image_size) if options.pixels else request_bodies(photos, images)
             for server in servers.values():  # warm up: also shapes that come up only under load
-                asyncio.run(closed_loop(server.port, bodies, options.clients, options.seconds, kind))
+                asyncio.run(closed_loop(server.port, bodies, clients(options, images), options.seconds, target))
             found[images] = [
-                {library: measure_round(server, options, bodies, kind) for library, server in servers.items()}
+                {library: measure_round(server, options, bodies, target, images) for library, server in servers.items()}
                 for _ in range(options.rounds)
             ]
     finally:
@@ -114,12 +119,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[int, list[Row]]:
     return {images: [*rows_of(rounds, images), last] for images, rounds in found.items()}
 
 
-def measure_round(server: Server, options: argparse.Namespace, bodies: list[bytes], kind: str) -> dict[str, Any]:
-    computed, images = server.metric("vitrail_compute_seconds_sum"), server.metric("vitrail_images_total")
+def measure_round(server: Server, options: argparse.Namespace, bodies: list[bytes], target: Target, images: int) -> dict[str, Any]:
+    computed, before = server.metric("vitrail_compute_seconds_sum"), server.metric("vitrail_images_total")
     batches, began = server.metric("vitrail_batch_size_count"), time.monotonic()
-    answers = asyncio.run(closed_loop(server.port, bodies, options.clients, options.seconds, kind))
+    answers = asyncio.run(closed_loop(server.port, bodies, clients(options, images), options.seconds, target))
     seconds = time.monotonic() - began
-    count = server.metric("vitrail_images_total") - images
+    count = server.metric("vitrail_images_total") - before
     times = [one.seconds for one in answers if one.status == 200]
     return {
         "rate": len(times) / seconds,
@@ -129,6 +134,13 @@ def measure_round(server: Server, options: argparse.Namespace, bodies: list[byte
         "batch": count / (server.metric("vitrail_batch_size_count") - batches),
         "statuses": Counter(one.status for one in answers),
     }
+
+
+def clients(options: argparse.Namespace, images: int) -> int:
+    """Return how many send at a time: not more than have places in the service's queue."""
+    from vitrail.serve.settings import ServeSettings
+
+    return max(1, min(options.clients, ServeSettings().queue // images))
 
 
 def rows_of(found: list[dict[str, dict[str, Any]]], images: int) -> list[Row]:
@@ -150,16 +162,30 @@ def rows_of(found: list[dict[str, dict[str, Any]]], images: int) -> list[Row]:
     ]
 
 
-def request_bodies(photos: list[bytes], images: int) -> tuple[list[bytes], str]:
-    """Return request bodies and their type: photos as they are, or forms of several."""
+def tensor_bodies(photos: list[bytes], images: int, side: int) -> tuple[list[bytes], Target]:
+    """Return request bodies of pixels as the model takes them, and where they are sent."""
+    import numpy as np
+
+    from vitrail.data.preprocess import preset
+
+    pixels = [preset("timm", size=side).pixels(photo, name="photo").transpose(2, 0, 1) for photo in photos]
+    count, size = len(photos), {"binary_data_size": images * pixels[0].size}
+    tensor = {"name": "pixels", "shape": [images, *pixels[0].shape], "datatype": "UINT8", "parameters": size}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    bodies = [head + np.stack([pixels[(first + n) % count] for n in range(images)]).tobytes() for first in range(count)]
+    return bodies, Target("/v2/models/model/infer", f"Inference-Header-Content-Length: {len(head)}\r\n")
+
+
+def request_bodies(photos: list[bytes], images: int) -> tuple[list[bytes], Target]:
+    """Return request bodies, photos as they are or forms of several, and where they are sent."""
     if images == 1:
-        return photos, "image/jpeg"
+        return photos, PHOTO
     boundary = "photos-are-here"
     part = f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n'.encode()
     end = f"--{boundary}--\r\n".encode()
     count = len(photos)
     bodies = [b"".join(part + photos[(first + n) % count] + b"\r\n" for n in range(images)) + end for first in range(count)]
-    return bodies, f"multipart/form-data; boundary={boundary}"
+    return bodies, Target(headers=f"Content-Type: multipart/form-data; boundary={boundary}\r\n")
 
 
 def compare_answers(servers: dict[str, Server], photos: list[bytes], tolerance: float) -> float:
@@ -231,9 +257,10 @@ def write(options: argparse.Namespace, images: int, rows: list[Row]) -> None:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() and options.device != "cpu" else cpu_name()
     facts = {"model": options.model, "image_size": options.image_size, "precision": options.precision}
-    facts |= {"max_batch": options.max_batch, "images_per_request": images, "device": device}
-    facts |= {"cpu": cpu_name(), "cores": os.cpu_count(), "compile_mode": options.compile_mode}
-    name = f"{device}-{options.model}-{options.image_size}-{options.precision}-{images}".replace("/", "-").replace(" ", "-").lower()
+    facts |= {"max_batch": options.max_batch, "images_per_request": images, "sent": "pixels" if options.pixels else "JPEG photos"}
+    facts |= {"device": device, "cpu": cpu_name(), "cores": os.cpu_count(), "compile_mode": options.compile_mode}
+    sent = f"{images}{'-pixels' * options.pixels}"
+    name = f"{device}-{options.model}-{options.image_size}-{options.precision}-{sent}".replace("/", "-").replace(" ", "-").lower()
     facts |= {**versions("timm"), "command": " ".join(["python -m benchmarks.serving_timm", *sys.argv[1:]])}
     write_rows(RESULTS / f"serving-timm-{name}.csv", rows, facts)
 

@@ -38,6 +38,7 @@ from vitrail.serve.json_body import parse_json
 from vitrail.serve.json_process import MANY_VALUES, JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
+from vitrail.serve.open_inference import _unstacked
 from vitrail.serve.page_files import position_bytes
 from vitrail.serve.saved_page import _explored
 from vitrail.serve.server import _bind
@@ -114,6 +115,10 @@ def infer(data: Any = None, *, binary: bytes = b"", most: int = 2, outputs: tupl
 def encoded(data: Any = None, *, binary: bytes = b"", **given: Any) -> Any:
     sizes = {} if data is not None else {"parameters": {"binary_data_size": len(binary)}}
     return infer(data, binary=binary, **{"name": "encoded_images", "shape": [1], "datatype": "BYTES", **sizes, **given})
+
+
+def of_16_bits() -> Any:
+    return SimpleNamespace(stored_preprocess=lambda: preset("imagenet", size=2, bits=16))
 
 
 def inputs(count: int) -> InferRequest:
@@ -346,7 +351,7 @@ CASES: tuple[Case, ...] = (
     at("serve/tensors.py:json_length", lambda: json_length("x", 2),
        "Inference-Header-Content-Length is 'x';", "it must be the length of the JSON part, at most 2 bytes."),
     at("serve/tensors.py:images_of_request#1", lambda: images_of_request(inputs(2), b"", [3, 2, 2], 2),
-       "there are 2.", "Give one input, images or encoded_images;"),
+       "there are 2.", "Give one input, images, pixels or encoded_images;"),
     at("serve/tensors.py:images_of_request#2", lambda: infer([0.0], outputs=({"name": "labels"},)),
        "There is no output 'labels';", "the only one is logits."),
     at("serve/tensors.py:images_of_request#3",
@@ -357,8 +362,8 @@ CASES: tuple[Case, ...] = (
        "The input has both data and binary_data_size;", "give one of them."),
     at("serve/tensors.py:images_of_request#5", lambda: infer(parameters={"binary_data_size": 4}, binary=bytes(1)),
        "binary_data_size is 4,", "but the JSON part is followed by 1 byte."),
-    at("serve/tensors.py:images_of_request#6", lambda: infer([0.0], name="pixels"),
-       "There is no input 'pixels';", "use images or encoded_images."),
+    at("serve/tensors.py:images_of_request#6", lambda: infer([0.0], name="input"),
+       "There is no input 'input';", "use images, pixels or encoded_images."),
     at("serve/tensors.py:_encoded#1", lambda: encoded([TEXT], datatype="FP32"),
        "datatype is FP32;", "for encoded_images it must be BYTES."),
     at("serve/tensors.py:_encoded#2", lambda: encoded([TEXT], shape=[2]),
@@ -369,12 +374,18 @@ CASES: tuple[Case, ...] = (
        "The binary data ends within a length.", "Each value is its length, as a little-endian uint32, and then its bytes."),
     at("serve/tensors.py:_split#2", lambda: encoded(binary=struct.pack("<I", 5) + b"abc"),
        "The binary data ends within a value.", "Each value is its length, as a little-endian uint32, and then its bytes."),
-    at("serve/tensors.py:_floats#1", lambda: infer([0.0], datatype="INT8"),
+    at("serve/tensors.py:_tensors#1", lambda: infer([0.0], datatype="INT8"),
        "datatype is INT8;", "for images it must be FP32, FP16 or FP64."),
-    at("serve/tensors.py:_floats#2", lambda: infer([0.0], shape=[1, 2, 2, 3]),
+    at("serve/tensors.py:_tensors#1", lambda: infer([0.0], name="pixels", datatype="FP32"),
+       "datatype is FP32;", "for pixels it must be UINT8."),
+    at("serve/tensors.py:_tensors#2", lambda: infer([0.0], shape=[1, 2, 2, 3]),
        "The shape is [1, 2, 2, 3];", "it must be [number of images, 3, 2, 2]."),
-    at("serve/tensors.py:_floats#3", lambda: infer([1e39] * 12),
+    at("serve/tensors.py:_as_floats", lambda: infer([1e39] * 12),
        "The data has NaN, infinity or a number outside the range of FP32;", "send finite numbers."),
+    at("serve/tensors.py:_as_pixels", lambda: infer([256] * 12, name="pixels", datatype="UINT8"),
+       "The data has numbers that are not UINT8;", "pixels are whole numbers from 0 to 255."),
+    at("serve/open_inference.py:_unstacked", lambda: _unstacked(np.zeros((1, 3, 2, 2), np.uint8), of_16_bits()),
+       "This model's pixels have values up to 65535, not 255;", "send images, normalised, in FP32."),
     at("serve/tensors.py:_numbers#1", lambda: infer(["1"] * 12),
        "The data has values that are not numbers, or uneven lists;", "send all numbers in one list."),
     at("serve/tensors.py:_numbers#2", lambda: infer([0.0]), "The data has 1 number;", "the shape [1, 3, 2, 2] needs 12."),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import gzip
 import hashlib
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,31 @@ def test_open_inference_protocol(client: Client, bundle: Bundle, jpegs: list[byt
         assert np.abs(np.reshape(output["data"], (2, 4)) - expected).max() < 1e-4
 
 
+def test_pixels_are_normalised_by_the_service(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
+    preprocess = bundle.stored_preprocess()
+    pixels = np.stack([preprocess.pixels(one, name="image").transpose(2, 0, 1) for one in jpegs[:3]])
+    assert pixels.dtype == np.uint8
+    with torch.no_grad():
+        expected = bundle.model(torch.stack([preprocess(one) for one in jpegs[:3]])).numpy()
+    tensor: dict[str, Any] = {"name": "pixels", "shape": [3, 3, 32, 32], "datatype": "UINT8"}
+    status, answer, _ = client.call("POST", "/v2/models/tiny/infer", {"inputs": [{**tensor, "data": pixels.tolist()}]})
+    assert status == 200 and np.abs(np.reshape(answer["outputs"][0]["data"], (3, 4)) - expected).max() < 1e-4
+    tensor["parameters"] = {"binary_data_size": pixels.nbytes}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    status, found, _ = client.call(
+        "POST", "/v2/models/tiny/infer", head + pixels.tobytes(), inference_header_content_length=str(len(head))
+    )
+    assert status == 200 and np.abs(np.frombuffer(found[-48:], "<f4").reshape(3, 4) - expected).max() < 1e-4
+
+
+def test_pixels_of_another_range_are_refused(bundle: Bundle) -> None:
+    deep = dataclasses.replace(bundle, preprocess=dataclasses.replace(bundle.stored_preprocess(), bits=16))
+    zeros = {"name": "pixels", "shape": [1, 3, 32, 32], "datatype": "UINT8", "data": [0] * 3072}
+    with running(lambda: deep) as client:
+        status, answer, _ = client.call("POST", "/v2/models/tiny/infer", {"inputs": [zeros]})
+    assert status == 400 and "up to 65535, not 255" in answer["error"]
+
+
 def test_null_stands_for_what_a_client_leaves_out(client: Client) -> None:
     zeros = {"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072, "parameters": None}
     for outputs in (None, [{"name": "logits", "parameters": None}]):
@@ -178,7 +205,13 @@ def test_a_compressed_body_is_named(client: Client, jpegs: list[bytes]) -> None:
         {"shape": [1, 3, 32, 32], "datatype": "FP32", "data": np.zeros((3, 32, 32)).tolist()},
         {"shape": [-1, 3, 32, 32], "datatype": "FP32", "data": []},
         {"shape": [1, 3, 32, 32], "datatype": "FP32"},
+        {"name": "input", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072},
         {"name": "pixels", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [0.0] * 3072},
+        {"name": "pixels", "shape": [1, 3, 32, 32], "datatype": "UINT8", "data": [256] * 3072},
+        {"name": "pixels", "shape": [1, 3, 32, 32], "datatype": "UINT8", "data": [-1] * 3072},
+        {"name": "pixels", "shape": [1, 3, 32, 32], "datatype": "UINT8", "data": [0.5] * 3072},
+        {"name": "pixels", "shape": [1, 3, 32, 32], "datatype": "UINT8", "data": [float("nan")] * 3072},
+        {"name": "pixels", "shape": [1, 32, 32, 3], "datatype": "UINT8", "data": [0] * 3072},
         {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": [5]},
         {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": ["%%%"]},
         {"name": "encoded_images", "shape": [2], "datatype": "BYTES", "data": ["eA=="]},

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from vitrail.data.preprocess import Preprocess
 from vitrail.serve.decoders import Cancellable, Decoders
 from vitrail.serve.errors import ServiceError, unavailable
@@ -31,7 +29,7 @@ class Flight:
         self._unfinished = images
         self._finished: asyncio.Future[None] | None = None
 
-    def begin(self, images: Sequence[bytes | Tensor], decoders: Decoders, preprocess: Preprocess | None) -> None:
+    def begin(self, images: Sequence[bytes | Image], decoders: Decoders, preprocess: Preprocess | None) -> None:
         for number, image in enumerate(images):
             try:
                 self._images[number].begin(image, decoders, preprocess)
@@ -79,7 +77,7 @@ class _ImageInFlight:
         self._decoding: Cancellable | None = None
         self._job: Job | None = None
 
-    def begin(self, image: bytes | Tensor, decoders: Decoders, preprocess: Preprocess | None) -> None:
+    def begin(self, image: bytes | Image, decoders: Decoders, preprocess: Preprocess | None) -> None:
         if not isinstance(image, bytes):
             self._queue(image)
             return

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from torch import Tensor
 
 from vitrail.checkpoints import Bundle
+from vitrail.data.types import Array
 from vitrail.serve.errors import ServiceError, first_failure
 from vitrail.serve.guard import read_body
 from vitrail.serve.json_body import check_values, json_schema
@@ -19,6 +21,7 @@ from vitrail.serve.tensors import (
     HEADER,
     IMAGES,
     OUTPUT,
+    PIXELS,
     InferRequest,
     answer,
     json_length,
@@ -26,6 +29,7 @@ from vitrail.serve.tensors import (
     read_images,
 )
 from vitrail.serve.worker import ModelWorker
+from vitrail.version import __version__
 
 VERSION = "1"
 
@@ -35,9 +39,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("")
     def server() -> dict[str, Any]:
-        from importlib.metadata import version
-
-        return {"name": "vitrail", "version": version("vitrail"), "extensions": ["binary_tensor_data"]}
+        return {"name": "vitrail", "version": __version__, "extensions": ["binary_tensor_data"]}
 
     @router.get("/health/live")
     def live() -> dict[str, bool]:
@@ -55,9 +57,16 @@ def routes(service: Service) -> APIRouter:
         worker = _worker(name, version)
         bundle = service.bundle(worker)
         image = {"name": IMAGES, "datatype": "FP32", "shape": [-1, *_image_shape(bundle)]}
+        pixels = {"name": PIXELS, "datatype": "UINT8", "shape": image["shape"]}
         encoded = {"name": ENCODED, "datatype": "BYTES", "shape": [-1]}
         logits = {"name": OUTPUT, "datatype": "FP32", "shape": [-1, bundle.model.config.outputs]}
-        return {"name": name, "versions": [VERSION], "platform": "vitrail_pytorch", "inputs": [image, encoded], "outputs": [logits]}
+        return {
+            "name": name,
+            "versions": [VERSION],
+            "platform": "vitrail_pytorch",
+            "inputs": [image, pixels, encoded],
+            "outputs": [logits],
+        }
 
     @router.get("/models/{name}/ready")
     @router.get("/models/{name}/versions/{version}/ready")
@@ -68,7 +77,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/models/{name}/infer", openapi_extra=json_schema(InferRequest))
     @router.post("/models/{name}/versions/{version}/infer", openapi_extra=json_schema(InferRequest))
     async def infer(request: Request, name: str, version: str = VERSION) -> Response:
-        """Compute logits of `images`, normalised FP32 tensors, or of `encoded_images`, files in base64."""
+        """Compute logits of `images`, normalised FP32 tensors, of `pixels`, UINT8, or of `encoded_images`, files in base64."""
         worker = _worker(name, version)
         bundle = service.bundle(worker)
         worker.check_head()
@@ -79,7 +88,7 @@ def routes(service: Service) -> APIRouter:
         values = check_values(data, length, max_values(expected, most))
         limits: dict[str, Any] = {"length": length, "values": values, "deadline": deadline, "left": request.is_disconnected}
         body, tensors = await service.json.run(read_images, data, length, expected, most, **limits)
-        images = tensors if isinstance(tensors, list) else list(torch.from_numpy(tensors))
+        images = tensors if isinstance(tensors, list) else _unstacked(tensors, bundle)
         found = (await service.compute(request, worker, "logits", images, deadline)).results
         if (error := first_failure(found)) is not None:
             raise error
@@ -91,6 +100,15 @@ def routes(service: Service) -> APIRouter:
         return service.worker(name)
 
     return router
+
+
+def _unstacked(tensors: Array, bundle: Bundle) -> list[Array] | list[Tensor]:
+    """Return images as the worker takes them: arrays of pixels, which it normalises, or what a client has normalised."""
+    if tensors.dtype != np.uint8:
+        return list(torch.from_numpy(tensors))
+    if (largest := bundle.stored_preprocess().max_value) != 255:
+        raise ServiceError(400, f"This model's pixels have values up to {largest}, not 255; send {IMAGES}, normalised, in FP32.")
+    return list(tensors)
 
 
 def _image_shape(bundle: Bundle) -> list[int]:

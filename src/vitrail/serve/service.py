@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
-
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
 from vitrail.serve.decoders import Decoders
@@ -23,7 +21,7 @@ from vitrail.serve.json_process import JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
-from vitrail.serve.worker import ModelWorker, Work
+from vitrail.serve.worker import Image, ModelWorker, Work
 
 if TYPE_CHECKING:  # a saved page names models as the service does, without the HTTP libraries
     from starlette.requests import Request
@@ -115,7 +113,7 @@ class Service:
         request: Request,
         worker: ModelWorker,
         work: Work,
-        images: Sequence[bytes | Tensor],
+        images: Sequence[bytes | Image],
         deadline: float | None = None,
     ) -> Flight:
         """Decode and compute images; each has a result or a `ServiceError` of its own. Ends early if the client leaves."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastapi.responses import Response
 
 Images = list[bytes] | np.ndarray[Any, Any]
-IMAGES, ENCODED, OUTPUT = "images", "encoded_images", "logits"
+IMAGES, PIXELS, ENCODED, OUTPUT = "images", "pixels", "encoded_images", "logits"
 HEADER = "Inference-Header-Content-Length"
 _FLOATS = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
 _FORMAT = "Each value is its length, as a little-endian uint32, and then its bytes."
@@ -47,7 +47,7 @@ _Parameters = Annotated[Parameters, _unless_null(Parameters())]
 
 
 class InputTensor(BaseModel):
-    name: _Text = Field(description="images: normalised tensors; encoded_images: files in base64.")
+    name: _Text = Field(description="images: normalised tensors; pixels: 0 to 255; encoded_images: files in base64.")
     shape: list[Annotated[int, Field(ge=0, le=1 << 30)]] = Field(max_length=8)
     datatype: _Text
     data: list[Any] | None = None
@@ -83,7 +83,7 @@ def max_values(expected: list[int], most: int) -> int:
 def read_images(body: bytes, length: int, expected: list[int], most: int) -> tuple[InferRequest, Images]:
     """Parse a body of which `length` bytes are JSON; return the request without its data, and its images.
 
-    These are encoded files, or one float32 array [image, *expected]; there are at most `most`.
+    These are encoded files, or one array [image, *expected], float32 or, of pixels, uint8; there are at most `most`.
     """
     request = parse_json(body[:length] if length < len(body) else body, InferRequest, max_values(expected, most))
     images = images_of_request(request, body[length:], expected, most)
@@ -95,7 +95,7 @@ def read_images(body: bytes, length: int, expected: list[int], most: int) -> tup
 def images_of_request(body: InferRequest, binary: bytes, expected: list[int], most: int) -> Images:
     """Return the images: encoded files, or an array of tensors of the shape `expected`."""
     if len(body.inputs) != 1:
-        raise ServiceError(400, f"Give one input, {IMAGES} or {ENCODED}; there are {len(body.inputs)}.")
+        raise ServiceError(400, f"Give one input, {IMAGES}, {PIXELS} or {ENCODED}; there are {len(body.inputs)}.")
     for output in body.outputs:
         if output.name != OUTPUT:
             raise ServiceError(400, f"There is no output {output.name!r}; the only one is {OUTPUT}.")
@@ -110,9 +110,9 @@ def images_of_request(body: InferRequest, binary: bytes, expected: list[int], mo
         raise ServiceError(400, f"binary_data_size is {size}, but the JSON part is followed by {counted(len(binary), 'byte')}.")
     if given.name == ENCODED:
         return _encoded(given, binary, most)
-    if given.name != IMAGES:
-        raise ServiceError(400, f"There is no input {given.name!r}; use {IMAGES} or {ENCODED}.")
-    return _floats(given, binary, expected, most)
+    if given.name not in (IMAGES, PIXELS):
+        raise ServiceError(400, f"There is no input {given.name!r}; use {IMAGES}, {PIXELS} or {ENCODED}.")
+    return _tensors(given, binary, expected, most)
 
 
 def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes]:
@@ -148,19 +148,33 @@ def _split(binary: bytes, most: int) -> list[bytes]:
     return found
 
 
-def _floats(given: InputTensor, binary: bytes, expected: list[int], most: int) -> np.ndarray[Any, Any]:
-    if given.datatype not in _FLOATS:
-        raise ServiceError(400, f"datatype is {given.datatype}; for {IMAGES} it must be FP32, FP16 or FP64.")
+def _tensors(given: InputTensor, binary: bytes, expected: list[int], most: int) -> np.ndarray[Any, Any]:
+    kinds = _FLOATS if given.name == IMAGES else {"UINT8": "u1"}
+    if given.datatype not in kinds:
+        wanted = "FP32, FP16 or FP64" if given.name == IMAGES else "UINT8"
+        raise ServiceError(400, f"datatype is {given.datatype}; for {given.name} it must be {wanted}.")
     if len(given.shape) != 4 or given.shape[1:] != expected or given.shape[0] < 1:
         raise ServiceError(400, f"The shape is {given.shape}; it must be [number of images, {', '.join(map(str, expected))}].")
     if given.shape[0] > most:
         raise too_many_images(most)
-    values = _numbers(given) if given.data is not None else _from_binary(given, binary)
+    values = _numbers(given) if given.data is not None else _from_binary(given, binary, np.dtype(kinds[given.datatype]))
+    return (_as_floats if given.name == IMAGES else _as_pixels)(values).reshape(given.shape)
+
+
+def _as_floats(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     with np.errstate(over="ignore"):
         values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise ServiceError(400, "The data has NaN, infinity or a number outside the range of FP32; send finite numbers.")
-    return values.reshape(given.shape)
+    return values
+
+
+def _as_pixels(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    with np.errstate(invalid="ignore"):
+        pixels = values.astype(np.uint8)
+    if values.dtype != np.uint8 and not np.array_equal(pixels, values):
+        raise ServiceError(400, f"The data has numbers that are not UINT8; {PIXELS} are whole numbers from 0 to 255.")
+    return pixels
 
 
 def _numbers(given: InputTensor) -> np.ndarray[Any, Any]:
@@ -180,8 +194,7 @@ def _numbers(given: InputTensor) -> np.ndarray[Any, Any]:
     return values.ravel()
 
 
-def _from_binary(given: InputTensor, binary: bytes) -> np.ndarray[Any, Any]:
-    kind = np.dtype(_FLOATS[given.datatype])
+def _from_binary(given: InputTensor, binary: bytes, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
     size = math.prod(given.shape) * kind.itemsize
     if len(binary) != size:
         needed = f"the shape {given.shape} in {given.datatype} needs {size:,}"

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from vitrail.checkpoints import Prediction, save
     from vitrail.errors import VitrailError
     from vitrail.models import create_model
+    from vitrail.version import __version__
 
 _PACKAGES = ("checkpoints", "data", "evaluate", "export", "inspect", "models", "recipes", "train")
 # Each public name and the module it is imported from.
 _MODULES = {
     **{name: f"vitrail.{name}" for name in _PACKAGES},
+    "__version__": "vitrail.version",
     "Bundle": "vitrail.api",
     "Prediction": "vitrail.checkpoints",
     "PredictionList": "vitrail.api",
@@ -39,8 +41,8 @@ _MODULES = {
 }
 
 __all__ = [
-    "Bundle", "Prediction", "PredictionList", "Records", "Run", "VitrailError", "checkpoints", "create_model", "data", "evaluate",
-    "export", "finetune", "inspect", "load", "models", "open_run", "recipes", "save", "train",
+    "Bundle", "Prediction", "PredictionList", "Records", "Run", "VitrailError", "__version__", "checkpoints", "create_model",
+    "data", "evaluate", "export", "finetune", "inspect", "load", "models", "open_run", "recipes", "save", "train",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -98,9 +98,9 @@ def _run(arguments: list[str]) -> int:
         print(_overview())  # noqa: T201
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
+        from vitrail.version import __version__
 
-        print(f"vitrail {version('vitrail')}")  # noqa: T201
+        print(f"vitrail {__version__}")  # noqa: T201
         return 0
     name = next((" ".join(arguments[:n]) for n in (2, 1) if " ".join(arguments[:n]) in COMMANDS), None)
     if name is None:

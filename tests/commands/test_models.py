@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 
 import pytest
 
+import vitrail
 from vitrail.cli import main
 from vitrail.models import VARIANTS
 
@@ -48,4 +50,5 @@ def test_errors_are_clear(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Commands:" in run(capsys)[1]
-    assert run(capsys, "--version")[1].startswith("vitrail ")
+    assert run(capsys, "--version")[1].strip() == f"vitrail {vitrail.__version__}"
+    assert vitrail.__version__ == importlib.metadata.version("vitrail")

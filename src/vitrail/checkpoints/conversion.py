@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from vitrail.errors import VitrailError, did_you_mean
 from vitrail.files import atomic_file, atomic_folder, sha256
 from vitrail.models import ViTConfig
 from vitrail.text import to_json
+from vitrail.version import __version__
 
 NAMES = ("vitrail", *FORMATS)
 
@@ -43,7 +43,7 @@ def convert(
         origin["sha256"] = sha256(found.path)
     if bundle.classes_assumed:  # stored, they would no longer be a guess
         bundle.classes, bundle.classes_assumed = None, False
-    bundle.provenance = {**bundle.provenance, **origin, "converted_by": f"vitrail {version('vitrail')}"}
+    bundle.provenance = {**bundle.provenance, **origin, "converted_by": f"vitrail {__version__}"}
     return bundle, write(bundle, target, to)
 
 

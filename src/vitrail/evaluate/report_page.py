@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from vitrail.data.types import Split
 from vitrail.drawing.page import Headline, Page, PageSection, Table
 from vitrail.errors import counted
 from vitrail.evaluate.evaluator import EvalResult
+from vitrail.version import __version__
 
 METRIC_NAMES = {
     "accuracy": "accuracy",
@@ -62,7 +62,7 @@ def page(result: EvalResult, split: Split, about: Mapping[str, Any], sections: S
         notes=[*result.notes, *(f"assumed: {one}" for one in about.get("assumptions", ()))],
         bad_images=_bad_images(result),
         sections=[PageSection("Metrics", [Table(["metric", "value", "95 % interval"], rows)]), *sections],
-        footer=f"Made with Vitrail {version('vitrail')}.",
+        footer=f"Made with Vitrail {__version__}.",
     ).html()
 
 

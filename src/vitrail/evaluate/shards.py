@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -40,6 +39,7 @@ from vitrail.models import Model
 from vitrail.models.inference import InferenceModel
 from vitrail.text import has_surrogates, printable
 from vitrail.train.parallel import World
+from vitrail.version import __version__
 
 log = logging.getLogger("vitrail.evaluate")
 T = TypeVar("T")
@@ -222,7 +222,7 @@ class _Job:
             "precision": context.chosen_precision(self.bundle.model),
             "batch": context.batch_size,
             "device": world.device.type,
-            "versions": {"vitrail": version("vitrail"), "torch": torch.__version__},
+            "versions": {"vitrail": __version__, "torch": torch.__version__},
         }
         folder = ShardFolder(folder=self.out, images=len(split), shard_size=self.shard_size, suffix=suffix, settings=settings)
         if world.main:

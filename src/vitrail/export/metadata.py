@@ -11,6 +11,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import VitrailError, counted
 from vitrail.export.settings import PRECISIONS, ExportSettings, Format, Input
 from vitrail.text import printable, to_json
+from vitrail.version import __version__
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import Bundle
@@ -49,7 +50,7 @@ def metadata_of(bundle: Bundle, settings: ExportSettings, input_type: str) -> di
         "opset": settings.opset if settings.format == "onnx" else None,
         "source": bundle.report.source,
         "assumptions": bundle.report.assumptions,
-        "versions": {name: version(name) for name in ("vitrail", "torch")},
+        "versions": {"vitrail": __version__, "torch": version("torch")},
     }
 
 

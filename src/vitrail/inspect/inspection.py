@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +16,7 @@ from vitrail.inspect.inputs import Array
 from vitrail.inspect.reconstruction import inspect_reconstruction
 from vitrail.inspect.report import InspectOptions, Section, check_output_folder, compare, inspect_model, write_report
 from vitrail.notebook import Markup, html_image, html_lines, html_text
+from vitrail.version import __version__
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,7 +116,7 @@ def inspect_checkpoints(
         sections = [comparison, *sections] if comparison is not None else sections
     inputs = checkpoints[0].inputs
     shown = raw.names if raw is not None else inputs.names if inputs is not None else []
-    about = {"checkpoints": references, "titles": names, "data": data, "version": version("vitrail"), "images": shown}
+    about = {"checkpoints": references, "titles": names, "data": data, "version": __version__, "images": shown}
     return Inspection(sections, about)
 
 

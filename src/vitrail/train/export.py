@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from vitrail.train.prepare import Prepared
 from vitrail.train.pretext import save_parts
 from vitrail.train.run import RunFolder
 from vitrail.train.shards import whole
+from vitrail.version import __version__
 
 
 def export_model(
@@ -65,7 +65,7 @@ def export_model(
         "checkpoint": checkpoint,
         "validation": {name: value if math.isfinite(value) else None for name, value in metrics.items()},  # JSON has no NaN
         "task": task_info,
-        "vitrail": our_version(),
+        "vitrail": __version__,
     }
     unlabelled = isinstance(task, Masked)
     save(
@@ -186,16 +186,9 @@ def resolved(
         "parallel": world.mode,
         "device": device_name(world.device),
         "update": explain(recipe.optim),
-        "versions": {"vitrail": our_version(), "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": {"vitrail": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
     }
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({torch.get_num_threads()} threads)"
-
-
-def our_version() -> str:
-    try:
-        return version("vitrail")
-    except PackageNotFoundError:  # run from its source, not installed
-        return "unknown"

@@ -74,7 +74,7 @@ class Connection:
             )
             self.writer.write(head.encode() + body)
             answer = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), _TIMEOUT)).lower()
-            length = re.search(rb"content-length: (\d+)", answer)
+            length = re.search(rb"\ncontent-length: (\d+)", answer)
             await self.reader.readexactly(int(length[1]) if length else 0)
             self.used = time.perf_counter()
             if b"connection: close" in answer:

@@ -269,13 +269,62 @@ def test_what_a_process_may_not_answer_ends_it(answer: bytes, single: Running, m
     single.send(photo()).result(60)
     single.process.kill()
     ready = struct.pack("<c?3IQ", b"R", False, 0, 0, 0, 0)
-    script = f"import os, sys; os.write(1, {ready!r}); sys.stdin.buffer.read(20); os.write(1, {answer!r})"
-    command = [sys.executable, "-c", script]
-    monkeypatch.setattr(
-        "vitrail.serve.decoder_processes.start",
-        lambda *_, **__: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE),
-    )
+    _speaks(monkeypatch, f"import os, sys; os.write(1, {ready!r}); sys.stdin.buffer.read(20); os.write(1, {answer!r})")
     with pytest.raises(ServiceError, match="The process that decoded the image has ended"):
         single.send(photo()).result(60)
+    monkeypatch.undo()
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+
+
+def _speaks(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Let every process that is started run this script."""
+    monkeypatch.setattr(
+        "vitrail.serve.decoder_processes.start",
+        lambda *_, **__: subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE),
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_process_that_ends_does_not_fail_an_image_that_it_was_not_sent(given_up: bool, single: Running) -> None:
+    """The image waits for pixels. If it was given up, nothing is told again: its place in the service would be freed twice."""
+    single.send(photo()).result(60)
+    assert single.decoders.processes is not None
+    (process,) = single.decoders.processes._processes
+    with single.pixels.hold(single.pixels.most):
+        waiting = single.send(photo())
+        assert not given_up or single.call(waiting.job.cancel)  # type: ignore[attr-defined]
+        single.process.kill()
+        end = time.monotonic() + 30
+        while process._process is not None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert process._process is None and not waiting.done()
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+    assert not waiting.done() if given_up else torch.equal(waiting.result(60), TIMM(photo()))
+
+
+def test_a_process_that_asks_for_pixels_twice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both questions would be granted, and the pixels of one never given back."""
+    ready, one, two = (struct.pack("<c?3IQ", kind, False, 0, 0, 0, count) for kind, count in ((b"R", 0), (b"P", 501), (b"P", 1)))
+    rest = f"sys.stdin.buffer.read(20); os.write(1, {one!r}); time.sleep(0.3); os.write(1, {two!r}); sys.stdin.read()"
+    _speaks(monkeypatch, f"import os, sys, time; os.write(1, {ready!r}); {rest}")
+    found = Running(decode_in="processes", decoders=2, max_pixels=1000)
+    try:
+        with found.pixels.hold(500):
+            waiting = found.send(photo())
+            with pytest.raises(ServiceError, match="The process that decoded the image has ended"):
+                waiting.result(20)
+    finally:
+        found.close()
+
+
+def test_a_process_that_cannot_start_is_not_the_fault_of_the_image(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    single.send(photo()).result(60)
+    single.process.kill()
+    single.process.wait()
+    _speaks(monkeypatch, "raise SystemExit(3)")
+    with pytest.raises(ServiceError, match="ended with status 3 while it started") as caught:
+        single.send(photo()).result(60)
+    assert caught.value.status == 503
     monkeypatch.undo()
     assert torch.equal(single.send(photo()).result(60), TIMM(photo()))

@@ -36,11 +36,11 @@ _MOST_MESSAGE, _STATUSES = 1 << 16, range(400, 600)  # bytes of an error, and wh
 class Decoding:
     """An image on its way through a process."""
 
-    __slots__ = ("begun", "cancelled", "data", "deadline", "done", "preprocess")
+    __slots__ = ("asked", "begun", "cancelled", "data", "deadline", "done", "preprocess")
 
     def __init__(self, data: bytes, preprocess: Preprocess, deadline: float, done: Done) -> None:
         self.data, self.preprocess, self.deadline, self.done = data, preprocess, deadline, done
-        self.begun = self.cancelled = False
+        self.asked = self.begun = self.cancelled = False
 
     def cancel(self) -> bool:
         """Give the image up; False if it is being decoded, whose end is still told."""
@@ -229,7 +229,8 @@ class _Process:
             self._ready = True
             if self._image is not None:
                 self._send_image(self._image)
-        elif kind == ASKS:
+        elif kind == ASKS and self._image is not None:
+            self._image.asked = True
             self._release_pixels()
             self._take_pixels(count, functools.partial(self._send, GRANTED))
         else:
@@ -243,33 +244,37 @@ class _Process:
     def _is_expected(self, kind: bytes, shape: list[int], size: int) -> bool:
         if kind == READY:
             return not self._ready
-        if self._image is None or not self._ready or self._unsent:
+        if self._image is None or not self._image.begun or not self._ready or self._unsent:
             return False
         if kind == ERROR:
             return shape[0] in _STATUSES and size <= _MOST_MESSAGE
         how = self._image.preprocess
         same = shape[1:] == list(how.size) or (how.resize == "keep-aspect" and 0 < max(shape[1:]) <= (how.max_size or 0))
         pixels = math.prod(shape)
-        return kind == ASKS or (kind == IMAGE and shape[0] == how.channels and same and size in (pixels, 4 * pixels))
+        if kind == ASKS:  # once: pixels of an earlier question would be lost
+            return not self._image.asked
+        return kind == IMAGE and shape[0] == how.channels and same and size in (pixels, 4 * pixels)
 
     def _late(self) -> None:
         self._forget()
         self._finish(unavailable("The image was not decoded before its deadline."))
 
     def _ended(self) -> None:
-        """The process has ended, or what it sends is no answer."""
-        status = self._forget()
-        if self._image is not None:
-            self._finish(crashed(status))
+        """The process has ended, or what it sends is no answer. An image that still waits for pixels gets the next process."""
+        was_ready, status = self._ready, self._forget()
+        if self._image is not None and self._image.begun:
+            self._finish(crashed(status) if was_ready else not_started(status))
 
     def _finish(self, found: Decoded | ServiceError | None = None) -> None:
         image, self._image = self._image, None
+        if image is None:  # already told; a process that is idle twice would get two images
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._release_pixels()
         self._pool.free(self)
-        if found is not None and image is not None:
+        if found is not None and not image.cancelled:
             image.done(found)
 
     def _forget(self) -> int:
@@ -315,6 +320,10 @@ def crashed(status: int) -> ServiceError:
     if status in (-9, 0):  # it was ended by the system or an operator
         return unavailable("The process that decoded the image has ended.")
     return ServiceError(422, "The image cannot be decoded: its decoder crashed. Send an intact JPEG or PNG file.")
+
+
+def not_started(status: int) -> ServiceError:
+    return unavailable(f"The process that decodes images ended with status {status} while it started.")
 
 
 def _pipes(process: subprocess.Popen[bytes] | None) -> tuple[int, int]:

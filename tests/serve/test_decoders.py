@@ -222,6 +222,39 @@ def _runs(pid: int) -> bool:
     return stat.exists() and ") Z " not in stat.read_text()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_a_process_that_is_nearly_done_at_the_deadline_is_kept(single: Running) -> None:
+    """To start another takes longer than most images, so that under load few would be decoded at all."""
+    single.send(photo()).result(60)
+    process = single.process
+    process.send_signal(signal.SIGSTOP)
+    late = single.send(photo(), seconds=0.1)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGCONT)
+    assert torch.equal(late.result(60), TIMM(photo())) and single.process is process
+
+
+def test_a_process_whose_image_waits_for_pixels_is_kept_at_the_deadline() -> None:
+    """When there is space, an image that was given up meanwhile is not decoded."""
+    found = Running(decode_in="processes", decoders=2, max_pixels=200_000)
+    stream = io.BytesIO()
+    Image.new("RGB", (400, 400)).save(stream, "PNG")  # more than half of what all may have, so the process asks
+    try:
+        with found.pixels.hold(100_000):
+            waiting = found.send(stream.getvalue(), seconds=0.1)
+            assert found.decoders.processes is not None
+            (process,) = (one for one in found.decoders.processes._processes if one._image is not None)
+            before = process._process
+            time.sleep(2.5)
+            assert not waiting.done() and not found.call(waiting.job.cancel)  # type: ignore[attr-defined]
+        with pytest.raises(ServiceError, match="given up before there was space for its pixels"):
+            waiting.result(10)
+        assert process._process is before
+        assert torch.equal(found.send(stream.getvalue()).result(60), TIMM(stream.getvalue()))
+    finally:
+        found.close()
+
+
 def test_closing_does_not_wait_for_a_process_that_decodes(single: Running) -> None:
     single.send(photo()).result(60)
     single.process.send_signal(signal.SIGSTOP)

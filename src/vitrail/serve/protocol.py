@@ -155,7 +155,11 @@ class _LingeringTransport:
             return
         self.write(b"")
         self._lingering = True
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has closed its side, too, so nothing else would end this connection: its body is not read
+            self._transport.abort()
+            return
         self._protocol.flow.resume_reading()
         self._protocol.loop.call_later(LINGER_SECONDS, self._transport.abort)
 

@@ -279,6 +279,15 @@ def test_the_connection_of_a_refused_client_that_has_left_ends(bundle: Bundle, m
         assert until(lambda: len(ended) == 1)
 
 
+def test_a_refused_client_that_closes_leaves_no_error(bundle: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+    with running(lambda: bundle, token="secret") as client:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=10) as connection:
+            connection.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n" + 1000 * b"x")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+        assert client.call("GET", "/v2/health/ready")[0] == 200
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_a_token_is_needed_where_one_is_set(bundle: Bundle) -> None:
     with running(lambda: bundle, token="secret") as client:
         assert client.call("GET", "/v2/health/ready")[0] == 200

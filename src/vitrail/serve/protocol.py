@@ -144,6 +144,8 @@ class _LingeringTransport:
         self._transport.write(headers + data if headers else data)
 
     def close(self) -> None:
+        if self.is_closing():  # after the end of its own side nothing can be written
+            return
         self.write(b"")
         if self._protocol.conn.their_state in (h11.SEND_BODY, h11.ERROR):
             self.linger()

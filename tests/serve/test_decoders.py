@@ -6,7 +6,9 @@ import asyncio
 import functools
 import io
 import os
+import random
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.serve.conftest import running
+from tests.serve.conftest import running, until
 from vitrail.checkpoints import Bundle
 from vitrail.data import embedded
 from vitrail.data.preprocess import PRESETS, Preprocess, preset
@@ -361,3 +364,47 @@ def test_a_process_that_cannot_start_is_not_the_fault_of_the_image(single: Runni
     assert caught.value.status == 503
     monkeypatch.undo()
     assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_nothing_is_lost_when_processes_end_and_clients_leave(bundle: Bundle) -> None:
+    """Every place, pixel, byte, process and connection is free again."""
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)).save(stream, "JPEG")
+    photos = [photo(), photo()[:900], 1_200_000 * b"x", stream.getvalue()]  # of a large body that is refused, the rest is not read
+    head = "POST /v1/predict HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: image/jpeg\r\nContent-Length: {}\r\n\r\n"
+    settings: dict[str, Any] = {"decoders": 2, "deadline": 0.5, "max_pixels": 300_000, "queue": 4}  # so that images wait for all
+    with running(lambda: bundle, decode_in="processes", **settings) as client:
+        service, statuses, end = client.service, set[bytes](), time.monotonic() + 6
+        assert service.decoders.processes is not None
+        processes = service.decoders.processes
+
+        def send(seed: int) -> None:
+            generator = random.Random(seed)
+            while time.monotonic() < end:
+                body = generator.choice(photos)
+                with suppress(ConnectionError), socket.create_connection(("127.0.0.1", client.port), timeout=20) as connection:
+                    connection.sendall(head.format(len(body)).encode() + body)
+                    if generator.random() < 0.7:
+                        statuses.add(connection.recv(1000)[9:12])
+
+        def kill() -> None:
+            generator = random.Random(0)
+            while time.monotonic() < end:
+                time.sleep(0.5 * generator.random())
+                process = generator.choice(processes._processes)._process
+                if process is not None:
+                    process.send_signal(generator.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)))
+
+        threads = [threading.Thread(target=send, args=(seed,)) for seed in range(6)] + [threading.Thread(target=kill)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        worker = service.workers["tiny"]
+
+        def left() -> tuple[int, ...]:
+            return worker._in_flight, worker.decoding.images, service.pixels.held, service.bytes.held, 2 - len(processes._idle)
+
+        assert until(lambda: not any(left())), left()  # a process that is stopped has the time of an image
+        assert len(set(processes._idle)) == 2 and statuses >= {b"200", b"429"}

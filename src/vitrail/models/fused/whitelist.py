@@ -142,7 +142,7 @@ def _shape_of_parts(
             continue
         if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.get_device() != device:
             return None
-        if bias.numel() != size[0] or bias.ndim != 1 or not bias.is_contiguous():
+        if bias.numel() != size[0] or bias.stride() != (1,):  # one axis, without gaps
             return None
     if not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtype):
         return None

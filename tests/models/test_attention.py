@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail import VitrailError, create_model
 from vitrail.models import ViT
-from vitrail.models.attention import Attention, sdpa
+from vitrail.models.attention import Attention, _without_cudnn, sdpa
 from vitrail.models.config import Pair
 
 SMALL = {"width": 24, "heads": 3, "depth": 2, "mlp": 32, "outputs": 5, "patch": 4}
@@ -113,6 +114,30 @@ def test_cudnn_is_left_out_and_what_was_disabled_stays_so(monkeypatch: pytest.Mo
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # asked for by name
         sdpa(q, q, q)
     assert seen == [(True, False, True, False), (True, True, True, False), (False, False, False, True)]
+
+
+class _OnGpu:
+    is_cuda = True
+
+
+@pytest.mark.slow
+def test_a_compiled_model_uses_the_kernels_that_were_enabled_when_it_was_compiled() -> None:
+    found: list[list[str]] = []
+
+    def attend(q: Tensor) -> Tensor:
+        with _without_cudnn(_OnGpu()):  # type: ignore[arg-type]
+            return F.scaled_dot_product_attention(q, q, q)
+
+    def backend(module: Any, inputs: Any) -> Any:
+        chosen = next((node for node in module.graph.nodes if node.target is torch.nn.attention._sdpa_kernel), None)
+        found.append([] if chosen is None else [kernel.args[0] for kernel in chosen.args[0]])
+        return module
+
+    for kernels in ([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION], [SDPBackend.MATH]):
+        torch._dynamo.reset()
+        with sdpa_kernel(kernels):
+            torch.compile(attend, fullgraph=True, backend=backend)(torch.zeros(1, 1, 4, 8))
+    assert found == [["MATH"], []]  # in the second nothing is left to disable
 
 
 @pytest.mark.parametrize("axis", [0, 1])

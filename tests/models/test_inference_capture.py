@@ -440,6 +440,14 @@ def test_captures_of_other_settings_of_torch_are_dropped() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         made(images)
     assert not made._captured._captures
+    captured(made, images)
+    allowed = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = not allowed  # convolutions, as in a hybrid's ResNet
+        made(images)
+        assert not made._captured._captures
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
 
 
 @torch.no_grad()

@@ -44,6 +44,13 @@ def test_autocast_takes_float64_images_and_weights(name: str, weights: torch.dty
         assert near(model.to(weights)(images.to(given)), exact, 0.1)
 
 
+def test_float64_weights_under_autocast_get_float64_patches(images: Tensor, fusing: None) -> None:
+    model = tiny(depth=1).eval()
+    exact = model(images)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert near(model.double()(images), exact, 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "BiT-R50x1"])

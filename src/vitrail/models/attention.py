@@ -94,12 +94,19 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: f
 
 
 def _without_cudnn(q: Tensor) -> AbstractContextManager[None]:
-    if not q.is_cuda:  # the settings are those of all threads, and some compute on CPUs side by side
-        return nullcontext()
-    if torch.compiler.is_compiling():  # it cannot read the settings
-        return sdpa_kernel(list(_BACKENDS))
+    # Not on CPUs: the settings are those of all threads, and some compute there side by side.
+    kernels = _enabled_but_cudnn() if q.is_cuda else []
+    return sdpa_kernel(kernels) if kernels else nullcontext()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _enabled_but_cudnn() -> list[SDPBackend]:
+    """Return the kernels that the caller has enabled, but not cuDNN's; none if cuDNN's is the only one, or is not enabled.
+
+    torch.compile cannot read these settings: a compiled model keeps those with which it was compiled.
+    """
     enabled = [backend for backend, is_enabled in _BACKENDS.items() if is_enabled()]  # type: ignore[no-untyped-call]
-    return sdpa_kernel(enabled) if enabled and torch.backends.cuda.cudnn_sdp_enabled() else nullcontext()
+    return enabled if torch.backends.cuda.cudnn_sdp_enabled() else []
 
 
 class AxialAttention(Attention):

@@ -51,6 +51,8 @@ def _fuses_patchify(model: ViT, images: Tensor) -> bool:
     dtype = encoder.matmul_dtype(weight)
     if dtype is None or images.requires_grad or images.device != weight.device or images.numel() == 0:
         return False
+    if weight.dtype is torch.float64:  # which autocast does not cast: it must meet patches of its own precision
+        return False
     plain = whitelist.is_plain_tensor(images) and whitelist.is_plain_tensor(weight)
     return plain and is_ordinary_call() and _kernels_run(weight, dtype)
 

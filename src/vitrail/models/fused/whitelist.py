@@ -131,10 +131,12 @@ def _shape_of_parts(
     width, hidden, heads, inner = up["in_features"], up["out_features"], attention["heads"], attention["_modules"]
     if device is None and _is_parameter(qkv["_parameters"]["weight"]):
         device = qkv["_parameters"]["weight"].get_device()
-    for state, size in ((qkv, (3 * width, width)), (out, (width, width)), (up, (hidden, width)), (down, (width, hidden))):
+    for state, rows, columns in ((qkv, 3 * width, width), (out, width, width), (up, hidden, width), (down, width, hidden)):
         parameters = state["_parameters"]
         weight, bias = parameters["weight"], parameters["bias"]
-        if (type(weight) is not _Parameter and not _is_parameter(weight)) or weight.get_device() != device or weight.shape != size:
+        if type(weight) is not _Parameter and not _is_parameter(weight):
+            return None
+        if weight.get_device() != device or weight.shape != (rows, columns):
             return None
         if dtype is not None and (weight.dtype is not dtype or (bias is not None and bias.dtype is not dtype)):
             return None
@@ -142,7 +144,7 @@ def _shape_of_parts(
             continue
         if (type(bias) is not _Parameter and not _is_parameter(bias)) or bias.get_device() != device:
             return None
-        if bias.numel() != size[0] or bias.ndim != 1 or not bias.is_contiguous():
+        if bias.shape != (rows,) or not bias.is_contiguous():
             return None
     if not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtype):
         return None

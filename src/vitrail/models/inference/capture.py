@@ -3,11 +3,11 @@
 A service that sends one image after another would wait for the launches. A replay computes what was captured, from the memory that
 was captured, so:
 
-- A capture belongs to a shape, to torch's settings for float32 matmuls, determinism and attention kernels, and to the model as it
-  is. After every replay, while the GPU still works, these are compared with what was captured: the settings, the model's modules,
-  their classes with all methods, the functions of torch that these call, attributes and hooks, and every parameter and buffer by
-  identity, address and version. If anything changed, all captures are dropped and the call is computed anew. Before a replay there
-  is as little Python as can be: the GPU waits for it.
+- A capture belongs to a shape, to torch's settings for float32 matmuls and convolutions, determinism and attention kernels, and to
+  the model as it is. After every replay, while the GPU still works, these are compared with what was captured: the settings, the
+  model's modules, their classes with all methods, the functions of torch that these call, attributes and hooks, and every
+  parameter and buffer by identity, address and version. If anything changed, all captures are dropped and the call is computed
+  anew. Before a replay there is as little Python as can be: the GPU waits for it.
 - Only models that run torch's and our code alone, without hooks, are captured (`runs_known_code`). Under torch.compile, functorch,
   global module hooks, a dispatch mode (such as a FLOP counter) or a capture of the caller's own, the model is called as usual.
 - One thread at a time copies its images in, replays and copies the logits out; an event puts the calls of several streams in order.
@@ -250,7 +250,7 @@ def _kernel_settings() -> tuple[Any, ...]:
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.cudnn.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),

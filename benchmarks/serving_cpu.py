@@ -35,6 +35,7 @@ from benchmarks.serving_load import (
     Server,
     closed_loop,
     cpu_name,
+    helper_processes,
     make_checkpoint,
     make_photos,
     print_rows,
@@ -145,8 +146,7 @@ class StandIn:
 def cpu_times(pid: int) -> dict[str, float]:
     """Return the CPU seconds of the parts of a service."""
     threads = {int(path.name): _nanoseconds(path) / 1e9 for path in Path(f"/proc/{pid}/task").iterdir()}
-    children = {child for tid in threads for child in Path(f"/proc/{pid}/task/{tid}/children").read_text().split()}
-    helpers = sum(_nanoseconds(task) for child in children for task in Path(f"/proc/{child}/task").iterdir()) / 1e9
+    helpers = sum(_nanoseconds(task) for helper in helper_processes(pid) for task in Path(f"/proc/{helper}/task").iterdir()) / 1e9
     total = sum(threads.values())
     return dict(zip(_PARTS, (threads[pid], total - threads[pid], total, helpers), strict=True))
 

@@ -74,7 +74,7 @@ class Connection:
             )
             self.writer.write(head.encode() + body)
             answer = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), _TIMEOUT)).lower()
-            length = re.search(rb"content-length: (\d+)", answer)
+            length = re.search(rb"\ncontent-length: (\d+)", answer)
             await self.reader.readexactly(int(length[1]) if length else 0)
             self.used = time.perf_counter()
             if b"connection: close" in answer:
@@ -173,12 +173,18 @@ class Server:
         return sum(float(value) for value in found)
 
     def memory(self) -> int:
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
-        return int(found[1]) * 1024 if found else 0
+        """Return the bytes in memory of the server and its helper processes."""
+        found = (
+            re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            for pid in (self.process.pid, *helper_processes(self.process.pid))
+        )
+        return sum(int(one[1]) * 1024 for one in found if one)
 
     def cpu_seconds(self) -> float:
-        values = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+        """Return the CPU seconds of the server and its helper processes, which decode images where there are many cores."""
+        pids = (self.process.pid, *helper_processes(self.process.pid))
+        found = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+        return sum(int(value) for values in found for value in values[11:15]) / os.sysconf("SC_CLK_TCK")  # with children that ended
 
     def accepted(self) -> list[str]:
         """Return the ids of requests that were taken, by the server's own log; status 0 is one that was cancelled by its end."""
@@ -188,6 +194,11 @@ class Server:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def helper_processes(pid: int) -> list[int]:
+    """Return the processes that any thread of a process has started."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
 def on_cores(cores: Sequence[int] | None) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from vitrail.serve.server import _bind
 from vitrail.serve.service import Service, models_of
 from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.serve.tensors import InferRequest, images_of_request, json_length, read_images
-from vitrail.serve.worker import ModelWorker
+from vitrail.serve.worker import ModelWorker, _check_device
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -185,6 +185,13 @@ def large_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_readv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.readv")
+
+
+def no_gpu_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
 
 
 def broken_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,6 +428,9 @@ CASES: tuple[Case, ...] = (
        "A has no head.", "Fine-tune it."),
     at("serve/worker.py:ModelWorker._as_answer#2", lambda: answer_to(RuntimeError("cuBLAS failed")),
        "The image could not be computed;", "the server's log says more."),
+    at("serve/worker.py:_check_device", lambda: _check_device(torch.device("cuda")),
+       "The GPU computes nothing any more (CUDA error: an illegal memory access was encountered).", "Start the service again;",
+       patch=no_gpu_any_more),
     at("serve/worker.py:not_finite",
        lambda: ask("POST", "/v2/models/tiny/infer",
                    {"inputs": [{"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [3e38] * 3072}]}),

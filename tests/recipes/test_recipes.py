@@ -90,6 +90,19 @@ def test_augreg_levels() -> None:
     assert (found["vit-ti16"].randaugment_magnitude, found["vit-ti16"].mixup) == (0, 0)
     assert (found["vit-b16"].randaugment_magnitude, found["vit-b16"].mixup) == (15, 0.5)
     assert recipe_named("augreg-vit-ti16-imagenet21k").augment.randaugment == "none"
+    heads = {name: recipe_named(f"augreg-vit-s16-{name}").model for name in ("imagenet", "imagenet21k")}
+    assert {name: (one.pre_logits, one.head_bias) for name, one in heads.items()} == {
+        "imagenet": (384, -6.9),
+        "imagenet21k": (None, -10.0),
+    }
+
+
+def test_sigmoids_over_many_classes_begin_with_rare_ones() -> None:
+    """With a bias of 0 the loss of 21,843 classes begins at 15,000; the authors' code has −10 for ResNets, too."""
+    assert recipe_named("bit-r50x1-imagenet21k-sgd").model.head_bias == recipe_named("bit-r50x1-jft").model.head_bias == -10
+    assert recipe_named("bit-r50x1-imagenet-sgd").model.head_bias is None
+    model = create_model("BiT-R26x1", layers=(1,), outputs=7, image_size=32, head_bias=-10.0)
+    assert model.head.bias.tolist() == [-10.0] * 7 and not model.head.weight.any()
 
 
 def test_deit_is_that_of_its_code() -> None:

@@ -6,7 +6,9 @@ import asyncio
 import functools
 import io
 import os
+import random
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.serve.conftest import running
+from tests.serve.conftest import running, until
 from vitrail.checkpoints import Bundle
 from vitrail.data import embedded
 from vitrail.data.preprocess import PRESETS, Preprocess, preset
@@ -222,6 +225,39 @@ def _runs(pid: int) -> bool:
     return stat.exists() and ") Z " not in stat.read_text()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_a_process_that_is_nearly_done_at_the_deadline_is_kept(single: Running) -> None:
+    """To start another takes longer than most images, so that under load few would be decoded at all."""
+    single.send(photo()).result(60)
+    process = single.process
+    process.send_signal(signal.SIGSTOP)
+    late = single.send(photo(), seconds=0.1)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGCONT)
+    assert torch.equal(late.result(60), TIMM(photo())) and single.process is process
+
+
+def test_a_process_whose_image_waits_for_pixels_is_kept_at_the_deadline() -> None:
+    """When there is space, an image that was given up meanwhile is not decoded."""
+    found = Running(decode_in="processes", decoders=2, max_pixels=200_000)
+    stream = io.BytesIO()
+    Image.new("RGB", (400, 400)).save(stream, "PNG")  # more than half of what all may have, so the process asks
+    try:
+        with found.pixels.hold(100_000):
+            waiting = found.send(stream.getvalue(), seconds=0.1)
+            assert found.decoders.processes is not None
+            (process,) = (one for one in found.decoders.processes._processes if one._image is not None)
+            before = process._process
+            time.sleep(2.5)
+            assert not waiting.done() and not found.call(waiting.job.cancel)  # type: ignore[attr-defined]
+        with pytest.raises(ServiceError, match="given up before there was space for its pixels"):
+            waiting.result(10)
+        assert process._process is before
+        assert torch.equal(found.send(stream.getvalue()).result(60), TIMM(stream.getvalue()))
+    finally:
+        found.close()
+
+
 def test_closing_does_not_wait_for_a_process_that_decodes(single: Running) -> None:
     single.send(photo()).result(60)
     single.process.send_signal(signal.SIGSTOP)
@@ -269,13 +305,106 @@ def test_what_a_process_may_not_answer_ends_it(answer: bytes, single: Running, m
     single.send(photo()).result(60)
     single.process.kill()
     ready = struct.pack("<c?3IQ", b"R", False, 0, 0, 0, 0)
-    script = f"import os, sys; os.write(1, {ready!r}); sys.stdin.buffer.read(20); os.write(1, {answer!r})"
-    command = [sys.executable, "-c", script]
-    monkeypatch.setattr(
-        "vitrail.serve.decoder_processes.start",
-        lambda *_, **__: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE),
-    )
+    _speaks(monkeypatch, f"import os, sys; os.write(1, {ready!r}); sys.stdin.buffer.read(20); os.write(1, {answer!r})")
     with pytest.raises(ServiceError, match="The process that decoded the image has ended"):
         single.send(photo()).result(60)
     monkeypatch.undo()
     assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+
+
+def _speaks(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Let every process that is started run this script."""
+    monkeypatch.setattr(
+        "vitrail.serve.decoder_processes.start",
+        lambda *_, **__: subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE),
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_process_that_ends_does_not_fail_an_image_that_it_was_not_sent(given_up: bool, single: Running) -> None:
+    """The image waits for pixels. If it was given up, nothing is told again: its place in the service would be freed twice."""
+    single.send(photo()).result(60)
+    assert single.decoders.processes is not None
+    (process,) = single.decoders.processes._processes
+    with single.pixels.hold(single.pixels.most):
+        waiting = single.send(photo())
+        assert not given_up or single.call(waiting.job.cancel)  # type: ignore[attr-defined]
+        single.process.kill()
+        end = time.monotonic() + 30
+        while process._process is not None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert process._process is None and not waiting.done()
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+    assert not waiting.done() if given_up else torch.equal(waiting.result(60), TIMM(photo()))
+
+
+def test_a_process_that_asks_for_pixels_twice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both questions would be granted, and the pixels of one never given back."""
+    ready, one, two = (struct.pack("<c?3IQ", kind, False, 0, 0, 0, count) for kind, count in ((b"R", 0), (b"P", 501), (b"P", 1)))
+    rest = f"sys.stdin.buffer.read(20); os.write(1, {one!r}); time.sleep(0.3); os.write(1, {two!r}); sys.stdin.read()"
+    _speaks(monkeypatch, f"import os, sys, time; os.write(1, {ready!r}); {rest}")
+    found = Running(decode_in="processes", decoders=2, max_pixels=1000)
+    try:
+        with found.pixels.hold(500):
+            waiting = found.send(photo())
+            with pytest.raises(ServiceError, match="The process that decoded the image has ended"):
+                waiting.result(20)
+    finally:
+        found.close()
+
+
+def test_a_process_that_cannot_start_is_not_the_fault_of_the_image(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    single.send(photo()).result(60)
+    single.process.kill()
+    single.process.wait()
+    _speaks(monkeypatch, "raise SystemExit(3)")
+    with pytest.raises(ServiceError, match="ended with status 3 while it started") as caught:
+        single.send(photo()).result(60)
+    assert caught.value.status == 503
+    monkeypatch.undo()
+    assert torch.equal(single.send(photo()).result(60), TIMM(photo()))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_nothing_is_lost_when_processes_end_and_clients_leave(bundle: Bundle) -> None:
+    """Every place, pixel, byte, process and connection is free again."""
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (400, 400, 3), np.uint8)).save(stream, "JPEG")
+    photos = [photo(), photo()[:900], 1_200_000 * b"x", stream.getvalue()]  # of a large body that is refused, the rest is not read
+    head = "POST /v1/predict HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: image/jpeg\r\nContent-Length: {}\r\n\r\n"
+    settings: dict[str, Any] = {"decoders": 2, "deadline": 0.5, "max_pixels": 300_000, "queue": 4}  # so that images wait for all
+    with running(lambda: bundle, decode_in="processes", **settings) as client:
+        service, statuses, end = client.service, set[bytes](), time.monotonic() + 6
+        assert service.decoders.processes is not None
+        processes = service.decoders.processes
+
+        def send(seed: int) -> None:
+            generator = random.Random(seed)
+            while time.monotonic() < end:
+                body = generator.choice(photos)
+                with suppress(ConnectionError), socket.create_connection(("127.0.0.1", client.port), timeout=20) as connection:
+                    connection.sendall(head.format(len(body)).encode() + body)
+                    if generator.random() < 0.7:
+                        statuses.add(connection.recv(1000)[9:12])
+
+        def kill() -> None:
+            generator = random.Random(0)
+            while time.monotonic() < end:
+                time.sleep(0.5 * generator.random())
+                process = generator.choice(processes._processes)._process
+                if process is not None:
+                    process.send_signal(generator.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)))
+
+        threads = [threading.Thread(target=send, args=(seed,)) for seed in range(6)] + [threading.Thread(target=kill)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        worker = service.workers["tiny"]
+
+        def left() -> tuple[int, ...]:
+            return worker._in_flight, worker.decoding.images, service.pixels.held, service.bytes.held, 2 - len(processes._idle)
+
+        assert until(lambda: not any(left())), left()  # a process that is stopped has the time of an image
+        assert len(set(processes._idle)) == 2 and statuses >= {b"200", b"429"}

@@ -255,6 +255,39 @@ def test_slow_clients_are_cut_off(bundle: Bundle, jpegs: list[bytes]) -> None:
             assert answered.status == 200 and answered.read()
 
 
+def test_the_connection_of_a_refused_client_that_has_left_ends(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body is not read any more, so that nothing but the refusal could notice it. Such connections piled up to the limit."""
+    from vitrail.serve.guard import Guard
+    from vitrail.serve.protocol import GuardedProtocol
+
+    check, lost, ended = Guard._check, GuardedProtocol.connection_lost, list[GuardedProtocol]()
+
+    def slowly(guard: Guard, scope: Any) -> None:
+        time.sleep(0.2)  # the event loop learns nothing meanwhile
+        check(guard, scope)
+
+    def noted(protocol: GuardedProtocol, error: Exception | None) -> None:
+        ended.append(protocol)
+        lost(protocol, error)
+
+    monkeypatch.setattr(Guard, "_check", slowly)
+    monkeypatch.setattr(GuardedProtocol, "connection_lost", noted)
+    with running(lambda: bundle, token="secret") as client:
+        with socket.create_connection(("127.0.0.1", client.port)) as connection:
+            head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n"
+            connection.sendall(head + 200_000 * b"x")  # more than is read ahead
+        assert until(lambda: len(ended) == 1)
+
+
+def test_a_refused_client_that_closes_leaves_no_error(bundle: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+    with running(lambda: bundle, token="secret") as client:
+        with socket.create_connection(("127.0.0.1", client.port), timeout=10) as connection:
+            connection.sendall(b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n" + 1000 * b"x")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+        assert client.call("GET", "/v2/health/ready")[0] == 200
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_a_token_is_needed_where_one_is_set(bundle: Bundle) -> None:
     with running(lambda: bundle, token="secret") as client:
         assert client.call("GET", "/v2/health/ready")[0] == 200

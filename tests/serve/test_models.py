@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,24 @@ def test_an_unexpected_failure_is_shown_while_another_model_loads(
     loading.set()
     assert ended == [2] and "ZeroDivisionError: in the loader" in capsys.readouterr().err
     assert until(lambda: not service.has_threads)
+
+
+def test_a_gpu_that_computes_nothing_any_more_ends_the_service(
+    bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal access every later call fails, too, while the thread still gives signs of life."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
+
+    with running(lambda: bundle) as client:
+        worker = client.service.workers["tiny"]
+        monkeypatch.setattr("vitrail.serve.worker._outputs", fails)
+        assert client.call("POST", "/v1/predict", jpegs[0])[0] == 500 and client.call("GET", "/v2/health/ready")[0] == 200
+        monkeypatch.setattr(torch.cuda, "synchronize", fails)
+        monkeypatch.setattr(worker, "_model", SimpleNamespace(device=torch.device("cuda")))
+        assert client.call("POST", "/v1/predict", jpegs[0])[0] == 503
+        assert until(lambda: worker.error is not None) and "an illegal memory access was encountered)" in str(worker.error)
 
 
 def test_a_worker_that_dies_ends_the_service(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

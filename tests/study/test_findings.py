@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
+import numpy as np
 import pytest
 
 from tests.study.made_rows import Accuracy, made_rows
 from vitrail.models import flops
 from vitrail.study.definition import Outcome
 from vitrail.study.definitions import STUDIES
-from vitrail.study.judge import cost_to_reach, frontier, interpolated
+from vitrail.study.judge import cost_to_reach, difference, frontier, interpolated
 from vitrail.study.plan import PlannedRow
+from vitrail.study.rows import DONE, Row
 from vitrail.study.summary import Summary
 from vitrail.train.plan import config_of
 
@@ -51,6 +54,34 @@ def test_data_size(vit: tuple[float, float], bit: tuple[float, float], agrees: s
 def test_data_size_with_one_seed_says_so() -> None:
     (outcome,) = outcomes("data-size", by_data((0.3, 0.8), (0.5, 0.7)), seeds=1)
     assert outcome.agrees == "yes" and "one seed" in outcome.why
+
+
+def test_a_point_with_one_seed_differs_between_seeds_as_the_others_do() -> None:
+    """A study that its budget cut off has some points with fewer seeds: their error is not that of counting test images alone."""
+    level = by_data((0.5, 0.8), (0.5, 0.77))
+    rows = made_rows("data-size", lambda row: level(row) + 0.04 * (row.seed - 1))
+    (finding,) = STUDIES["data-size"].findings
+    assert finding.judge(Summary(STUDIES["data-size"], rows)).agrees == "unclear"
+    cut_off = Summary(STUDIES["data-size"], [row for row in rows if row.seed == 1 or row.x not in (0.1, 1.0)])
+    outcome = finding.judge(cut_off)
+    assert outcome.agrees == "unclear" and "some points have one seed" in outcome.why
+    assert cut_off.seeds == "1 to 3"
+    (alone,) = outcomes("data-size", level, seeds=1)
+    assert "differences between seeds are not known" in alone.why
+
+
+def test_equal_points_seldom_differ_clearly() -> None:
+    """By two standard errors of three seeds each, which are often alike by chance, 12 % of pairs of equal points would."""
+    generator, found = np.random.default_rng(0), []
+    for _ in range(200):
+        values = generator.normal(0.5, 0.02, size=(10, 3))
+        rows = [
+            Row(study="x", point=point, series="ViT", label=str(point), seed=seed, status=DONE, test_images=10_000, finetuned=value)
+            for (point, seed), value in np.ndenumerate(values)
+        ]
+        reached = [value for entry in Summary(STUDIES["shape"], rows).entries if (value := entry.value("finetuned"))]
+        found += [difference(one, other)[1] for one, other in itertools.combinations(reached, 2)]
+    assert len(found) == 200 * 45 and sum(found) / len(found) < 0.08
 
 
 def test_data_size_with_equal_ends_gives_one_reason() -> None:

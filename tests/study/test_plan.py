@@ -82,6 +82,18 @@ def test_more_processes_take_less_time() -> None:
     assert one is not None and four is not None and four == pytest.approx(one / 4, rel=0.01)
 
 
+def test_pre_training_that_rows_share_counts_once_and_cannot_be_divided() -> None:
+    plan = plan_of("resolution")
+    speeds, rows = speeds_of(plan, 1e-9, 1.0), plan.rows()
+    before = {row.pretrain_key: speeds.training(row)[0] for row in rows}
+    after = sum(speeds.training(row)[1] for row in rows)
+    assert len(before) == 3 and len(rows) == 9
+    one, many = (fitted(plan, speeds, None, jobs).estimate for jobs in (1, 100))
+    assert one == pytest.approx(sum(before.values()) + after + 9)
+    longest = max(before[key] + sum(speeds.training(row)[1] + 1 for row in rows if row.pretrain_key == key) for key in before)
+    assert many == pytest.approx(longest)
+
+
 def test_speed_is_interpolated_between_measured_costs() -> None:
     rows = {row.point.label: row for row in plan_of("compute").rows() if row.point.series == "ViT"}
     small, middle, large = (rows[name] for name in ("small", "medium", "large"))

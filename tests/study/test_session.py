@@ -74,6 +74,31 @@ def test_a_run_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {row.status for row in Results(file).read()} == {DONE}
 
 
+@pytest.mark.slow
+def test_failed_fine_tuning_is_run_again_without_the_pre_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, trained, broken = running.train, list[str](), True
+
+    def fails(recipe: Any, out: Path, **more: Any) -> Any:
+        if "vitrail-study-" not in str(out):  # not to measure the speed
+            if broken and recipe.name == "finetune" and recipe.model.image_size == 32:
+                raise VitrailError("The loss is not finite.")
+            trained.append(recipe.name)
+        result = train(recipe, out, **more)
+        if result.before:
+            trained.pop()
+        return result
+
+    monkeypatch.setattr(running, "train", fails)
+    settings = StudySettings(out=tmp_path, **SHORT)
+    rows = Results(run_study("resolution", settings).csv).read()
+    assert [row.status for row in rows if row.series == "ViT"] == [DONE, DONE, FAILED]
+    broken = False
+    trained.clear()
+    rows = Results(run_study("resolution", StudySettings(out=tmp_path, retry_failed=True, **SHORT)).csv).read()
+    assert {row.status for row in rows} == {DONE} and trained == ["finetune"] * 3
+    assert not list((tmp_path / "resolution" / "runs").glob("*/model"))
+
+
 def start(out: Path, *options: str) -> subprocess.Popen[str]:
     words = [
         sys.executable,
@@ -148,6 +173,20 @@ def test_a_budget_that_is_over_leaves_rows_for_the_next_run(tmp_path: Path, monk
     assert "the budget was over before they started" in result.csv.with_suffix(".md").read_text()
     assert run_study("positions", settings).late == 0
     assert len(summaries(tmp_path)[0].entries) == 5
+
+
+@pytest.mark.slow
+def test_no_row_starts_after_the_budget_where_rows_share_their_pre_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    settings = StudySettings(out=tmp_path, budget=30.0, **SHORT)
+    with monkeypatch.context() as context:
+        context.setattr(running.time, "time", lambda: real() + (3600 if Results(tmp_path / "resolution.csv").finished() else 0))
+        assert run_study("resolution", settings).late == 8
+    assert run_study("resolution", settings).late == 0
+    assert {row.status for row in Results(tmp_path / "resolution.csv").read()} == {DONE}
+    assert not list((tmp_path / "resolution" / "runs").glob("*/model"))
 
 
 def test_jobs_and_torchrun_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ class ModelConfig(_Fields):
     outputs: int = 1000
     image_size: Pair = (224, 224)
     channels: int = 3
+    head_bias: float = 0.0  # initial value: −10 and −6.9 are used with sigmoid losses
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", _pair(self.image_size, "image_size"))
@@ -153,7 +154,6 @@ class ViTConfig(ModelConfig):
     pooling: Literal["class", "mean", "map"] = "class"
     final_norm: Literal["before-pool", "after-pool"] = "before-pool"
     pre_logits: int | None = None  # width of the tanh layer before the head
-    head_bias: float = 0.0  # initial value: −10 and −6.9 are used with sigmoid losses
     init: Init = "paper"  # paper: Xavier, zero-initialised head. small: truncated normal of std .02, as timm and DeiT
 
     dropout: float = 0.0

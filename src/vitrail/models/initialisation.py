@@ -30,8 +30,9 @@ def initialise(model: ViT | BiT, seed: int | None = None) -> None:
     initialise_parts(model, generator, model.config.init if isinstance(model, ViT) else "paper")
     if isinstance(model, ViT):
         _initialise_vit(model, generator)
-    for head in model.head.parameters() if isinstance(model, BiT) else ():
-        nn.init.zeros_(head)
+    elif isinstance(model.head, nn.Linear):
+        nn.init.zeros_(model.head.weight)
+        nn.init.constant_(model.head.bias, model.config.head_bias)
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 8 -m vitrail train augreg-vit-s16-imagenet --data folder:IMAGENET
 
 300 epochs at batch 4096 with a sigmoid for each class; each model has the level of RandAugment and mixup that served it best.
+For ImageNet the head has the tanh layer, as in big_vision's configuration; for 21k it has none, neither there nor in the released
+weights. These read the class token, as here; big_vision's configuration for 21k takes the mean over patches.
 Weight decay is in big_vision's convention: 1e-4 times the schedule, 0.1 in torch's AdamW at this learning rate.
 """
 
@@ -25,7 +27,9 @@ _ACCURACY = {"ViT-L/16": 85.59, "ViT-B/16": 85.49, "ViT-S/16": 83.73, "ViT-Ti/16
 
 
 def imagenet(model: str) -> Recipe:
-    return _augreg(model, "imagenet", IMAGENET[model], head_bias=-6.9)
+    config = model_config(model)
+    assert isinstance(config, ViTConfig)
+    return _augreg(model, "imagenet", IMAGENET[model], head_bias=-6.9, pre_logits=config.width)
 
 
 def imagenet21k(model: str) -> Recipe:
@@ -33,12 +37,10 @@ def imagenet21k(model: str) -> Recipe:
     return _augreg(model, "imagenet21k", IMAGENET21K[model], head_bias=-10.0, expected=expected)
 
 
-def _augreg(model: str, data: str, level: str, *, head_bias: float, expected: str = "") -> Recipe:
-    config = model_config(model)
-    assert isinstance(config, ViTConfig)
+def _augreg(model: str, data: str, level: str, *, head_bias: float, pre_logits: int | None = None, expected: str = "") -> Recipe:
     return Recipe(
         name=f"augreg-{slug(model)}-{data}",
-        model=ModelSpec(name=model, image_size=224, pre_logits=config.width, head_bias=head_bias),
+        model=ModelSpec(name=model, image_size=224, pre_logits=pre_logits, head_bias=head_bias),
         data=DataSpec(source="", preprocess="big-vision"),
         augment=augment_level(level, crop="inception-tensorflow", antialias=False),
         task=TaskSpec(loss="sigmoid"),

@@ -93,7 +93,7 @@ def _pretraining(
             name=model,
             image_size=224,
             pre_logits=config.width if isinstance(config, ViTConfig) else None,
-            head_bias=-10.0 if sigmoid and is_vit else None,
+            head_bias=-10.0 if sigmoid else None,
             dropout=dropout if is_vit else None,
         ),
         data=DataSpec(source=""),

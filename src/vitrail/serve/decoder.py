@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.data.preprocess import Preprocess
-from vitrail.serve.errors import ServiceError
+from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.images import Decoded, decode
 from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
@@ -32,7 +32,7 @@ REQUEST = struct.Struct("<IIQ")
 ANSWER = struct.Struct("<c?3IQ")
 """Before each answer: kind; of an image whether it is rotated, its channels, height, width; bytes that follow, or pixels."""
 READY, IMAGE, ERROR, ASKS = b"R", b"I", b"E", b"P"
-GRANTED = b"\n"
+GRANTED, DENIED = b"\n", b"\0"
 
 
 def main() -> None:
@@ -60,8 +60,11 @@ class _Permission(PixelLimit):
     def hold(self, count: int) -> Iterator[None]:
         if count > self.most:
             _send(ASKS, count=count)
-            if not sys.stdin.buffer.read(1):
+            answer = sys.stdin.buffer.read(1)
+            if not answer:
                 raise SystemExit
+            if answer == DENIED:
+                raise unavailable("The image was given up before there was space for its pixels.")
         yield
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from vitrail.data.preprocess import Preprocess
-from vitrail.serve.decoder import ANSWER, ASKS, ERROR, GRANTED, IMAGE, READY, REQUEST, answered_image
+from vitrail.serve.decoder import ANSWER, ASKS, DENIED, ERROR, GRANTED, IMAGE, READY, REQUEST, answered_image
 from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.images import Decoded
 from vitrail.serve.limits import PixelLimit
@@ -30,23 +30,25 @@ from vitrail.serve.settings import ServeSettings
 Done = Callable[[Decoded | ServiceError], None]
 _PIPE_BYTES = 1 << 20
 _START_SECONDS = 60.0
+_PATIENCE = 2.0  # seconds after the deadline: to end a process and start another takes longer than to decode most images
 _MOST_MESSAGE, _STATUSES = 1 << 16, range(400, 600)  # bytes of an error, and what it can be
 
 
 class Decoding:
     """An image on its way through a process."""
 
-    __slots__ = ("begun", "cancelled", "data", "deadline", "done", "preprocess")
+    __slots__ = ("asked", "begun", "cancelled", "data", "deadline", "done", "preprocess")
 
     def __init__(self, data: bytes, preprocess: Preprocess, deadline: float, done: Done) -> None:
         self.data, self.preprocess, self.deadline, self.done = data, preprocess, deadline, done
-        self.begun = self.cancelled = False
+        self.asked = self.begun = self.cancelled = False
 
     def cancel(self) -> bool:
-        """Give the image up; False if it is being decoded, whose end is still told."""
+        """Give the image up; False if a process has it, whose end is still told."""
+        self.cancelled = True
         if not self.begun:
-            self.cancelled, self.data = True, b""
-        return self.cancelled
+            self.data = b""
+        return not self.begun
 
 
 class DecoderProcesses:
@@ -154,7 +156,7 @@ class _Process:
             self._finish()
             return
         image.begun = True
-        self._timer = loop.call_later(image.deadline - time.monotonic(), self._late)
+        self._watch(image)
         try:
             self.start()
         except ServiceError as error:
@@ -229,9 +231,11 @@ class _Process:
             self._ready = True
             if self._image is not None:
                 self._send_image(self._image)
-        elif kind == ASKS:
+        elif kind == ASKS and self._image is not None:
+            self._image.asked = True
+            self._stop_timer()  # while it waits it is not late
             self._release_pixels()
-            self._take_pixels(count, functools.partial(self._send, GRANTED))
+            self._take_pixels(count, self._answer_question)
         else:
             content, self._content = self._content, bytearray()
             if kind == ERROR:
@@ -240,36 +244,57 @@ class _Process:
                 self._usual = size
                 self._finish(answered_image(shape, content, rotated))
 
+    def _answer_question(self) -> None:
+        """Let the image be decoded, unless it was given up: then others need not wait for it."""
+        image = self._image
+        assert image is not None
+        self._watch(image)
+        if image.cancelled:
+            self._release_pixels()
+        self._send(DENIED if image.cancelled else GRANTED)
+
     def _is_expected(self, kind: bytes, shape: list[int], size: int) -> bool:
         if kind == READY:
             return not self._ready
-        if self._image is None or not self._ready or self._unsent:
+        if self._image is None or not self._image.begun or not self._ready or self._unsent:
             return False
         if kind == ERROR:
             return shape[0] in _STATUSES and size <= _MOST_MESSAGE
         how = self._image.preprocess
         same = shape[1:] == list(how.size) or (how.resize == "keep-aspect" and 0 < max(shape[1:]) <= (how.max_size or 0))
         pixels = math.prod(shape)
-        return kind == ASKS or (kind == IMAGE and shape[0] == how.channels and same and size in (pixels, 4 * pixels))
+        if kind == ASKS:  # once: pixels of an earlier question would be lost
+            return not self._image.asked
+        return kind == IMAGE and shape[0] == how.channels and same and size in (pixels, 4 * pixels)
+
+    def _watch(self, image: Decoding) -> None:
+        """End the process if it is not done soon after the image's deadline."""
+        seconds = max(0.0, image.deadline - time.monotonic()) + _PATIENCE
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _late(self) -> None:
         self._forget()
         self._finish(unavailable("The image was not decoded before its deadline."))
 
     def _ended(self) -> None:
-        """The process has ended, or what it sends is no answer."""
-        status = self._forget()
-        if self._image is not None:
-            self._finish(crashed(status))
+        """The process has ended, or what it sends is no answer. An image that still waits for pixels gets the next process."""
+        was_ready, status = self._ready, self._forget()
+        if self._image is not None and self._image.begun:
+            self._finish(crashed(status) if was_ready else not_started(status))
 
     def _finish(self, found: Decoded | ServiceError | None = None) -> None:
         image, self._image = self._image, None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if image is None:  # already told; a process that is idle twice would get two images
+            return
+        self._stop_timer()
         self._release_pixels()
         self._pool.free(self)
-        if found is not None and image is not None:
+        if found is not None and (image.begun or not image.cancelled):
             image.done(found)
 
     def _forget(self) -> int:
@@ -315,6 +340,10 @@ def crashed(status: int) -> ServiceError:
     if status in (-9, 0):  # it was ended by the system or an operator
         return unavailable("The process that decoded the image has ended.")
     return ServiceError(422, "The image cannot be decoded: its decoder crashed. Send an intact JPEG or PNG file.")
+
+
+def not_started(status: int) -> ServiceError:
+    return unavailable(f"The process that decodes images ended with status {status} while it started.")
 
 
 def _pipes(process: subprocess.Popen[bytes] | None) -> tuple[int, int]:

@@ -50,7 +50,8 @@ class Decoders:
                 self.processes.prepare()
 
     def decode(self, data: bytes, preprocess: Preprocess, deadline: float, done: Done) -> Cancellable:
-        """Decode a file, and call `done` in the event loop. `deadline`, a time of `time.monotonic`, ends a process that hangs."""
+        """Decode a file, and call `done` in the event loop. A process that has not answered soon after the
+        `deadline`, a time of `time.monotonic`, is ended."""
         if self.processes is not None:
             return self.processes.decode(data, preprocess, deadline, done)
         loop = asyncio.get_running_loop()

@@ -144,6 +144,8 @@ class _LingeringTransport:
         self._transport.write(headers + data if headers else data)
 
     def close(self) -> None:
+        if self.is_closing():  # after the end of its own side nothing can be written
+            return
         self.write(b"")
         if self._protocol.conn.their_state in (h11.SEND_BODY, h11.ERROR):
             self.linger()
@@ -155,7 +157,11 @@ class _LingeringTransport:
             return
         self.write(b"")
         self._lingering = True
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has closed its side, too, so nothing else would end this connection: its body is not read
+            self._transport.abort()
+            return
         self._protocol.flow.resume_reading()
         self._protocol.loop.call_later(LINGER_SECONDS, self._transport.abort)
 

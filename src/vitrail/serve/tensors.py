@@ -22,6 +22,7 @@ from vitrail.serve.json_body import parse_json
 if TYPE_CHECKING:
     from fastapi.responses import Response
 
+Buffer = bytes | memoryview
 Images = list[bytes] | np.ndarray[Any, Any]
 IMAGES, PIXELS, ENCODED, OUTPUT = "images", "pixels", "encoded_images", "logits"
 HEADER = "Inference-Header-Content-Length"
@@ -86,13 +87,13 @@ def read_images(body: bytes, length: int, expected: list[int], most: int) -> tup
     These are encoded files, or one array [image, *expected], float32 or, of pixels, uint8; there are at most `most`.
     """
     request = parse_json(body[:length] if length < len(body) else body, InferRequest, max_values(expected, most))
-    images = images_of_request(request, body[length:], expected, most)
+    images = images_of_request(request, memoryview(body)[length:], expected, most)  # not copied: it may be 32 MiB
     for given in request.inputs:
         given.data = None
     return request, images
 
 
-def images_of_request(body: InferRequest, binary: bytes, expected: list[int], most: int) -> Images:
+def images_of_request(body: InferRequest, binary: Buffer, expected: list[int], most: int) -> Images:
     """Return the images: encoded files, or an array of tensors of the shape `expected`."""
     if len(body.inputs) != 1:
         raise ServiceError(400, f"Give one input, {IMAGES}, {PIXELS} or {ENCODED}; there are {len(body.inputs)}.")
@@ -115,7 +116,7 @@ def images_of_request(body: InferRequest, binary: bytes, expected: list[int], mo
     return _tensors(given, binary, expected, most)
 
 
-def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes]:
+def _encoded(given: InputTensor, binary: Buffer, most: int) -> list[bytes]:
     if given.datatype != "BYTES":
         raise ServiceError(400, f"datatype is {given.datatype}; for {ENCODED} it must be BYTES.")
     texts: list[Any] = _split(binary, most) if given.data is None else given.data
@@ -133,7 +134,7 @@ def _encoded(given: InputTensor, binary: bytes, most: int) -> list[bytes]:
     return [bytes_of_text(text) for text in texts]
 
 
-def _split(binary: bytes, most: int) -> list[bytes]:
+def _split(binary: Buffer, most: int) -> list[bytes]:
     """Return byte strings that each follow their length, a little-endian uint32; if there are more than `most`, only one more."""
     found: list[bytes] = []
     start = 0
@@ -143,12 +144,12 @@ def _split(binary: bytes, most: int) -> list[bytes]:
         (length,) = struct.unpack_from("<I", binary, start)
         if length > len(binary) - start - 4:
             raise ServiceError(400, f"The binary data ends within a value. {_FORMAT}")
-        found.append(binary[start + 4 : start + 4 + length])
+        found.append(bytes(binary[start + 4 : start + 4 + length]))
         start += 4 + length
     return found
 
 
-def _tensors(given: InputTensor, binary: bytes, expected: list[int], most: int) -> np.ndarray[Any, Any]:
+def _tensors(given: InputTensor, binary: Buffer, expected: list[int], most: int) -> np.ndarray[Any, Any]:
     kinds = _FLOATS if given.name == IMAGES else {"UINT8": "u1"}
     if given.datatype not in kinds:
         wanted = "FP32, FP16 or FP64" if given.name == IMAGES else "UINT8"
@@ -194,7 +195,7 @@ def _numbers(given: InputTensor) -> np.ndarray[Any, Any]:
     return values.ravel()
 
 
-def _from_binary(given: InputTensor, binary: bytes, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _from_binary(given: InputTensor, binary: Buffer, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
     size = math.prod(given.shape) * kind.itemsize
     if len(binary) != size:
         needed = f"the shape {given.shape} in {given.datatype} needs {size:,}"

@@ -293,6 +293,7 @@ class ModelWorker:
         try:
             results = self._results(batch)
         except Exception as error:
+            _check_device(self._model.device)
             if len(batch) > 1:  # one image, or too little memory for all, must not fail the others
                 middle = len(batch) // 2
                 self._compute(batch[:middle])
@@ -342,6 +343,18 @@ class ModelWorker:
         found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
         finite = np.isfinite(found).all(axis=1)
         return [row if good else not_finite() for row, good in zip(found, finite, strict=True)]
+
+
+def _check_device(device: torch.device) -> None:
+    """Raise an error if a GPU computes nothing any more in this process, as after an illegal access: every image would fail."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise VitrailError(
+                f"The GPU computes nothing any more ({reason}). Start the service again; its log says more."
+            ) from error
 
 
 def _head_error(bundle: Bundle) -> str:

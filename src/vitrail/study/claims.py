@@ -56,13 +56,13 @@ def _entry(finding: Finding, summary: Summary, folder: Path, root: Path) -> str:
         shown = folder.resolve().relative_to(root.resolve()).as_posix()
     except ValueError:
         shown = folder.as_posix()
+    setting = f"{first.image_size} pixels, {first.hardware}, seeds: {summary.seeds}"
     rows = [row for entry in summary.entries for row in entry.rows]
-    seeds = max(len(entry.rows) for entry in summary.entries)
     minutes = sum(row.seconds or 0 for row in rows) / 60
     run = f"{counted(len(rows), 'row')} in {minutes:.1f} minutes, {first.precision}, Vitrail {first.vitrail}, torch {first.torch}"
     links = f"[table]({shown}/{summary.study.name}.md), [rows]({shown}/{summary.study.name}.csv)"
     return (
-        f"- **{first.data} → {first.target}**, {first.image_size} pixels, {first.hardware}, seeds: {seeds}, {run}, {first.date}. "
+        f"- **{first.data} → {first.target}**, {setting}, {run}, {first.date}. "
         f"{outcome.ours}. **{_verdict(outcome).capitalize()}**{why}. `{first.command}` ({links})"
     )
 

@@ -38,8 +38,7 @@ def draw(summary: Summary) -> Figure:
 def _title(summary: Summary, width: float) -> str:
     """Return the title in lines that fit a width in inches."""
     first = summary.entries[0].first
-    seeds = max(len(entry.rows) for entry in summary.entries)
-    spread = f"mean of {seeds} seeds, bars: standard deviation" if seeds > 1 else "one seed"
+    spread = f"mean of {summary.seeds} seeds, bars: standard deviation" if summary.seeds != "1" else "one seed"
     text = f"{summary.study.title}: {first.data} → {first.target}, {first.image_size} px ({spread})"
     return textwrap.fill(text, int(_CHARACTERS * width), break_on_hyphens=False)
 

@@ -37,8 +37,11 @@ def percent(fraction: float) -> str:
 
 def caution(values: Sequence[Value]) -> str:
     """Say what weakens a comparison."""
-    if all(one.std is None for one in values):
+    single = [one for one in values if one.std is None]
+    if any(one.usual_std is None for one in single):
         return "one seed: differences between seeds are not known"
+    if single:
+        return "some points have one seed: their seeds are taken to differ as those of the others do"
     return ""
 
 

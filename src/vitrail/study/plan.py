@@ -209,22 +209,29 @@ def stored_plan(file: Path, study: Study, settings: StudySettings) -> Plan | Non
 class Estimate:
     """Seconds that a study takes, for any choice of points and any length."""
 
-    training: dict[int, float]
-    """By point, for all seeds, at full length."""
+    training: dict[int, tuple[str, float, float]]
+    """By point: the key of its pre-training, and the seconds of pre-training and of fine-tuning at full length."""
     overhead: float
+    """Of a row."""
     seeds: int
     jobs: int
 
     def seconds(self, kept: Iterable[int], scale: float) -> float:
-        """Return the time with the work shared evenly among the processes, and at least that of the longest row."""
-        rows = [scale * self.training[number] + self.overhead for number in kept]
-        return max(self.seeds * sum(rows) / self.jobs, max(rows, default=0.0))
+        """Return the time with the work shared evenly among the processes, and at least that of what only one process can do.
+
+        That are the rows that share their pre-training, which is done once.
+        """
+        groups: dict[str, float] = {}
+        for number in kept:
+            key, pretrain, finetune = self.training[number]
+            groups[key] = groups.get(key, scale * pretrain) + scale * finetune + self.overhead
+        return max(self.seeds * sum(groups.values()) / self.jobs, max(groups.values(), default=0.0))
 
 
 def fitted(plan: Plan, speeds: Speeds, seconds: float | None, jobs: int) -> Plan:
     """Shorten a plan until it takes no more than `seconds`: first the runs, then, point by point, the grid."""
     rows = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, seeds=1)).rows()
-    training = {row.number: speeds.training(row) for row in rows}
+    training = {row.number: (row.pretrain_key, *speeds.training(row)) for row in rows}
     estimate = Estimate(training, speeds.overhead, plan.settings.seeds, jobs)
     kept, scale = list(plan.kept), 1.0
     if seconds is not None:

@@ -108,11 +108,8 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
                 rows = world.broadcast([row.key for row in waiting[name] if row.key not in finished] if held else None)
                 if rows is None:
                     continue  # another process has it
-                over = world.broadcast(job.deadline is not None and time.time() > job.deadline)
-                if rows and over:
-                    late += len(rows)
-                elif rows:
-                    _run_group([row for row in waiting[name] if row.key in rows], job, world, say, keys)
+                if rows:
+                    late += _run_group([row for row in waiting[name] if row.key in rows], job, world, say, keys)
                 del waiting[name]
                 took_one = True
         if not took_one:
@@ -120,8 +117,12 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
     return late
 
 
-def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, keys: set[str]) -> None:
-    for planned in rows:
+def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, keys: set[str]) -> int:
+    """Run rows that share their pre-training; return how many were left because the time was over."""
+    failed = False
+    for number, planned in enumerate(rows):
+        if world.broadcast(job.deadline is not None and time.time() > job.deadline):
+            return len(rows) - number
         try:
             row, _ = run_row(planned, job, world, job.folder / "runs")
         except VitrailError as error:
@@ -132,11 +133,19 @@ def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, key
             done = len(job.results.finished() & keys)
             say(f"[{done}/{len(keys)}] {planned.name}: {_outcome(row)}")
         world.barrier()
+        failed = failed or row.status == FAILED
+        if row.status == DONE:
+            _remove_model(_folders(planned, job.folder / "runs")[1], job, world)
+    if not failed:  # a failed row that is run again needs the pre-trained model
+        _remove_model(_folders(rows[0], job.folder / "runs")[0], job, world)
+    return 0
+
+
+def _remove_model(run: Path, job: Job, world: World) -> None:
+    """Remove what is large of a run, unless the user keeps the models."""
     if world.main and not job.settings.keep_models:
-        for planned in rows:
-            for run in _folders(planned, job.folder / "runs"):
-                for part in ("checkpoints", "model", "reconstruction"):
-                    shutil.rmtree(run / part, ignore_errors=True)
+        for part in ("checkpoints", "model", "reconstruction"):
+            shutil.rmtree(run / part, ignore_errors=True)
 
 
 def _outcome(row: Row) -> str:

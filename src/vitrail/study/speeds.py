@@ -44,10 +44,12 @@ class Speeds:
         """Seconds of a row besides training."""
         return statistics.median_low(self._overheads) if self._overheads else 0.0
 
-    def training(self, row: PlannedRow) -> float:
-        """Estimate the seconds that a row trains."""
-        recipes = [recipe for recipe in (row.pretrain, _finetuned(row)) if recipe is not None]
-        return sum((recipe.steps or 0) * recipe.batch * self.per_image(recipe) for recipe in recipes)
+    def training(self, row: PlannedRow) -> tuple[float, float]:
+        """Estimate the seconds of a row's pre-training and of its fine-tuning."""
+        return self._seconds(row.pretrain), self._seconds(_finetuned(row))
+
+    def _seconds(self, recipe: Recipe | None) -> float:
+        return 0.0 if recipe is None else (recipe.steps or 0) * recipe.batch * self.per_image(recipe)
 
     def per_image(self, recipe: Recipe) -> float:
         """Return the seconds of training on one image, interpolated between the nearest measured costs."""

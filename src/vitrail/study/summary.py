@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vitrail.study.definition import METRICS, Metric, Study
@@ -20,16 +20,20 @@ class Value:
     """Over seeds; None with one seed."""
     seeds: int
     test_images: int
+    usual_std: float | None = None
+    """The median over the study's points that have several seeds."""
 
     @property
     def error(self) -> float:
         """The standard error of the mean over seeds; with one seed, that of counting hits among the test images.
 
-        Few seeds often hit equally many of few test images: the deviation counts as at least one image.
+        Few seeds are often alike by chance. So a deviation counts as at least the usual one, and one test image; a point with one
+        seed among points with several has the usual one.
         """
         if self.std is not None:
-            return max(self.std, 1 / max(self.test_images, 1)) / math.sqrt(self.seeds)
-        return math.sqrt(max(self.mean * (1 - self.mean), 1e-6) / max(self.test_images, 1))
+            return max(self.std, self.usual_std or 0.0, 1 / max(self.test_images, 1)) / math.sqrt(self.seeds)
+        counting = math.sqrt(max(self.mean * (1 - self.mean), 1e-6) / max(self.test_images, 1))
+        return max(counting, self.usual_std or 0.0)
 
     def text(self) -> str:
         std = f" ± {100 * self.std:.1f}" if self.std is not None else ""
@@ -43,6 +47,8 @@ class Entry:
     series: str
     label: str
     rows: tuple[Row, ...]
+    usual_std: Mapping[Metric, float]
+    """Of each metric, the median over all points that have several seeds."""
 
     @property
     def name(self) -> str:
@@ -58,11 +64,15 @@ class Entry:
         return statistics.fmean(values) if values else None
 
     def value(self, metric: Metric) -> Value | None:
-        values = [value for row in self.rows if (value := getattr(row, metric)) is not None]
+        values = _values(self.rows, metric)
         if not values:
             return None
         std = statistics.stdev(values) if len(values) > 1 else None
-        return Value(statistics.fmean(values), std, len(values), self.first.test_images or 0)
+        return Value(statistics.fmean(values), std, len(values), self.first.test_images or 0, self.usual_std.get(metric))
+
+
+def _values(rows: Sequence[Row], metric: Metric) -> list[float]:
+    return [value for row in rows if (value := getattr(row, metric)) is not None]
 
 
 class Summary:
@@ -74,13 +84,21 @@ class Summary:
         for row in sorted(rows, key=lambda one: (one.point, one.seed)):
             if row.status == DONE:
                 grouped.setdefault((row.series, row.label), []).append(row)
-        self.entries = [Entry(series, label, tuple(group)) for (series, label), group in grouped.items()]
+        several = {metric: [one for rows in grouped.values() if len(one := _values(rows, metric)) > 1] for metric in METRICS}
+        usual = {metric: statistics.median(map(statistics.stdev, found)) for metric, found in several.items() if found}
+        self.entries = [Entry(series, label, tuple(group), usual) for (series, label), group in grouped.items()]
         self.failed = [row for row in rows if row.status == FAILED]
         self.left_out = [row for row in rows if row.status == LEFT_OUT]
 
     @property
     def series(self) -> list[str]:
         return list(dict.fromkeys(entry.series for entry in self.entries))
+
+    @property
+    def seeds(self) -> str:
+        """How many seeds the points have: `3`, or `1 to 3`."""
+        counts = [len(entry.rows) for entry in self.entries]
+        return f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
     @property
     def metrics(self) -> list[Metric]:

@@ -64,3 +64,12 @@ def test_errors_name_arguments_not_options(bundle: vitrail.Bundle, tmp_path: Pat
     for top in (0, 1.5, "3"):
         with pytest.raises(VitrailError, match=f"top is {top!r}"):
             bundle.predict(np.zeros((8, 8, 3), np.uint8), top=top)  # type: ignore[arg-type]
+
+
+def test_a_float_tensor_of_pixels_is_mentioned(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    bundle = vitrail.load(checkpoint)
+    channels, size = bundle.model.config.channels, bundle.model.config.image_size
+    for scale, warned in ((1, False), (255, True)):
+        caplog.clear()
+        bundle.predict(scale * torch.rand(2, channels, *size))
+        assert ("Pass pixels as uint8" in caplog.text) is warned

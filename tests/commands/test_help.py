@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,6 +199,34 @@ def test_settings_without_effect_are_refused(words: list[str], flag: str, capsys
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2 and f"vitrail: {flag} has no effect on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["32x48"], [32, 48]),
+        (["32×48"], [32, 48]),  # as it is printed
+        (["32", "48"], [32, 48]),
+        (["16"], 16),
+        (["None"], None),
+    ],
+)
+def test_height_and_width_are_written_alike_in_every_command(
+    words: list[str], size: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "digits", "--image-size", *words, "--explain", "--json"])
+    assert not end.value.code
+    assert json.loads(capsys.readouterr().out)["recipe"]["model"]["image_size"] == size
+
+
+@pytest.mark.parametrize("size", ["32x", "32,48", "-3", "1x2x3", "nan"])
+def test_a_size_that_is_none_says_what_is_expected(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "digits", f"--image-size={size}"])
+    assert end.value.code == 2 and "height and width such as 384x512" in " ".join(
+        re.sub("[│─]", "", capsys.readouterr().err).split()
+    )
 
 
 @pytest.mark.parametrize(

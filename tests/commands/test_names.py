@@ -96,6 +96,24 @@ def test_references_with_an_at_that_are_no_names(
         assert status == 2 and message in " ".join(err.split()) and "There is no model" not in err, err
 
 
+@pytest.mark.parametrize(
+    ("reference", "hint"),
+    [
+        ("google/vit-base-patch16-224", "On the Hub it would be hf:google/vit-base-patch16-224."),
+        ("vit_base_patch16_224", "Did you mean vit_base_patch16_224.augreg"),
+        ("timm/vit_base_patch16_224", "Did you mean vit_base_patch16_224.augreg"),
+        ("runs/nosuch", "There is no checkpoint 'runs/nosuch'. Give"),
+    ],
+)
+def test_names_as_other_libraries_write_them(
+    reference: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    status, _, err = run(capsys, "info", reference)
+    assert status == 2 and hint in " ".join(err.split())
+
+
 def test_names_of_runs() -> None:
     assert short_name("ViT-B/16") == "ViT-B-16" and short_name("ViT-B/16@mae") == "ViT-B-16-mae"
     assert short_name("weights/ViT-B_16.npz") == "ViT-B_16" and short_name("hf:owner/name") == "name"

@@ -111,7 +111,9 @@ def test_checkpoint_and_images_are_told_apart(
     (tmp_path / "run" / "curves.png").write_bytes(b"")
     for words, sentence in (
         ((), "No image was given"),
-        ((checkpoint,), "No image was given"),
+        ((checkpoint,), f"No image was given, only {checkpoint}, which is read as the checkpoint"),
+        (("https://login@example.com/cat.JPG?size=1",), "https://example.com/cat.JPG?… is a URL, and images are not downloaded"),
+        ((checkpoint, "https://example.com/cat"), "https://example.com/cat is a URL, and images are not downloaded"),
         (("vitrail-ti8-tiny-imagenet",), "No image was given"),
         (("nowhere.jpg",), "There is no file or folder nowhere.jpg"),
         (("nowhere",), "There is no image, folder or checkpoint 'nowhere'"),
@@ -121,6 +123,21 @@ def test_checkpoint_and_images_are_told_apart(
     ):
         status, _, err = run(capsys, "predict", *words)
         assert status == 2 and sentence in err, (words, err)
+
+
+def test_a_photo_that_is_not_read_is_an_image_not_a_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "phone").mkdir()
+    (tmp_path / "phone" / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))
+    status, _, err = run(capsys, "predict", "phone/IMG_1.HEIC")
+    assert status == 1 and "phone/IMG_1.HEIC: a HEIC image, which Pillow cannot read; convert it to JPEG or PNG" in err
+    status, _, err = run(capsys, "predict", "phone")
+    assert status == 2 and "There is no image in the folder phone" in err
+    for command in (("inspect", "--out", "inside"), ("explore", "--save", "page.html")):
+        status, _, err = run(capsys, *command, "phone/IMG_1.HEIC")
+        assert status == 2 and "a HEIC image" in err and "weight file" not in err
 
 
 def test_mistakes_give_clear_messages(capsys: pytest.CaptureFixture[str], checkpoint: Path, backbone: Path, photos: Path) -> None:  # noqa: F811

@@ -129,6 +129,13 @@ MISTAKES = {
 }
 
 
+def test_a_folder_of_photos_that_are_not_read_says_so(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"cat": 0, "dog": 0})
+    (tmp_path / "dog" / "IMG_1.HEIC").write_bytes(bytes(8))
+    with pytest.raises(VitrailError, match=r"contains no images, only files such as .*IMG_1\.HEIC \(HEIC photos are not read;"):
+        open_source(str(tmp_path))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_each_layout_mistake_is_named(tmp_path: Path, mistake: str) -> None:
     counts, words = MISTAKES[mistake]

@@ -86,6 +86,26 @@ def test_several_labels(tmp_path: Path) -> None:
     assert source.splits["val"].targets.tolist() == [[1, 1, 0]]
 
 
+@pytest.mark.parametrize(
+    ("labels", "warning"),
+    [
+        ("a;b b c;a b;c", "'a;b' is one class here; several labels of an image are written 'a|b'"),
+        ("a,b b c,a b,c", "'a,b' is one class here; several labels of an image are written 'a|b'"),
+        ("1,5 2,25 3,0 2,5", "labels such as '1,5' are classes here; write numbers with a decimal point"),
+        ("tench,fish dog,hound cat dog", ""),  # synonyms, as ImageNet has them
+        ("1 2 3 4", ""),
+    ],
+)
+def test_labels_that_look_like_lists_or_numbers_are_mentioned(
+    labels: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder_of(tmp_path, {".": 4})
+    rows = "".join(f'{k}.png,"{label}"\n' for k, label in enumerate(labels.split()))
+    (tmp_path / "t.csv").write_text(f"path,label\n{rows}")
+    assert open_source(f"csv:{tmp_path}/t.csv?val=0").splits["train"].task == "classify"
+    assert warning in caplog.text if warning else not caplog.records
+
+
 def test_numbers(tmp_path: Path) -> None:
     source = opened(tmp_path, "path,label\na/0.png,1.5\na/1.png,-2\na/2.png,1e3\n", "?val=0")
     assert (source.task, source.classes) == ("regress", ("label",))

@@ -156,6 +156,8 @@ CASES = (
     at("checkpoints/native.py:_unwrapped_state#1", lambda: vitrail.save("new", torch.nn.Linear(2, 2)),
        "Cannot save a model of type Linear:", "only Vitrail's models, wrapped or not, have a config.",
        "Save the state dict of others with torch.save."),
+    at("checkpoints/native.py:_unwrapped_state#1", lambda: vitrail.save(bundle().model, "new"),  # as torch.save is called
+       "Cannot save a model of type str:", "The folder comes first: vitrail.save(folder, model)."),
     at("checkpoints/native.py:_unwrapped_state#2", lambda: saved_with(math.nan),
        "norm.weight contains values that are not finite (NaN or infinite): the training diverged.", "Nothing was saved."),
     at("checkpoints/native.py:_rounded#1", lambda: saved_with(1.0, store_dtype=torch.int8),

@@ -297,7 +297,12 @@ CASES = (
     Case(
         'Files to write', 'a target that is something else', 'vitrail export model notes.txt',
         'notes.txt exists and is not an exported model;',
-        ('give a new folder.',), at='export/write.py:check_target',
+        ('give a new folder.',), at='export/write.py:check_target#2',
+    ),
+    Case(
+        'Files to write', 'a file where a folder is written', 'vitrail export model pets.onnx',
+        'The target is a folder, but pets.onnx is the name of a file.',
+        ('Give a folder such as pets; model.onnx is written into it.',), at='export/write.py:check_target#1',
     ),
     Case(
         'Files to write', 'int8 without images', 'vitrail export model out --precision int8',

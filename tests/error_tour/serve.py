@@ -22,6 +22,7 @@ import torch
 
 import vitrail
 from tests.error_tour.case import Case, at
+from tests.serve.conftest import error_text
 from vitrail.data.preprocess import Preprocess, preset
 from vitrail.serve.app import create_app
 from vitrail.serve.base64_text import bytes_of_text
@@ -87,7 +88,7 @@ def ask(method: str, path: str, body: bytes | dict[str, Any] = b"", *, app: Any 
     asyncio.run((app or create_app(service()))(scope, receive, send))
     answer = b"".join(one.get("body", b"") for one in sent)
     if sent[0]["status"] >= 400:
-        raise ServiceError(sent[0]["status"], json.loads(answer)["error"])
+        raise ServiceError(sent[0]["status"], error_text(json.loads(answer)))
     return answer
 
 

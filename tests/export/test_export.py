@@ -216,6 +216,10 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, bundle: Bundle) -> 
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(VitrailError, match="exists and is not an exported model"):
         export_model(bundle, tmp_path / "full", ExportSettings(format="pt2"))
+    for name in ("pets.onnx", "pets.pt2"):
+        with pytest.raises(VitrailError, match=rf"{name} is the name of a file. Give a folder such as .*pets;"):
+            export_model(bundle, tmp_path / name)
+        assert not (tmp_path / name).exists()
     with pytest.raises(VitrailError, match="not an exported model"):
         Artefact.open(tmp_path / "full")
     (tmp_path / "model.onnx").write_bytes(b"\x08\x07garbage")

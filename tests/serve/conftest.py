@@ -73,6 +73,13 @@ class Client:
         return answer.status, json.loads(data) if "json" in found.get("content-type", "") else data, found
 
 
+def error_text(answer: Any) -> str:
+    """Return the text of an error, which is an object at the addresses that OpenAI's clients call."""
+    assert list(answer) == ["error"], answer
+    error = answer["error"]
+    return error if isinstance(error, str) else error["message"]  # type: ignore[no-any-return]
+
+
 @contextmanager
 def running(
     load: Callable[[], Bundle],

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import vitrail
-from tests.serve.conftest import Client, running
+from tests.serve.conftest import Client, error_text, running
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.data import open_source
@@ -184,7 +184,7 @@ def test_head_is_answered_as_get_without_a_body(client: Client) -> None:
 def test_a_compressed_body_is_named(client: Client, jpegs: list[bytes]) -> None:
     for path in ("/v1/predict", "/v2/models/tiny/infer", "/v1/embeddings"):
         status, answer, _ = client.call("POST", path, gzip.compress(jpegs[0]), content_encoding="gzip")
-        assert status == 415 and "Content-Encoding: gzip" in answer["error"]
+        assert status == 415 and "Content-Encoding: gzip" in error_text(answer)
     assert client.call("POST", "/v1/predict", jpegs[0], content_encoding="identity")[0] == 200
 
 
@@ -267,7 +267,23 @@ def test_embeddings(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:
 )
 def test_addresses_are_never_fetched(client: Client, address: str) -> None:
     status, answer, _ = client.call("POST", "/v1/embeddings", {"input": address})
-    assert status == 400 and ("not fetched" in answer["error"] or "data: URI" in answer["error"])
+    assert status == 400 and ("not fetched" in error_text(answer) or "data: URI" in error_text(answer))
+
+
+def test_errors_are_objects_where_openai_clients_call(client: Client, jpegs: list[bytes]) -> None:
+    """The clients show `message` of the object `error`, and nothing of an error that is a text."""
+    for status, method, path, body, text in (
+        (400, "POST", "/v1/embeddings", {"input": "hello"}, "not valid base64"),
+        (404, "POST", "/v1/embeddings", {"input": data_uri(jpegs[0]), "model": "other"}, "There is no model 'other'"),
+        (404, "GET", "/v1/models/other", None, "There is no model 'other'"),
+        (404, "POST", "/v1/chat/completions", {"model": "tiny"}, "There is nothing at /v1/chat/completions"),
+        (413, "POST", "/v1/embeddings", bytes(client.service.settings.max_bytes + 1), "The request is larger than"),
+    ):
+        found, answer, _ = client.call(method, path, body)
+        error = {"message": error_text(answer), "type": "invalid_request_error", "param": None, "code": None}
+        assert found == status and answer == {"error": error} and text in error["message"]
+    assert client.call("POST", "/v1/predict", b"hello")[1]["error"].startswith("This is not an image")
+    assert client.call("GET", "/v2/models/other")[1]["error"].startswith("There is no model 'other'")
 
 
 def test_attention(client: Client, bundle: Bundle, jpegs: list[bytes]) -> None:

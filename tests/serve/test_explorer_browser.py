@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -492,6 +493,20 @@ def test_all_values_of_a_regression_are_shown_alike(open_page: Any, tmp_path: Pa
         assert labels.all_inner_texts() == [f"value {number}" for number in range(10)]
         assert len(set(labels.evaluate_all("found => found.map(e => getComputedStyle(e).fontWeight)"))) == 1  # none is the best
         page.close()
+
+
+def test_labels_below_their_threshold_are_explained(bundle: Bundle, open_page: Any) -> None:
+    several = dataclasses.replace(bundle, task="multilabel")
+    several.provenance = {**bundle.provenance, "task": {"thresholds": [0.999] * bundle.model.config.outputs}}
+    for model, shown in ((several, True), (bundle, False)):
+        with running(lambda model=model: model) as client:
+            page = open_page(address(client))
+            wait(page, "document.querySelectorAll('.bars li').length")
+            assert ("Grey: below the label’s threshold." in page.locator("#predictions").inner_text()) is shown
+            assert page.locator("#head-control").inner_text().split()[:2] == ["Head", "mean"]
+            page.click("#views-rollout")
+            wait(page, "document.querySelector('#head-control').hidden")
+            page.close()
 
 
 def test_a_resnet_next_to_a_vit(bundle: Bundle, open_page: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.serve.conftest import running, until
+from tests.serve.conftest import error_text, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.json_process import MANY_BYTES, MANY_VALUES, JsonProcess
@@ -192,7 +192,7 @@ def test_large_images_in_base64_are_read_in_the_other_process(bundle: Bundle, jp
         assert status == 200 and client.service.json._process is not None
         assert [one["embedding"] for one in found["data"]] == [expected["data"][0]["embedding"]] * 2
         status, found, _ = client.call("POST", "/v1/embeddings", {"input": text[:-4] + "%%%%"})
-        assert status == 400 and "not valid base64" in found["error"]
+        assert status == 400 and "not valid base64" in error_text(found)
         given = {"name": "encoded_images", "shape": [1], "datatype": "BYTES", "data": [text]}
         assert client.call("POST", "/v2/models/tiny/infer", {"inputs": [given]})[0] == 200
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serve.conftest import Client, process_running, running, until
+from tests.serve.conftest import Client, error_text, process_running, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
 from vitrail.serve import worker as worker_module
@@ -175,7 +175,7 @@ def test_a_protocol_without_an_answer_per_image_says_which_failed_and_when_to_tr
         late = [pool.submit(client.call, "POST", path, body) for path, body in calls]
         for call in late:
             status, answer, headers = call.result()
-            assert status == 503 and answer["error"].startswith("image 0: ") and headers["retry-after"] == "1"
+            assert status == 503 and error_text(answer).startswith("image 0: ") and headers["retry-after"] == "1"
         gate.set()
         assert blocking.result()[0] == 200
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from vitrail.errors import VitrailError
 from vitrail.evaluate.predictor import find_images
 from vitrail.evaluate.predictor import is_source as names_source
 
+log = logging.getLogger("vitrail.api")
 EXPECTED = (
     "paths of images, folders or .txt lists, open files or their bytes, Pillow images, uint8 arrays [height, width, channels], "
     "float tensors [images, channels, height, width] that are already preprocessed, or data sources such as digits"
@@ -57,7 +60,9 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
     if tensors and split is not None:
         raise VitrailError(f"split={split!r} selects a split of a data source, but tensors were given. Leave it out.")
     if tensors:
-        return Images(None, _stacked(tensors), len(items))
+        stacked = _stacked(tensors)
+        _warn_of_pixels(bundle, stacked)
+        return Images(None, stacked, len(items))
     parts: list[Split] = []
     paths: list[str] = []
     loose: list[Any] = []
@@ -89,6 +94,22 @@ def open_images(bundle: Bundle, images: Any, *, split: str | None = None, bad_im
         raise VitrailError(f"split={split!r} selects a split of a data source, such as 'folder:photos', but none was given.")
     together = Chain(parts) if len(parts) > 1 else parts[0] if parts else MemorySplit([])
     return Images(together, None, len(items) + _hidden(items))
+
+
+def _warn_of_pixels(bundle: Bundle, images: Tensor) -> None:
+    """Warn if the values of float images go far beyond preprocessed ones, as pixels from 0 to 255 do."""
+    if bundle.preprocess is None or not len(images):
+        return
+    limits = bundle.preprocess.normalise(torch.tensor([0.0, bundle.preprocess.max_value]).expand(bundle.preprocess.channels, 1, 2))
+    low, high = float(limits.min()), float(limits.max())
+    largest = float(images.detach().abs().max())
+    if 10 * max(-low, high) < largest < math.inf:
+        log.warning(
+            "The values of the tensor go up to %.4g, those of preprocessed images from %.3g to %.3g. Pass pixels as uint8.",
+            largest,
+            low,
+            high,
+        )
 
 
 def _is_single(images: Any) -> bool:

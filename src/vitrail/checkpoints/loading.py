@@ -140,8 +140,9 @@ def locate(ref: str | os.PathLike[str]) -> Found:
         raise VitrailError(f"{name} is {special}, not a checkpoint. Give a folder or a regular file.")
     if (weights := published.find(name)) is not None:
         return _published(weights)
+    hint = published.did_you_mean_published(name) or did_you_mean(name, [*included, *published.names()])
     raise VitrailError(
-        f"There is no checkpoint {name!r}.{did_you_mean(name, [*included, *published.names()])} Give a folder, an .npz, .pth or "
+        f"There is no checkpoint {name!r}.{hint} Give a folder, an .npz, .pth or "
         f".safetensors file, a name of published weights such as ViT-B/16 (`vitrail models --pretrained` lists them), "
         f"hf:owner/name for the Hub, or the included model {' or '.join(included)}."
     )

@@ -255,10 +255,14 @@ def _unwrapped_state(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     while not hasattr(model, "config"):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
-            raise VitrailError(
-                f"Cannot save a model of type {type(model).__name__}: only Vitrail's models, wrapped or not, have a config. Save "
-                "the state dict of others with torch.save."
+            swapped = isinstance(model, str | os.PathLike)
+            hint = (
+                "The folder comes first: vitrail.save(folder, model)."
+                if swapped
+                else "Save the state dict of others with torch.save."
             )
+            kind = type(model).__name__
+            raise VitrailError(f"Cannot save a model of type {kind}: only Vitrail's models, wrapped or not, have a config. {hint}")
         model = inner
     state = {}
     for name, tensor in merged_state(model, model.state_dict()).items():

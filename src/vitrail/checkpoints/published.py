@@ -122,6 +122,15 @@ def find(reference: str) -> PublishedWeights | None:
     return chosen
 
 
+def did_you_mean_published(reference: str) -> str:
+    """Return a hint for timm's name without its tag, and for the Hub's owner/name without hf:; otherwise nothing."""
+    full = [_timm_name(one) for one in published_weights() if one.repository]
+    if (found := next((name for name in full if name.startswith(f"{reference.removeprefix('timm/')}.")), None)) is not None:
+        return f" Did you mean {found}?"
+    on_the_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", reference) and not Path(reference).parent.exists()
+    return f" On the Hub it would be hf:{reference}." if on_the_hub else ""
+
+
 def of_timm_config(architecture: str, tag: str) -> PublishedWeights | None:
     """Return the weights of an architecture and tag of timm's config.json, if they are in the table."""
     return next((one for one in published_weights() if _timm_name(one) == f"{architecture}.{tag}"), None)

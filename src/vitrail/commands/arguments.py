@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args
 
 import tyro
 import tyro.constructors
@@ -21,7 +23,7 @@ def parse(command: Callable[..., R], name: str, words: Sequence[str], **options:
     """Call a command with the arguments given by words; `Mistake` if they are wrong, which has been printed then."""
     try:
         return tyro.cli(  # type: ignore[no-any-return]
-            command, prog=f"vitrail {name}", args=list(words), add_help=False, registry=_finite_numbers(), **options
+            command, prog=f"vitrail {name}", args=list(words), add_help=False, registry=_own_rules(), **options
         )
     except SystemExit as error:
         raise Mistake(error.code) from None
@@ -85,8 +87,11 @@ class _NotFinite(Exception):  # not a ValueError, which tyro would replace by a 
     """A number that is NaN or infinite."""
 
 
-def _finite_numbers() -> tyro.constructors.ConstructorRegistry:
-    """Refuse `nan`, `inf` and numbers that overflow to it in every option: most comparisons with them pass or fail in silence."""
+def _own_rules() -> tyro.constructors.ConstructorRegistry:
+    """Refuse `nan`, `inf` and numbers that overflow to it in every option: most comparisons with them pass or fail in silence.
+
+    Read height and width as 384x512, as `options.parse_size` does, or as 384 512.
+    """
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
@@ -101,7 +106,27 @@ def _finite_numbers() -> tyro.constructors.ConstructorRegistry:
             str_from_instance=lambda value: [str(value)],
         )
 
+    @registry.primitive_rule
+    def size(kind: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        kinds = set(get_args(kind.type)) if kind.type_origin in (Union, UnionType) else set()
+        if kinds - {NoneType} != {int, tuple[int, int]}:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=(1, 2),
+            metavar="INT [INT]",
+            instance_from_str=lambda words: None if words == ["None"] and NoneType in kinds else _size(words),
+            is_instance=lambda value: value is None or isinstance(value, int | tuple),
+            str_from_instance=lambda value: [*map(str, value)] if isinstance(value, tuple) else [str(value)],
+        )
+
     return registry
+
+
+def _size(words: list[str]) -> int | tuple[int, int]:
+    sides = [int(side) for word in words for side in re.split("[x×]", word) if side.isdigit()]
+    if len(sides) not in (1, 2) or not re.fullmatch(r"\d+([x× ]\d+)?", " ".join(words)):
+        raise ValueError(f"{' '.join(words)!r}; it takes a number of pixels, or height and width such as 384x512")
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
 
 def _finite(word: str) -> float:

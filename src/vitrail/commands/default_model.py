@@ -43,16 +43,26 @@ def default_note(bundle: Bundle) -> str:
 
 def _is_images(word: str) -> bool:
     from vitrail.checkpoints.references import is_name
-    from vitrail.data.sources.layout import images_under, is_image
-    from vitrail.evaluate.predictor import is_source
+    from vitrail.data.sources.layout import is_image, is_unread_photo
+    from vitrail.evaluate.predictor import is_image_url, is_source
 
     path = Path(word).expanduser()
+    if is_image_url(word):
+        return True  # reading it raises the error
     if is_name(word):
         return False
     if path.is_dir():
-        return not _is_checkpoint(word) and next(images_under(path), None) is not None
-    is_list = path.suffix.lower() == ".txt"
-    return is_list or is_image(path.name or ".") or (is_source(word) and not word.endswith(".pth.tar"))
+        return not _is_checkpoint(word) and _has_photos(path)
+    is_list, name = path.suffix.lower() == ".txt", path.name or "."
+    return is_list or is_image(name) or is_unread_photo(name) or (is_source(word) and not word.endswith(".pth.tar"))
+
+
+def _has_photos(folder: Path) -> bool:
+    from vitrail.data.sources.layout import images_under
+    from vitrail.data.types import BadImage
+
+    unread: list[BadImage] = []
+    return next(images_under(folder, special=unread), None) is not None or bool(unread)
 
 
 def _is_checkpoint(word: str) -> bool:

@@ -90,7 +90,8 @@ def predict(
     check_output_file(csv_, overwrite=overwrite)
     checkpoint, images = split_checkpoint(words)
     if not images:
-        raise VitrailError("No image was given. Pass image files, folders of images, or .txt files that list images.")
+        taken = "" if checkpoint is None else f", only {checkpoint}, which is read as the checkpoint"
+        raise VitrailError(f"No image was given{taken}. Pass image files, folders of images, or .txt files that list images.")
     if out is not None:
         if csv_ is not None:
             raise VitrailError("--out and --csv were both given; choose one. --out FOLDER --format csv writes shards of CSV files.")

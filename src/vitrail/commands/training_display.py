@@ -172,7 +172,7 @@ def print_result(result: Result, console: Console, page: Path | None = None) -> 
         commands = {
             f"vitrail info {run}": "describe the checkpoint",
             f"vitrail eval {run} --data {source}": "evaluate it; --out DIR writes a report",
-            f"vitrail predict {run} IMAGE": "classify an image",
+            f"vitrail predict {run} IMAGE": "use it on an image",
             f"vitrail finetune --from {run} --data FOLDER": "fine-tune it on other images",
         }
     width = max(map(len, commands))

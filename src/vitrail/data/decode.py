@@ -145,11 +145,16 @@ def _too_large(width: int, height: int) -> str:
     return f"{height}×{width} pixels, more than the limit of {MAX_PIXELS:,}: a decompression bomb, or an image to resize first"
 
 
+def is_heic(payload: bytes) -> bool:
+    """Whether a file begins as a HEIC photo does, the usual format of an iPhone."""
+    return payload[4:12] in (b"ftypheic", b"ftypheix", b"ftyphevc", b"ftypmif1", b"ftypmsf1")
+
+
 def _describe_non_image(payload: bytes) -> str:
     head = payload[:64]
     if payload.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the image; run `git lfs pull` to download it"
-    if head[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1"):
+    if is_heic(head):
         return "a HEIC image, which Pillow cannot read; convert it to JPEG or PNG"
     try:
         text = payload[:256].decode("utf-8", "strict")

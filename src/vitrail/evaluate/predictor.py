@@ -7,16 +7,18 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 import numpy as np
 from torch import Tensor
 
 from vitrail.checkpoints import Bundle, Prediction
+from vitrail.checkpoints.download import is_url, shown_url
 from vitrail.data.sources import KINDS, open_source, resolve
 from vitrail.data.sources.chain import Chain, MissingImages
 from vitrail.data.sources.files import FileSplit
-from vitrail.data.sources.layout import images_under, warn_of_skipped
+from vitrail.data.sources.layout import images_under, is_image, is_unread_photo, warn_of_skipped
 from vitrail.data.sources.reference import format_reference, parse_reference
 from vitrail.data.types import BadImage, Split, Subset
 from vitrail.errors import VitrailError
@@ -130,6 +132,12 @@ def is_source(word: str) -> bool:
     return path.suffix.lower() in (".csv", ".tsv", ".tar", ".parquet") or (location == "digits" and not is_file)
 
 
+def is_image_url(word: str) -> bool:
+    """Whether a word is a URL that ends like an image's; images are not downloaded one by one."""
+    name = PurePosixPath(urlsplit(word).path).name if is_url(word) else ""
+    return bool(name) and (is_image(name) or is_unread_photo(name))
+
+
 # Options under which a source keeps the order of its images and needs no labels.
 _UNLABELLED = {"csv": {"task": "unlabelled", "val": "0"}, "folder": {"labels": "none"}, "wds": {"task": "unlabelled"}}
 
@@ -167,6 +175,8 @@ def _images_at(given: str) -> list[str]:
         return files
     if path.suffix.lower() == ".txt":
         return _read_list(path)
+    if is_url(given):
+        raise VitrailError(f"{shown_url(given)} is a URL, and images are not downloaded. Save the image, and give the file.")
     if not os.path.exists(path):  # noqa: PTH110
         raise VitrailError(f"There is no file or folder {given}. Check the path.")
     return [str(path)]

@@ -89,7 +89,12 @@ _FILES = {*FILES.values(), REPORT, "model.onnx.data"}
 
 
 def check_target(target: Path) -> None:
-    """Raise an error if the target exists and is anything but an exported model."""
+    """Raise an error if the target has the name of a file, or exists and is anything but an exported model."""
+    if target.suffix.lower() in (".onnx", ".pt2") and not target.exists():
+        raise VitrailError(
+            f"The target is a folder, but {target} is the name of a file. Give a folder such as {target.with_suffix('')}; "
+            f"model{target.suffix.lower()} is written into it."
+        )
     if target.exists() and not (target.is_dir() and all(path.name in _FILES for path in target.iterdir())):
         raise VitrailError(f"{target} exists and is not an exported model; give a new folder.")
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from vitrail.errors import VitrailError
 from vitrail.serve import explorer, open_inference, openai, own
-from vitrail.serve.errors import RESPONSES, ClientLeft, ServiceError
+from vitrail.serve.errors import OPENAI_RESPONSES, RESPONSES, ClientLeft, ServiceError
 from vitrail.serve.guard import Guard, error_answer
 from vitrail.serve.json_body import first_problem
 from vitrail.serve.reference import STYLE, reference_page
@@ -48,7 +48,7 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         title="Vitrail", docs_url=None, redoc_url=None, openapi_url="/openapi.json", lifespan=lifespan, redirect_slashes=False
     )
     for module in (own, openai, open_inference, explorer):
-        app.include_router(module.routes(service), responses=RESPONSES)
+        app.include_router(module.routes(service), responses=OPENAI_RESPONSES if module is openai else RESPONSES)
     app.include_router(explorer.page_routes())
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -61,16 +61,16 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         return HTMLResponse(reference_page(app.openapi()), headers=_DOCS_HEADERS)
 
     @app.exception_handler(ServiceError)
-    async def service_error(_: Request, error: ServiceError) -> JSONResponse:
-        return error_answer(error)
+    async def service_error(request: Request, error: ServiceError) -> JSONResponse:
+        return error_answer(error, request.scope["path"])
 
     @app.exception_handler(VitrailError)
-    async def vitrail_error(_: Request, error: VitrailError) -> JSONResponse:
-        return error_answer(ServiceError(422, str(error)))
+    async def vitrail_error(request: Request, error: VitrailError) -> JSONResponse:
+        return error_answer(ServiceError(422, str(error)), request.scope["path"])
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return error_answer(ServiceError(400, first_problem(error.errors())))
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return error_answer(ServiceError(400, first_problem(error.errors())), request.scope["path"])
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -79,7 +79,7 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
             404: f"There is nothing at {path}; see /docs.",
             405: f"{request.method[:20]} is not possible at {path}; use {headers.get('Allow')}.",
         }.get(error.status_code, str(error.detail))
-        response = error_answer(ServiceError(error.status_code, message))
+        response = error_answer(ServiceError(error.status_code, message), path)
         response.headers.update(headers)
         return response
 
@@ -89,8 +89,8 @@ def create_app(service: Service, *, token: str | None = None, cors: tuple[str, .
         return Response(status_code=499)  # it reaches no client, but is counted and logged as what it is
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return error_answer(ServiceError(500, "An unexpected error happened; the server's log says more."))
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return error_answer(ServiceError(500, "An unexpected error happened; the server's log says more."), request.scope["path"])
 
     guarded: ASGIApp = Guard(app, service, token)
     allowed: dict[str, Any] = {"allow_origins": cors, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
@@ -105,4 +105,5 @@ class _Cors(CORSMiddleware):
         if answer.status_code < 400:
             return answer
         reason = bytes(answer.body).decode()
-        return error_answer(ServiceError(answer.status_code, f"{reason}. `vitrail serve --cors` names the origins that may call."))
+        refused = ServiceError(answer.status_code, f"{reason}. `vitrail serve --cors` names the origins that may call.")
+        return error_answer(refused, "")

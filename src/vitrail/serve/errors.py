@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ServiceError(Exception):
-    """An answer other than success; every such answer is JSON with one key, `error`."""
+    """An answer other than success; every such answer is JSON with one key, `error` (`error_body`)."""
 
     def __init__(self, status: int, message: str, *, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -54,7 +54,25 @@ _MEANINGS = {
     429: "The queue is full.",
     503: "The model is loading, the service is shutting down, or the deadline passed.",
 }
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": meaning, "content": {"application/json": {"schema": _SCHEMA}}} for status, meaning in _MEANINGS.items()
+_OPENAI_SCHEMA = {
+    **_SCHEMA,
+    "properties": {"error": {"type": "object", "required": ["message"], "properties": {"message": {"type": "string"}}}},
 }
-"""What OpenAPI says about errors."""
+_OWN = ("/v1/predict", "/v1/attention")
+
+
+def responses(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Return what OpenAPI says about errors."""
+    content = {"application/json": {"schema": schema}}
+    return {status: {"description": meaning, "content": content} for status, meaning in _MEANINGS.items()}
+
+
+RESPONSES, OPENAI_RESPONSES = responses(_SCHEMA), responses(_OPENAI_SCHEMA)
+
+
+def error_body(message: str, status: int, path: str) -> dict[str, Any]:
+    """Return the JSON of an error. OpenAI's clients show the text only if it is the `message` of an object."""
+    if not path.startswith("/v1/") or path in _OWN:
+        return {"error": message}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vitrail.serve.errors import ClientLeft, ServiceError, unavailable
+from vitrail.serve.errors import ClientLeft, ServiceError, error_body, unavailable
 from vitrail.serve.limits import ByteLimit
 from vitrail.serve.service import Service
 from vitrail.serve.settings import ServeSettings
@@ -71,7 +71,7 @@ class Guard:
                 log.exception("unexpected error", extra={"path": scope["path"][:500]})
                 error = ServiceError(500, "An unexpected error happened; the server's log says more.")
             if answer.status == 0:
-                await error_answer(error)(scope, body.receive, answer.send)
+                await error_answer(error, scope["path"])(scope, body.receive, answer.send)
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -179,8 +179,8 @@ def _too_large(settings: ServeSettings) -> ServiceError:
     return ServiceError(413, f"The request is larger than {settings.max_bytes:,} bytes. Send fewer or smaller images.")
 
 
-def error_answer(error: ServiceError) -> JSONResponse:
+def error_answer(error: ServiceError, path: str) -> JSONResponse:
     headers: dict[str, Any] = dict(error.headers)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse({"error": error.message}, error.status, headers)
+    return JSONResponse(error_body(error.message, error.status, path), error.status, headers)

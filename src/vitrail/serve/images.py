@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from vitrail.data.decode import image_header
+from vitrail.data.decode import image_header, is_heic
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError
@@ -114,7 +114,15 @@ def _size(data: bytes, settings: ServeSettings) -> tuple[int, int]:
     except Image.DecompressionBombError as error:
         raise ServiceError(422, f"The image has too many pixels; send one of at most {settings.max_pixels:,}.") from error
     except Exception as error:  # headers of corrupted files fail in many ways, too
-        raise ServiceError(415, f"This is not an image of a known format ({', '.join(_FORMATS)}).") from error
+        raise ServiceError(415, _what_it_is(data)) from error
+
+
+def _what_it_is(data: bytes) -> str:
+    if is_heic(data):
+        return "This is a HEIC photo, which is not read; convert it to JPEG or PNG."
+    if data[:1] in b"{[" and data[-1:] in b"}]\n":
+        return "This is JSON, not an image; send the content of the image file as the body, or a form with files."
+    return f"This is not an image of a known format ({', '.join(_FORMATS)})."
 
 
 def tile_of_tiff(data: bytes) -> tuple[int, int]:

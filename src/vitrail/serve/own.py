@@ -50,7 +50,7 @@ def routes(service: Service) -> APIRouter:
         images = await uploaded(request, service, worker)
         flight = await service.compute(request, worker, "logits", images)
         if len(images) == 1 and isinstance(flight.results[0], ServiceError):
-            return error_answer(flight.results[0])
+            return error_answer(flight.results[0], request.scope["path"])
         results = [_labels(bundle, one, top) for one in flight.results]
         for result, rotated in zip(results, flight.rotated, strict=True):
             if rotated and "predictions" in result:
@@ -83,7 +83,7 @@ def routes(service: Service) -> APIRouter:
 
         (answer,) = (await service.compute(request, worker, compute, images)).results
         if isinstance(answer, ServiceError):
-            return error_answer(answer)
+            return error_answer(answer, request.scope["path"])
         found, size = answer
         if format == "json":
             return JSONResponse({"model": worker.name, "shape": list(found.shape), "map": found.tolist()})

@@ -35,7 +35,7 @@ class ModelSpec:
     start: str | None = None
     """The checkpoint to start from: a run, a folder, an .npz, ViT-B/16, hf:owner/name. None: random initialisation."""
     image_size: Size | None = None
-    """Side in pixels, or height and width. None: the checkpoint's own, or 224."""
+    """Side in pixels, or height and width as 384x512. None: the checkpoint's own, or 224."""
     channels: int | None = None
     """Input channels: 1 for grey, 3 for colour."""
     patch: int | None = None

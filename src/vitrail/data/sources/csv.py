@@ -6,6 +6,7 @@ import csv
 import io
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ def open_csv(request: Request) -> OpenResult:
     task_option = request.options.get("task", "regress" if "targets" in request.options else None)
     task = infer_task(table.labels, task_option)
     targets, classes = parse_targets(table.labels, task, table.targets, lambda row: f"{file}, line {table.lines[row]}")
+    if task == "classify" and task_option is None:
+        _warn_of_other_labels(file, classes)
     images = FileSplit("train", task, root, table.paths, targets, classes)
     if table.splits:
         if request.fraction("val", 0):
@@ -83,6 +86,20 @@ def open_csv(request: Request) -> OpenResult:
         if fraction:
             detail, rule = f"{task}, {fraction:.0%} held out {rule_words(request.rule)}", request.rule
     return OpenResult(splits=splits, detail=detail, skipped=skipped, rule=rule)
+
+
+def _warn_of_other_labels(file: Path, classes: tuple[str, ...]) -> None:
+    """Warn if classes look like lists of labels that another character separates, or like numbers with a decimal comma."""
+    if classes and all(re.fullmatch(r"[+-]?\d+,\d+", name) for name in classes):
+        log.warning("%s: labels such as %r are classes here; write numbers with a decimal point (1.5).", file, classes[0])
+        return
+    for mark in ";,":
+        parts = {part.strip() for name in classes for part in name.split(mark)}
+        if len(parts) < len(classes):
+            example = next(name for name in classes if mark in name)
+            several = "|".join(part.strip() for part in example.split(mark))
+            log.warning("%s: %r is one class here; several labels of an image are written %r.", file, example, several)
+            return
 
 
 def _read(file: Path, request: Request) -> Table:

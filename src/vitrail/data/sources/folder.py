@@ -133,6 +133,9 @@ def _class_folders(root: Path, folder: str, name: str, special: list[BadImage]) 
 
 
 def _layout_error(root: Path, what: str, *, labels: bool = False) -> NoReturn:
+    unread: list[BadImage] = []
+    if next(images_under(root, special=unread), None) is None and unread:
+        what += f", only files such as {unread[0].name} ({unread[0].reason})"
     hint = f"\nFor images without labels (pre-training or prediction) use folder:{root}?labels=none" if labels else ""
     raise VitrailError(
         f"{root} does not have the layout of a dataset: {what}.\n\nFound:\n{tree(root)}\n\nAccepted:\n{ACCEPTED}{hint}"

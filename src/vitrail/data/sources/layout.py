@@ -29,6 +29,11 @@ def is_image(name: str) -> bool:
     return name[0] != "." and name.lower().endswith(SUFFIXES)
 
 
+def is_unread_photo(name: str) -> bool:
+    """Whether a file name has the suffix of a photo that Pillow does not read."""
+    return name[0] != "." and name.lower().endswith(UNREAD_PHOTOS)
+
+
 def subfolders(folder: Path) -> list[str]:
     """Return the names of subfolders (or links to folders) in natural order, without hidden ones."""
     return list(natural_sort(entry.name for entry in _entries(folder) if entry.name[0] != "." and _is_folder(entry)))
@@ -65,7 +70,7 @@ def images_under(
                 special.append(BadImage(entry.path, f"{kind}, not a regular file", kind="special-file"))
             else:
                 yield prefix + entry.name
-        elif special is not None and entry.name[0] != "." and entry.name.lower().endswith(UNREAD_PHOTOS):
+        elif special is not None and is_unread_photo(entry.name):
             reason = f"{Path(entry.name).suffix[1:].upper()} photos are not read; convert it to JPEG or PNG"
             special.append(BadImage(entry.path, reason, kind="unread-format"))
 

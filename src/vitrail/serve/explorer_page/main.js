@@ -170,7 +170,7 @@ function drawControls() {
   byId("stages").setAttribute("aria-labelledby", `views-${state.view}`);
   choices(byId("tabs"), "tab", PANELS, state.panel, (panel) => update({ panel }), "panel");
   const heads = [["mean", "mean"], ...[...Array(info.heads).keys()].map((head) => [head, String(head)])];
-  choices(byId("head-control"), "radio", heads, state.head, (head) => update({ head }));
+  choices(byId("heads"), "radio", heads, state.head, (head) => update({ head }));
   const layered = ["attention", "similarity", "colours"].includes(state.view) && info.layers > 1;
   byId("depth-control").hidden = !layered;
   byId("depth").max = String(item.featureLayers - 1);

@@ -21,6 +21,7 @@ function one(item, named) {
   const before = new Map(predictions.map((each) => [each.index, each.score]));
   const range = score === "value" ? rangeOf([...predictions, ...shown].map((each) => each.score)) : [0, 1];
   if (item.masked) parts.push(element("p", { class: "hint" }, [`${item.masked.count} of ${item.patches} patches off. The outline is the prediction of the whole image.`]));
+  if (item.info.task === "multilabel" && shown.some((each) => !each.chosen)) parts.push(element("p", { class: "hint" }, ["Grey: below the label’s threshold."]));
   const kinds = ["bars", ...(score === "value" ? [] : ["ranked"]), ...(item.masked ? ["changed"] : [])]; // values are in the order of the outputs
   const bars = shown.map((each) => bar(each, item.masked ? before.get(each.index) : undefined, range, score));
   return element("div", { class: "prediction-group" }, [...parts, element("ol", { class: kinds.join(" ") }, bars)]);

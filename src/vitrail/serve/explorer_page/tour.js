@@ -12,7 +12,7 @@ function steps(item) {
   return [
     {
       title: "The image in patches", target: ".frame", changes: { view: attends ? "attention" : "similarity", layer: last, head: "mean", query: patch, panel: "heads" },
-      text: `The model cuts the image into ${item.info.grid[0]} × ${item.info.grid[1]} patches and turns each into a token. The framed patch is the query: the map shows ${attends ? "which patches it reads from" : "which patches have similar features"}. Move over the image, or use the arrow keys; a click keeps a patch.`,
+      text: `The model cuts the image into ${item.info.grid[0]} × ${item.info.grid[1]} patches and turns each into a token. The framed patch is the query: the map shows ${attends ? "which patches it reads from" : "which patches have similar features"}. Move over the image, or use the arrow keys; a click or a tap keeps a patch.`,
     },
     attends && {
       title: "Layer by layer", target: "#depth-control", changes: { view: "attention", layer: 0, head: "mean", query: patch },

@@ -57,6 +57,8 @@ def _member(package: ModuleType, name: str) -> list[str]:
     value = getattr(package, name)
     title = f"{package.__name__}.{name}"
     heading = f"### {name} {{ #{title} }}"
+    if "__" in name:  # which would make the name bold, also within the braces
+        heading = f'<a id="{title}"></a>\n\n### `{name}`'
     if inspect.ismodule(value):
         return [heading, f"The package `{value.__name__}`, [below](#{_anchor(value.__name__)})."]
     if inspect.isclass(value):

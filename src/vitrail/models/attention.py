@@ -99,7 +99,6 @@ def _without_cudnn(q: Tensor) -> AbstractContextManager[None]:
     return sdpa_kernel(kernels) if kernels else nullcontext()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _enabled_but_cudnn() -> list[SDPBackend]:
     """Return the kernels that the caller has enabled, but not cuDNN's; none if cuDNN's is the only one, or is not enabled.
 
@@ -107,6 +106,10 @@ def _enabled_but_cudnn() -> list[SDPBackend]:
     """
     enabled = [backend for backend, is_enabled in _BACKENDS.items() if is_enabled()]  # type: ignore[no-untyped-call]
     return enabled if torch.backends.cuda.cudnn_sdp_enabled() else []
+
+
+# What `torch.compiler.assume_constant_result` does, but that imports all of torch.compile.
+_enabled_but_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class AxialAttention(Attention):

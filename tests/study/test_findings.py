@@ -145,7 +145,8 @@ def test_a_lead_vanishes_only_if_it_clearly_becomes_smaller() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deep", "wide", "fine", "agrees"), [(0.1, 0.02, 0.05, "yes"), (0.0, 0.1, 0.05, "no"), (0.1, 0.02, -0.1, "no")]
+    ("deep", "wide", "fine", "agrees"),
+    [(0.1, 0.02, 0.05, "yes"), (0.0, 0.1, 0.05, "no"), (0.1, 0.02, -0.1, "no"), (0.1, 0.02, 0.0, "unclear")],
 )
 def test_shape(deep: float, wide: float, fine: float, agrees: str) -> None:
     gains = {"depth": deep, "width": wide, "MLP": 0.01, "patch size": fine}
@@ -157,6 +158,16 @@ def test_shape(deep: float, wide: float, fine: float, agrees: str) -> None:
 
     (outcome,) = outcomes("shape", accuracy)
     assert outcome.agrees == agrees and "depth" in outcome.ours
+
+
+def test_depth_leads_only_if_that_can_be_told() -> None:
+    """Smaller patches clearly help here; whether depth helps more than width does not show."""
+
+    def accuracy(row: PlannedRow) -> float:
+        return 0.5 + {"depth ×2": 0.02, "patch size ×½": 0.2}.get(f"{row.point.series} {row.point.label}", 0)
+
+    (outcome,) = outcomes("shape", accuracy, seeds=1, test_images=400)
+    assert outcome.agrees == "unclear" and "are noise" in outcome.why
 
 
 def test_shape_is_judged_by_the_metric_that_all_points_have() -> None:

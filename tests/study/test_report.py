@@ -91,6 +91,14 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
         write_outputs(tmp_path, ["compute"])
 
 
+def test_a_study_of_failed_rows_says_why_they_failed(tmp_path: Path) -> None:
+    rows = made_rows("compute", lambda row: 0.5)
+    note = "The loss is not finite."
+    Results(tmp_path / "compute.csv").put(dataclasses.replace(row, status=FAILED, note=note) for row in rows)
+    with pytest.raises(VitrailError, match=r"no results of compute. 81 rows failed, the first with: The loss .* --retry-failed"):
+        write_outputs(tmp_path, ["compute"])
+
+
 def test_results_are_written_between_the_marks(tmp_path: Path) -> None:
     write(tmp_path / "one", "data-size")
     page = tmp_path / "RESULTS.md"

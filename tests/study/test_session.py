@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -89,12 +90,17 @@ def test_failed_fine_tuning_is_run_again_without_the_pre_training(tmp_path: Path
         return result
 
     monkeypatch.setattr(running, "train", fails)
-    settings = StudySettings(out=tmp_path, **SHORT)
+    real, settings = time.time, StudySettings(out=tmp_path, budget=30.0, **SHORT)
+    with monkeypatch.context() as context:  # the time is over after the row that fails, and before the last one of the three
+        context.setattr(
+            running.time, "time", lambda: real() + (3600 if len(Results(tmp_path / "resolution.csv").finished()) > 1 else 0)
+        )
+        assert run_study("resolution", settings).late == 7
     rows = Results(run_study("resolution", settings).csv).read()
     assert [row.status for row in rows if row.series == "ViT"] == [DONE, DONE, FAILED]
     broken = False
     trained.clear()
-    rows = Results(run_study("resolution", StudySettings(out=tmp_path, retry_failed=True, **SHORT)).csv).read()
+    rows = Results(run_study("resolution", dataclasses.replace(settings, retry_failed=True)).csv).read()
     assert {row.status for row in rows} == {DONE} and trained == ["finetune"] * 3
     assert not list((tmp_path / "resolution" / "runs").glob("*/model"))
 

@@ -102,7 +102,7 @@ def _warn_of_pixels(bundle: Bundle, images: Tensor) -> None:
         return
     limits = bundle.preprocess.normalise(torch.tensor([0.0, bundle.preprocess.max_value]).expand(bundle.preprocess.channels, 1, 2))
     low, high = float(limits.min()), float(limits.max())
-    largest = float(images.detach().abs().max())
+    largest = max(abs(float(value)) for value in images.detach().aminmax())  # not `abs` of all, which would be a copy of them
     if 10 * max(-low, high) < largest < math.inf:
         log.warning(
             "The values of the tensor go up to %.4g, those of preprocessed images from %.3g to %.3g. Pass pixels as uint8.",

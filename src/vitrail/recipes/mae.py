@@ -6,8 +6,8 @@ AdamW with β .9 and .95, weight decay .05, learning rate 1.5e-4 · batch / 256,
 fifth of the image, and flips. 75 % hidden, a decoder of 8 blocks of width 512, pixels normalised patch by patch. After fine-tuning
 ViT-B/16 reaches 83.6 % on ImageNet with 1,600 epochs of this, say its authors; here are their 800.
 
-`mae-tiny-imagenet` is a small one for one GPU and a packed Tiny-ImageNet (docs/self-supervision.md has the measurement), and
-`finetune-tiny-imagenet` trains its encoder on the labels of the same images:
+`mae-tiny-imagenet` is a small one for one GPU and a packed Tiny-ImageNet, and `finetune-tiny-imagenet` trains its encoder on the
+labels of the same images. Neither has been run; docs/self-supervision.md has a shorter measurement with other initial values.
 
     vitrail train mae-tiny-imagenet --data packed:TINY
     vitrail finetune --from runs/mae-tiny-imagenet --recipe finetune-tiny-imagenet --data packed:TINY

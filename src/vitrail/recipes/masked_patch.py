@@ -8,7 +8,8 @@ million steps on JFT, says that little is gained after 100,000, and much the sam
 does not give a weight decay; there is none here. After fine-tuning ViT-B/16 reaches 79.9 % on ImageNet, 2 points above training
 from scratch and 4 below supervised pre-training.
 
-`masked-patch-tiny-imagenet` is the same for one GPU and a packed Tiny-ImageNet (docs/self-supervision.md has the measurement).
+`masked-patch-tiny-imagenet` is the same for one GPU and a packed Tiny-ImageNet. It has not been run; docs/self-supervision.md has a
+shorter measurement with other initial values.
 """
 
 from __future__ import annotations

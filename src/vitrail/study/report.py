@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vitrail.drawing.page import Block, Commands, Finding, Findings, Notes, Page, PageSection, Paragraph, Plot, Table
 from vitrail.drawing.style import rendered
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.files import atomic_file, write_text
 from vitrail.study.definitions import STUDIES, study_named
 from vitrail.study.draw import draw
@@ -20,9 +20,12 @@ REPORT = "report.html"
 
 def summaries(folder: Path, names: Sequence[str] | None = None) -> list[Summary]:
     """Read the studies of a folder that have results, in the order in which they are listed."""
+    return [one for one in _read(folder, names) if one.entries]
+
+
+def _read(folder: Path, names: Sequence[str] | None) -> list[Summary]:
     chosen = [study_named(name) for name in names] if names is not None else list(STUDIES.values())
-    found = [Summary(study, read_rows(file)) for study in chosen if (file := folder / f"{study.name}.csv").exists()]
-    return [one for one in found if one.entries]
+    return [Summary(study, read_rows(file)) for study in chosen if (file := folder / f"{study.name}.csv").exists()]
 
 
 def write_outputs(folder: Path, names: Sequence[str] | None = None) -> list[Path]:
@@ -30,7 +33,13 @@ def write_outputs(folder: Path, names: Sequence[str] | None = None) -> list[Path
     chosen = summaries(folder, names)
     if not chosen:
         wanted = "a study" if names is None else " or ".join(names)
-        raise VitrailError(f"{folder} has no results of {wanted}. Run `vitrail study NAME --out {folder}` first.")
+        failed = [row for one in _read(folder, names) for row in one.failed]
+        cure = f"Run `vitrail study NAME --out {folder}` first."
+        if failed:
+            cure = (
+                f"{counted(len(failed), 'row')} failed, the first with: {failed[0].note} Run the study again with --retry-failed."
+            )
+        raise VitrailError(f"{folder} has no results of {wanted}. {cure}")
     files = []
     for summary in chosen:
         figure = draw(summary)

@@ -109,7 +109,7 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
                 if rows is None:
                     continue  # another process has it
                 if rows:
-                    late += _run_group([row for row in waiting[name] if row.key in rows], job, world, say, keys)
+                    late += _run_group(waiting[name], set(rows), job, world, say, keys)
                 del waiting[name]
                 took_one = True
         if not took_one:
@@ -117,9 +117,9 @@ def run_remaining(job: Job, world: World, say: Say) -> int:
     return late
 
 
-def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, keys: set[str]) -> int:
-    """Run rows that share their pre-training; return how many were left because the time was over."""
-    failed = False
+def _run_group(group: Sequence[PlannedRow], remaining: set[str], job: Job, world: World, say: Say, keys: set[str]) -> int:
+    """Run what remains of rows that share their pre-training; return how many were left because the time was over."""
+    rows = [row for row in group if row.key in remaining]
     for number, planned in enumerate(rows):
         if world.broadcast(job.deadline is not None and time.time() > job.deadline):
             return len(rows) - number
@@ -133,10 +133,10 @@ def _run_group(rows: Sequence[PlannedRow], job: Job, world: World, say: Say, key
             done = len(job.results.finished() & keys)
             say(f"[{done}/{len(keys)}] {planned.name}: {_outcome(row)}")
         world.barrier()
-        failed = failed or row.status == FAILED
         if row.status == DONE:
             _remove_model(_folders(planned, job.folder / "runs")[1], job, world)
-    if not failed:  # a failed row that is run again needs the pre-trained model
+    failed = {row.key for row in job.results.read() if row.status == FAILED} if world.main else set()
+    if not any(row.key in failed for row in group):  # one that is run again needs the pre-trained model
         _remove_model(_folders(rows[0], job.folder / "runs")[0], job, world)
     return 0
 

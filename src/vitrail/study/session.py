@@ -63,9 +63,9 @@ def run_study(name: str, settings: StudySettings, *, say: Say = to_stderr) -> St
                 results.put(late_rows(plan, results.finished()))
     except Interrupted as error:
         raise StoppedBySignal(f"The study {name} was interrupted; run the same command again to resume.", *error.args) from error
-    files = write_outputs(settings.out, [name]) if main else ()
     if late:
         say(late_text(late))
+    files = write_outputs(settings.out, [name]) if main else ()
     return StudyResult(results.file, tuple(files), time.time() - began, late)
 
 

@@ -5,6 +5,8 @@ vitrail study compute --budget 10
 
 from __future__ import annotations
 
+import math
+
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
 from vitrail.study.judge import (
     NOT_MEASURED,
@@ -52,6 +54,10 @@ def _noise(summary: Summary, *families: str) -> float:
     return noise(*((1, max(values, key=lambda one: one.error)) for values in lines))
 
 
+def _caution(summary: Summary, *families: str) -> str:
+    return caution([value for one in families for _, _, value in summary.line(one, summary.metrics[0])])
+
+
 def _times_as_much(vit: list[tuple[float, float]], bit: list[tuple[float, float]]) -> tuple[float, float]:
     """Return the height that both reach, and BiT's compute for it relative to ViT's."""
     height = min(vit[-1][1], bit[-1][1])
@@ -75,10 +81,10 @@ def judge_resnets(summary: Summary) -> Outcome:
     reached, doubted = _times_as_much(vit, shifted)
     if (doubted > 1) != (ratio >= 1):
         return Outcome(ours, "unclear", noise_text(points))
-    dearer, line = ("BiT", shifted) if ratio >= 1 else ("ViT", vit)
+    costlier, line = ("BiT", shifted) if ratio >= 1 else ("ViT", vit)
     if line[0][1] >= reached:  # what it costs at least is then not known
-        return Outcome(ours, "unclear", f"the cheapest {dearer} reaches as much, within {points:.1f} points")
-    seeds = caution([value for one in ("ViT", "BiT") for _, _, value in summary.line(one, summary.metrics[0])])
+        return Outcome(ours, "unclear", f"the cheapest {costlier} reaches as much, within {points:.1f} points")
+    seeds = _caution(summary, "ViT", "BiT")
     if ratio < 1:
         return Outcome(ours, "no", reasons("the pre-training set is small, where the paper too finds ResNets ahead", seeds))
     return Outcome(ours, "yes", seeds) if ratio >= 2 else Outcome(ours, "partly", reasons("less than twice as many", seeds))
@@ -94,14 +100,19 @@ def judge_hybrids(summary: Summary) -> Outcome:
     points = _noise(summary, "ViT", "hybrid")
     if abs(small) <= points:
         return Outcome(ours, "unclear", noise_text(points))
+    seeds = _caution(summary, "ViT", "hybrid")
     if small < 0:
-        return Outcome(ours, "no", "the hybrid does not lead at small compute")
-    if abs(large) <= max(points, 1.0):
-        return Outcome(ours, "yes")
-    if large < 0:
-        return Outcome(ours, "partly", "ViT leads at large compute")
+        return Outcome(ours, "no", reasons("the hybrid does not lead at small compute", seeds))
+    closing, least = small - large, math.sqrt(2) * points  # a difference of two differences
+    level = abs(large) <= max(points, 1.0)
+    if closing <= least and level:  # that no lead is seen at large compute does not mean that it vanished
+        return Outcome(ours, "unclear", noise_text(least))
+    if closing <= least:
+        return Outcome(ours, "no", reasons("the lead grows" if closing < -least else "the gap does not clearly close", seeds))
+    if level:
+        return Outcome(ours, "yes", seeds)
     return Outcome(
-        ours, "partly" if large < small else "no", "the gap closes, but is not closed" if large < small else "the lead grows"
+        ours, "partly", reasons("ViT leads at large compute" if large < 0 else "the gap closes, but is not closed", seeds)
     )
 
 

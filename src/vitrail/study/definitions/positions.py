@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, reasons, written
+from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, noise, noise_text, reasons, written
 from vitrail.study.ladders import Ladder, with_model
 from vitrail.study.summary import Summary
 
@@ -36,17 +36,18 @@ def judge_kinds(summary: Summary) -> Outcome:
             continue
         gains = {label: difference(value, without) for label, value in values.items()}
         ours = f"none {without.text()}; " + ", ".join(f"{label} {value.text()}" for label, value in values.items())
-        compared = [value.mean for label, value in values.items() if label != _KINDS["sincos2d"]]
-        spread = 100 * (max(compared) - min(compared)) if compared else 0.0
         smallest = min(gains.values(), key=lambda one: one[0])
-        verdict = agreement(smallest)
-        if verdict == "yes" and len(values) > 1 and spread > smallest[0]:
-            return Outcome(ours, "partly", f"positions matter, but the paper's kinds differ by {spread:.1f} points")
-        why = (
-            f"at least {written(smallest[0])}; the paper's kinds differ by {spread:.1f}"
-            if len(values) > 1
-            else written(smallest[0])
-        )
+        verdict, why = agreement(smallest), written(smallest[0])
+        compared = sorted((value for label, value in values.items() if label != _KINDS["sincos2d"]), key=lambda one: one.mean)
+        if len(compared) > 1:
+            spread, least = difference(compared[-1], compared[0])[0], noise((1, compared[-1]), (1, compared[0]))
+            if verdict == "yes" and spread > smallest[0]:
+                return Outcome(ours, "partly", f"positions matter, but the paper's kinds differ by {spread:.1f} points")
+            why = f"at least {why}; the paper's kinds differ by {spread:.1f}"
+            if verdict == "yes" and spread + least > smallest[0]:  # they may differ by as much as positions bring
+                verdict, why = "unclear", reasons(why, noise_text(least))
+        elif verdict == "yes":
+            verdict, why = "partly", reasons(why, "fewer than two of the paper's kinds were compared")
         return Outcome(ours, verdict, reasons(why, caution([without, *values.values()])))
     return NOT_MEASURED
 

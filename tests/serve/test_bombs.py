@@ -69,6 +69,14 @@ def test_scans_of_a_jpeg_are_limited(client: Client) -> None:
         assert status == expected and (status == 200 or "scans" in answer["error"])
 
 
+def test_blocks_between_the_scans_of_a_jpeg_are_limited(client: Client) -> None:
+    data = progressive(64, 0)
+    last = data.rindex(b"\xff\xda")
+    for blocks, expected in ((1000, 200), (100_001, 422)):
+        status, answer, _ = client.call("POST", "/v1/predict", data[:last] + b"\xff\xe0\0\2" * blocks + data[last:])
+        assert status == expected and (status == 200 or "too many blocks" in answer["error"])
+
+
 def test_every_byte_255_may_follow_a_scan() -> None:
     noise = Image.frombytes("RGB", (256, 256), os.urandom(3 * 256 * 256))
     for options in ({}, {"restart_marker_blocks": 3}, {"progressive": True}):

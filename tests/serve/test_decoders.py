@@ -277,6 +277,24 @@ def test_an_image_that_waits_can_be_given_up_and_one_that_is_decoded_cannot(sing
     assert torch.equal(first.result(60), third.result(60)) and not second.done()
 
 
+@pytest.mark.parametrize("decode_in", ["threads", "processes"])
+def test_the_bytes_of_an_image_that_was_given_up_are_freed_before_its_turn(decode_in: str) -> None:
+    """Otherwise clients that send and leave could fill the memory while one image takes long."""
+    found = Running(decode_in=decode_in, decoders=1, max_pixels=100)
+    stream = io.BytesIO()
+    Image.new("RGB", (10, 10)).save(stream, "PNG")
+    try:
+        with found.pixels.hold(100):
+            first, large = found.send(stream.getvalue()), bytes(1 << 20)
+            references = sys.getrefcount(large)
+            second = found.send(large)
+            assert found.call(second.job.cancel)  # type: ignore[attr-defined]
+            assert until(lambda: sys.getrefcount(large) == references)
+        assert torch.equal(first.result(60), TIMM(stream.getvalue()))
+    finally:
+        found.close()
+
+
 @pytest.mark.parametrize("how", ["large", "keep-aspect"])
 def test_an_image_of_another_size_than_the_last_is_whole(how: str, single: Running) -> None:
     """Its first bytes were read into space for the last one, and one of many pixels asks for them."""

@@ -58,11 +58,20 @@ def stays_ready(request: pytest.FixtureRequest) -> Iterator[None]:
         b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
         b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
         b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcdefgh",
+        b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 100_000,
     ],
 )
 def test_what_is_not_http_gets_a_json_error(client: Client, data: bytes) -> None:
     head, _, body = raw(client, data).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400") and list(json.loads(body)) == ["error"], head
+
+
+@pytest.mark.parametrize(("size", "count"), [(10, 1000), (300, 5000)])
+def test_a_body_may_come_in_many_chunks(client: Client, size: int, count: int) -> None:
+    connection = client.connect()
+    connection.request("POST", "/v1/predict", iter([b"x" * size] * count), {"Transfer-Encoding": "chunked"}, encode_chunked=True)
+    assert connection.getresponse().status == 415
+    connection.close()
 
 
 @pytest.mark.parametrize("host", ["[", "a b", "x:99999999", "\x7f"])

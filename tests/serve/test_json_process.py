@@ -147,6 +147,21 @@ def test_a_client_that_leaves_is_not_read(bundle: Bundle) -> None:
         assert client.call("POST", path, given)[0] == 200
 
 
+def test_a_process_that_does_not_answer_is_ended_even_if_its_client_has_left(bundle: Bundle) -> None:
+    given, path = body([0.25] * (16 * 3072)), "/v2/models/tiny/infer"
+    with running(lambda: bundle, deadline=1.0) as client:
+        assert until(lambda: client.call("POST", path, given)[0] == 200, 20)
+        service, process = client.service.json, client.service.json._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        connection = client.connect()
+        connection.request("POST", path, given)
+        assert until(lambda: service._waiting.held == len(given))
+        connection.close()
+        assert until(lambda: process.poll() is not None and service._waiting.held == 0)
+        assert until(lambda: client.call("POST", path, given)[0] == 200, 20)
+
+
 def test_others_are_answered_while_numbers_are_read(bundle: Bundle) -> None:
     """The process that reads is held by a signal; meanwhile a second client is answered."""
     given = body([0.25] * (16 * 3072))

@@ -392,6 +392,21 @@ def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle
         assert process.wait(20) == 0
 
 
+def test_a_request_that_the_service_does_not_wait_for_any_longer_is_answered(
+    bundle: Bundle, jpegs: list[bytes], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.serve.server._drain_seconds", lambda _: 1)
+    with running(lambda: bundle, deadline=8.0) as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.call, "POST", "/v1/predict", jpegs[0])
+        assert gate.entered.wait(10)
+        client.service.workers["tiny"]._on_failure()  # asks the server to end
+        try:
+            status, answer, headers = call.result(9)
+        finally:
+            gate.set()
+    assert status == 503 and "shutting down" in answer["error"] and headers["retry-after"]
+
+
 @pytest.mark.slow
 def test_nothing_but_json_is_logged_until_the_end(bundle: Bundle) -> None:
     command = [sys.executable, "-m", "vitrail", "serve", bundle.report.source, "--port", "0"]

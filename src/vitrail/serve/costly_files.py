@@ -22,7 +22,8 @@ _MAX_STRIPS = 300_000  # a TIFF of 64 million pixels has 250,000 tiles of the sm
 _OFFSETS = (273, 324)  # the fields of a TIFF that say where its strips or tiles are
 _BYTES_PER_VALUE = {3: 2, 4: 4, 13: 4, 16: 8}  # by type; others are counted as one byte
 _MAX_COMMENTS = 4000  # blocks of up to 255 bytes; Pillow adds each to a copy of all before
-_MAX_BLOCKS = 100_000  # a PNG of 32 MB has 4,000 chunks of the usual size
+MAX_BLOCKS = 100_000
+"""Most pieces of a file; a PNG of 32 MB has 4,000 chunks of the usual size."""
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _START_OF_SCAN = 0xFFDA
 _MOST_BANDS = 5  # a TIFF may store each band in tiles of its own
@@ -48,8 +49,12 @@ def check_blocks(data: bytes) -> None:
     count = 0
     for blocks in _blocks(data):
         count += blocks
-        if count > _MAX_BLOCKS:
-            raise _corrupted("it has too many blocks of metadata")
+        if count > MAX_BLOCKS:
+            raise too_many_blocks()
+
+
+def too_many_blocks() -> ServiceError:
+    return _corrupted("it has too many blocks of metadata")
 
 
 def _blocks(data: bytes) -> Iterator[int]:

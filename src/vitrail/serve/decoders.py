@@ -54,18 +54,33 @@ class Decoders:
         `deadline`, a time of `time.monotonic`, is ended."""
         if self.processes is not None:
             return self.processes.decode(data, preprocess, deadline, done)
-        loop = asyncio.get_running_loop()
+        loop, image = asyncio.get_running_loop(), _InThread(data)
 
         def finished(job: Future[Decoded]) -> None:
             if not job.cancelled():
                 with suppress(RuntimeError):  # the loop is closed: the service has ended
                     loop.call_soon_threadsafe(done, job.exception() or job.result())
 
-        job = self.threads.submit(decode, data, preprocess, self._settings, self._pixels)
-        job.add_done_callback(finished)
-        return job
+        image.job = self.threads.submit(lambda: decode(image.data, preprocess, self._settings, self._pixels))
+        image.job.add_done_callback(finished)
+        return image
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
         if self.processes is not None:
             self.processes.close()
+
+
+class _InThread:
+    """An image on its way through a thread. One that is given up waits for its turn, but its bytes are freed."""
+
+    job: Future[Decoded]
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def cancel(self) -> bool:
+        cancelled = self.job.cancel()
+        if cancelled:
+            self.data = b""
+        return cancelled

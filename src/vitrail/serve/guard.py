@@ -66,6 +66,10 @@ class Guard:
             await self.app(scope, body.receive, answer.send)
         except (ClientLeft, ClientDisconnect):
             answer.status = answer.status or 499
+        except asyncio.CancelledError:  # the service does not wait for it any longer
+            if answer.status != 0:
+                raise
+            await error_answer(unavailable("The service is shutting down."), scope["path"])(scope, body.receive, answer.send)
         except Exception as error:
             if not isinstance(error, ServiceError):
                 log.exception("unexpected error", extra={"path": scope["path"][:500]})

@@ -15,7 +15,7 @@ from vitrail.data.decode import image_header, is_heic
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.types import Array, BadImage
 from vitrail.errors import VitrailError
-from vitrail.serve.costly_files import PPM_HEADER, check_blocks, check_opened, limit_directories
+from vitrail.serve.costly_files import MAX_BLOCKS, PPM_HEADER, check_blocks, check_opened, limit_directories, too_many_blocks
 from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.limits import PixelLimit
 from vitrail.serve.settings import ServeSettings
@@ -153,8 +153,11 @@ def count_scans(data: bytes) -> int:
     """
     if not data.startswith(_JPEG) or data.count(_SCAN) <= 1:
         return int(data.startswith(_JPEG))
-    scans, position = 0, 2
+    scans, position, markers = 0, 2, 0
     while scans <= _MAX_SCANS and (found := _MARKER.search(data, position)):
+        markers += 1
+        if markers > MAX_BLOCKS:  # `check_blocks` counts only those before the first scan
+            raise too_many_blocks()
         kind = found[0][-1:]
         if kind == b"\xd9":  # the end; phones append videos
             break

@@ -69,12 +69,17 @@ class JsonProcess:
         while not waiting.done():
             await asyncio.wait([waiting], timeout=max(0.0, min(0.25, deadline - time.monotonic())))
             if not waiting.done() and time.monotonic() >= deadline:
-                if job.running():
-                    self._stop()  # it may not answer at all, and others wait for it
+                self._end(job)
                 raise unavailable("The JSON was not read before its deadline.")
             if not waiting.done() and left is not None and await left():
+                asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), self._end, job)
                 raise ClientLeft
         return waiting.result()
+
+    def _end(self, job: Future[Any]) -> None:
+        """End the process if it still reads what it was given: it may not answer at all, and others wait for it."""
+        if job.running():
+            self._stop()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -13,6 +13,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 LINGER_SECONDS = 2.0
 _MOST_LINGERING = 64  # of connections beyond the limit; others are closed at once, so that there is one
 _IDLE_SECONDS = 0.1  # on shutdown, for a request that is already on its way
+_MOST_HEADERS = 1 << 16  # bytes
+_SMALL_CHUNKS, _CHUNK_BYTES = 1000, 256
 
 
 class GuardedProtocol(H11Protocol):
@@ -26,6 +28,10 @@ class GuardedProtocol(H11Protocol):
     max_connections: ClassVar[int] = 1024
     _header_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _Connection(h11.SERVER, _MOST_HEADERS)
 
     def connection_made(self, transport: Any) -> None:
         transport.set_write_buffer_limits(high=0)  # pause_writing is then called whenever something cannot be sent at once
@@ -67,7 +73,7 @@ class GuardedProtocol(H11Protocol):
             if self.cycle.response_started:
                 self.transport.abort()
                 return
-        self.refuse(400, "This is not a valid HTTP/1.1 request, or its headers are too large.")
+        self.refuse(400, "This is not a valid HTTP/1.1 request, its headers are too large, or its chunks are too small.")
 
     def refuse(self, status: int, message: str, *, linger: bool = True) -> None:
         """Answer without the application, and close."""
@@ -116,6 +122,23 @@ class GuardedProtocol(H11Protocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+class _Connection(h11.Connection):
+    """Refuses a body in too many small chunks: 256 KB in chunks of one byte take 0.4 seconds, while all other clients wait."""
+
+    _chunks = _bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > _SMALL_CHUNKS + self._bytes // _CHUNK_BYTES:
+                raise h11.RemoteProtocolError("The chunks are too small.")
+        return event
 
 
 class _LingeringTransport:

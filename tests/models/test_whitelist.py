@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -411,6 +412,22 @@ def test_a_changed_rate_of_one_dropout_counts(images: Tensor, fusing: None) -> N
     assert near(logits(model, images, "auto"), logits(model, images, "plain"))
     model.blocks[0].mlp.dropout.p = 0.5
     assert not near(logits(model, images, "auto"), logits(model, images, "auto"), 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [np.float32, torch.tensor])
+def test_rates_and_epsilons_may_be_other_numbers_than_pythons(
+    kind: Callable[[float], Any], images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    """torch's functions take numpy's numbers and tensors of one value. Triton's kernels do not."""
+    model = tiny(dropout=0.5, qk_norm=True)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = kind(1e-3)
+        if isinstance(module, nn.Dropout):
+            module.p = kind(0.25)
+    logits(model.train(), images, "auto").sum().backward()
+    assert near(logits(model.eval(), images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 6
 
 
 # Other kinds of differentiation

@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, in float32, so that a ste
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
 import types
@@ -180,6 +181,19 @@ def test_a_patched_function_of_torch_takes_the_plain_path(
     found = logits(model, images, "auto")
     assert calls and len(blocks_fused) == 3
     assert near(found, logits(model, images, "plain")) and not near(found, before, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["attention.sdpa", "layers.patchify"])
+def test_a_patched_function_of_ours_takes_the_plain_path(
+    name: str, images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
+) -> None:
+    model = tiny(depth=1).eval()
+    before, target = logits(model, images, "auto"), importlib.import_module("vitrail.models." + name.partition(".")[0])
+    real = getattr(target, name.partition(".")[2])
+    monkeypatch.setattr(target, name.partition(".")[2], lambda *given: 1.5 * real(*given))
+    blocks_fused.clear()
+    found = logits(model, images, "auto")
+    assert near(found, logits(model, images, "plain")) and not near(found, before, 1e-3) and not blocks_fused
 
 
 @pytest.mark.parametrize("kind", [nn.Module, nn.Linear])

@@ -368,7 +368,7 @@ def test_more_models_are_compiled_than_torch_allows_by_default() -> None:
     torch._dynamo.reset()
     with many_compilations():
         for width in range(1, 13):
-            model = nn.Linear(width, 3)
+            model = Small(width)
             model.compile(backend=backend, dynamic=False)
             model(torch.ones(2, width))
     torch._dynamo.reset()

@@ -16,7 +16,10 @@ def _same_numbers_each_time() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> None:
-    """Let Triton's interpreter list the members of its own modules once, and not for every call inside a kernel."""
+    """Let Triton's interpreter list the members of its own modules once, and not for every call inside a kernel.
+
+    Triton 3.6's also makes numbers of arrays with one axis, which numpy 2.4 refuses.
+    """
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -30,3 +33,11 @@ def _quick_interpreter() -> None:
     vars(copied).update(vars(inspect))
     copied.getmembers = lambda package: [(name, getattr(package, name)) for name in names(package)]  # type: ignore[attr-defined]
     interpreter.inspect = copied  # type: ignore[attr-defined]
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = with_index

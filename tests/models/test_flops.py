@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop, sdpa_flop
 
 from tests.models.test_fused import DEVICE, fusing, small
 from vitrail.models import ViT, create_model
@@ -27,6 +27,14 @@ CONFIG = create_model("ViT-S/16", outputs=10, depth=3, pooling="mean").config
 
 MATMULS = {"matmul_bias", "matmul_bias_gelu", "matmul_bias_gelu_with_grad", "matmul_gelu_backward", "fp8_matmul", "weight_grad"}
 ATTENTION = {"attention_forward", "attention_backward", "hopper_attention"}
+
+
+@pytest.fixture(autouse=True)
+def _attention_on_cpus_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions of torch have formulas for attention on GPUs only."""
+    aten = torch.ops.aten
+    monkeypatch.setitem(flop_registry, aten._scaled_dot_product_flash_attention_for_cpu, sdpa_flop)
+    monkeypatch.setitem(flop_registry, aten._scaled_dot_product_flash_attention_for_cpu_backward, sdpa_backward_flop)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, in float32, so that a ste
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,6 +181,19 @@ def test_a_patched_function_of_torch_takes_the_plain_path(
     found = logits(model, images, "auto")
     assert calls and len(blocks_fused) == 3
     assert near(found, logits(model, images, "plain")) and not near(found, before, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["attention.sdpa", "layers.patchify"])
+def test_a_patched_function_of_ours_takes_the_plain_path(
+    name: str, images: Tensor, fusing: None, monkeypatch: pytest.MonkeyPatch, blocks_fused: list[nn.Module]
+) -> None:
+    model = tiny(depth=1).eval()
+    before, target = logits(model, images, "auto"), importlib.import_module("vitrail.models." + name.partition(".")[0])
+    real = getattr(target, name.partition(".")[2])
+    monkeypatch.setattr(target, name.partition(".")[2], lambda *given: 1.5 * real(*given))
+    blocks_fused.clear()
+    found = logits(model, images, "auto")
+    assert near(found, logits(model, images, "plain")) and not near(found, before, 1e-3) and not blocks_fused
 
 
 @pytest.mark.parametrize("kind", [nn.Module, nn.Linear])
@@ -411,6 +426,22 @@ def test_a_changed_rate_of_one_dropout_counts(images: Tensor, fusing: None) -> N
     assert near(logits(model, images, "auto"), logits(model, images, "plain"))
     model.blocks[0].mlp.dropout.p = 0.5
     assert not near(logits(model, images, "auto"), logits(model, images, "auto"), 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [np.float32, torch.tensor])
+def test_rates_and_epsilons_may_be_other_numbers_than_pythons(
+    kind: Callable[[float], Any], images: Tensor, fusing: None, blocks_fused: list[nn.Module]
+) -> None:
+    """torch's functions take numpy's numbers and tensors of one value. Triton's kernels do not."""
+    model = tiny(dropout=0.5, qk_norm=True)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = kind(1e-3)
+        if isinstance(module, nn.Dropout):
+            module.p = kind(0.25)
+    logits(model.train(), images, "auto").sum().backward()
+    assert near(logits(model.eval(), images, "auto"), logits(model, images, "plain")) and len(blocks_fused) == 6
 
 
 # Other kinds of differentiation

@@ -26,6 +26,7 @@ from vitrail.models import create_model
 from vitrail.models.fused.whitelist import is_plain_block
 from vitrail.train.averaging import Average
 from vitrail.train.config import DataSpec, ModelSpec, OptimSpec, Recipe, ScheduleSpec, TaskSpec
+from vitrail.train.export import rounded_threshold
 from vitrail.train.prepare import prepare, warnings_for
 from vitrail.train.run import RunFolder
 
@@ -309,6 +310,13 @@ def test_saved_thresholds_are_reached_by_the_images_that_they_come_from(tmp_path
     labels = vitrail.load(tmp_path / "run").evaluate(source)
     for threshold, best in zip(labels.thresholds, per_label(labels.outputs, labels.truth).best_threshold, strict=True):
         assert best - 2e-6 < threshold <= best
+
+
+@pytest.mark.parametrize("score", [0.531982, 0.5319820000001, 0.5319829999999, 1e-7, 0.999999, 1.0])
+def test_a_threshold_is_reached_by_its_image_computed_elsewhere(score):
+    """An evaluation computes the same score with other kernels, up to a few roundings in float32."""
+    assert score - 2e-6 < rounded_threshold(score) <= score * (1 - 3e-7)
+    assert rounded_threshold(0.5) == 0.5
 
 
 def test_sigmoid_and_class_weights_on_one_label(tmp_path):

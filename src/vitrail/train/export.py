@@ -51,8 +51,7 @@ def export_model(
         unstandardise(model, task)
     task_info = task.describe()
     if isinstance(meter, LabelMeter):
-        # Rounded down: the image whose score is the threshold must still reach it.
-        task_info["thresholds"] = [math.floor(one * 1e6) / 1e6 for one in meter.thresholds()]
+        task_info["thresholds"] = [rounded_threshold(one) for one in meter.thresholds()]
     provenance = {
         "recipe": recipe.name,
         "start": recipe.model.start,
@@ -96,6 +95,14 @@ def record_images(recipe: Recipe, prepared: Prepared) -> list[dict[str, Any]]:
         own = record_split(prepared.source, prepared.train)
     others = (*_records_of(recipe.model.start), *_records_of(recipe.task.teacher))
     return [one.to_dict() for one in (own, *others)]
+
+
+def rounded_threshold(score: float) -> float:
+    """Round the score of an image to a threshold that it reaches: down, and by more than another kernel's rounding changes it.
+
+    0.5 stays: it is no image's score but that of a label that never occurs.
+    """
+    return score if score == 0.5 else max(math.floor(score * 1e6 - 0.5), 0) / 1e6
 
 
 def with_earlier(saved: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -167,7 +167,7 @@ def qk_norms(attention: Attention) -> tuple[tuple[Tensor, ...], float]:
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if q_norm is None or k_norm is None:
         return (), 0.0
-    return (q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias), q_norm.eps
+    return (q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias), float(q_norm.eps)
 
 
 def _mlp(mlp: Mlp, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, refold: bool) -> Tensor:
@@ -175,6 +175,6 @@ def _mlp(mlp: Mlp, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, refold:
 
     return mlp_branch(
         y, norm.weight, norm.bias, mlp.up.weight, mlp.up.bias, mlp.down.weight,
-        mlp.approximate == "tanh", options.seeds[1], mlp.dropout.p,
+        mlp.approximate == "tanh", options.seeds[1], float(mlp.dropout.p),
         fp8=options.fp8, recompute_cheap=options.recompute_cheap, needs_grad=torch.is_grad_enabled(), refold=refold,
     )  # fmt: skip

@@ -31,7 +31,7 @@ class FoldedNorm(nn.LayerNorm):
     """A layer norm without weight and bias: they were folded into the linear layer after it."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__(norm.normalized_shape, eps=norm.eps, elementwise_affine=False)
+        super().__init__(norm.normalized_shape, eps=float(norm.eps), elementwise_affine=False)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as module_globals
 from torch.utils._device import DeviceContext
 
+from vitrail.models import attention, layers
 from vitrail.models.attention import Attention
 from vitrail.models.fused.folded_block import FoldedNorm
 from vitrail.models.layers import LayerScale, Mlp, PatchEmbedding, StochasticDepth
@@ -27,8 +28,8 @@ def is_ordinary_call() -> bool:
     """Tell whether modules are called eagerly and by nothing but autograd's reverse mode, with classes as they were imported.
 
     Not so under torch.compile, export and tracing, under functorch's transforms (`torch.func.grad`, `vmap`), in forward-mode
-    differentiation, in a mode of a user's own, with global module hooks, or after a method of a class was patched, or a function of
-    torch that these call.
+    differentiation, in a mode of a user's own, with global module hooks, or after a method of a class was patched, or a function
+    that these call.
     """
     return is_eager_call() and not is_patched()
 
@@ -45,7 +46,7 @@ def is_eager_call() -> bool:
 
 
 def is_patched() -> bool:
-    """Tell whether a method of a whitelisted class, or a function of torch that they call, is not the one that was imported."""
+    """Tell whether a method of a whitelisted class, or a function that they call, is not the one that was imported."""
     for owner, name, function in imported_functions():
         found = getattr(owner, name)
         if found is not function and not (owner is F and _is_ours(found)):
@@ -81,16 +82,17 @@ _FUNCTIONS = ("linear", "layer_norm", "gelu", "dropout", "scaled_dot_product_att
 
 @functools.cache
 def imported_functions() -> tuple[tuple[Any, str, Any], ...]:
-    """Each whitelisted class with its methods, and torch's functions that they call, as they were when this was first called.
+    """Each whitelisted class with its methods, and the functions that they call, as they were when this was first called.
 
     That is when `vitrail.models.vit` is imported.
     """
     from vitrail.models.vit import Block
 
-    layers = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
-    kinds: tuple[type[nn.Module], ...] = (*layers, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
+    own = (Block, Attention, Mlp, StochasticDepth, LayerScale, FoldedNorm, PatchEmbedding)
+    kinds: tuple[type[nn.Module], ...] = (*own, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
     names: list[tuple[Any, str]] = [(kind, name) for kind in kinds for name in ("forward", "__call__", "_call_impl")]
     names += [(Block, "_add_branches"), (Attention, "_split"), (Attention, "_attend"), (Attention, "_merge")]
+    names += [(attention, "sdpa"), (layers, "patchify")]
     names += [(kind, name) for kind in KINDS.values() for name in sorted(POSITION_METHODS)]
     methods = ((owner, name, getattr(owner, name)) for owner, name in names)
     return (*methods, *((F, name, _torchs_own(name)) for name in _FUNCTIONS))

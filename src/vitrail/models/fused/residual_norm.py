@@ -225,4 +225,5 @@ def residual_norm(
     Without a branch x is only normalised, and returned as it is. `drop_path_scale` [image] holds stochastic depth's factors, `seed`
     that of a dropout with `rate`; either may be None.
     """
-    return _ResidualNorm.apply(x, branch, bias, drop_path_scale, seed, rate, eps, dtype)  # type: ignore[no-any-return]
+    # A module's numbers may be numpy's or tensors of one value, which Triton does not take.
+    return _ResidualNorm.apply(x, branch, bias, drop_path_scale, seed, float(rate), float(eps), dtype)  # type: ignore[no-any-return]

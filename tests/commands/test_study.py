@@ -41,6 +41,9 @@ def test_mistakes_get_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "Which study?" in capsys.readouterr().err
     assert run("study", "plot", "all", "--out", str(tmp_path)) == 2
     assert "has no results" in capsys.readouterr().err
+    page = tmp_path / "RESULTS.md"
+    assert run("study", "results", str(tmp_path / "nowhere"), "--out", str(page)) == 2
+    assert "nowhere has no results of a study. Name folders" in capsys.readouterr().err and not page.exists()
 
 
 def test_plot_and_results_need_the_csv_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

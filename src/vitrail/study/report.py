@@ -30,7 +30,8 @@ def write_outputs(folder: Path, names: Sequence[str] | None = None) -> list[Path
     chosen = summaries(folder, names)
     if not chosen:
         wanted = "a study" if names is None else " or ".join(names)
-        raise VitrailError(f"{folder} has no results of {wanted}. Run `vitrail study NAME --out {folder}` first.")
+        name = names[0] if names else "NAME"
+        raise VitrailError(f"{folder} has no results of {wanted}. Run `vitrail study {name} --out {folder}` first.")
     files = []
     for summary in chosen:
         figure = draw(summary)

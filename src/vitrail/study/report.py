@@ -13,7 +13,7 @@ from vitrail.study.definitions import STUDIES, study_named
 from vitrail.study.draw import draw
 from vitrail.study.rows import read_rows
 from vitrail.study.summary import Summary
-from vitrail.study.table import AGREES, columns, left_out, markdown, outcomes, setting
+from vitrail.study.table import AGREES, columns, markdown, notes, outcomes, setting
 
 REPORT = "report.html"
 
@@ -69,13 +69,11 @@ def _section(summary: Summary) -> PageSection:
         Finding(claim, outcome.agrees, AGREES[outcome.agrees], paper, outcome.ours, outcome.why)
         for claim, paper, outcome in outcomes(summary)
     ]
-    notes = [f"Failed: {row.series} {row.label}, seed {row.seed}: {row.note}" for row in summary.failed]
-    notes += left_out(summary)
     blocks: list[Block] = [
         Paragraph(study.about),
         Plot(rendered(draw(summary), "png"), study.title),
         Findings(findings),
-        *([Notes(notes)] if notes else []),
+        *([Notes(missing)] if (missing := notes(summary)) else []),
         Table(*columns(summary)),
         Paragraph(" ".join(setting(summary.rows, study)), faint=True),
         Commands(list(dict.fromkeys(row.command for row in summary.rows))),

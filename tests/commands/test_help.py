@@ -277,6 +277,12 @@ def test_a_mistake_shows_how_the_command_is_called(words: list[str], expected: s
             ["--num-workers is --workers here."],
         ),
         (["predict", "new", "--topk", "3", "--lr", "1"], ["--topk is --top here."]),
+        (
+            ["train", "--drop-path", "0.1", "--model-ema"],
+            ["--drop-path is --model.stochastic-depth here.", "--model-ema is --ema here."],
+        ),
+        (["predict", "--weights", "runs/pets", "cat.jpg"], ["--weights is the first argument, CHECKPOINT, here."]),
+        (["eval", "--model=runs/pets", "--data", "digits"], ["--model is the first argument, CHECKPOINT, here."]),
     ],
 )
 def test_options_of_other_libraries_are_translated(

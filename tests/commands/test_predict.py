@@ -108,6 +108,7 @@ def test_checkpoint_and_images_are_told_apart(
     (tmp_path / "empty").mkdir()
     (tmp_path / "run").mkdir()  # a run that has not written its model yet, but has a picture
     (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
     (tmp_path / "run" / "curves.png").write_bytes(b"")
     for words, sentence in (
         ((), "No image was given"),
@@ -119,7 +120,7 @@ def test_checkpoint_and_images_are_told_apart(
         (("nowhere",), "There is no image, folder or checkpoint 'nowhere'"),
         ((file, checkpoint), "Give the checkpoint first"),
         ((tmp_path / "empty", file), "is a folder without a checkpoint's config.json"),
-        ((tmp_path / "run", file), "is a folder without a checkpoint's config.json"),
+        ((tmp_path / "run", file), "is a run that has no model/ yet. Finish it first"),
     ):
         status, _, err = run(capsys, "predict", *words)
         assert status == 2 and sentence in err, (words, err)

@@ -55,6 +55,11 @@ def golden(**changes: object) -> object:
     return load(own(**{f"golden__{path}": value for path, value in changes.items()}))
 
 
+def unfinished_run() -> None:
+    (place("run") / "checkpoints").mkdir(parents=True)
+    load("weights/run")
+
+
 # fmt: off
 CASES = (
     at("checkpoints/adapt.py:change_channels#2", lambda: load("model", channels=1, stem="mean"),
@@ -114,7 +119,9 @@ CASES = (
        "verify is 'all';", "it must be 'none', 'quick' or 'full'."),
     at("checkpoints/loading.py:locate#1", lambda: load("/dev/null"),
        "/dev/null is a character device, not a checkpoint.", "Give a folder or a regular file."),
-    at("checkpoints/loading.py:_folder", lambda: load("photos"),
+    at("checkpoints/loading.py:_folder#1", unfinished_run,
+       "weights/run is a run that has no model/ yet.", "Finish it first: run its training command again to resume."),
+    at("checkpoints/loading.py:_folder#2", lambda: load("photos"),
        "photos is a folder without a checkpoint's config.json (it contains train, val).",
        "For a single weight file, give the file itself."),
     at("checkpoints/loading.py:_checked", lambda: load("model", preprocess=preset("imagenet", size=64)),

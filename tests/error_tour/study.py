@@ -17,7 +17,7 @@ import torch
 from tests.error_tour.case import Case, at
 from tests.error_tour.files import scratch
 from vitrail.data import Source, open_source
-from vitrail.study.claims import write_results
+from vitrail.study.claims import results, write_results
 from vitrail.study.definition import changed
 from vitrail.study.definitions import STUDIES
 from vitrail.study.jobs import Processes, pool
@@ -115,6 +115,8 @@ CASES: tuple[Case, ...] = (
        "compute.csv does not have the columns of a study.", "Choose another --out, or move the file away."),
     at("study/claims.py:write_results", lambda: write_results(written("RESULTS.md", "# Results\n"), []),
        "lacks the lines <!-- begin: vitrail study results --> and <!-- end: vitrail study results -->", "Add them."),
+    at("study/claims.py:results", lambda: results([Path("empty")], Path()), "empty has no results of a study.",
+       "Name folders that hold CSV files of studies."),
     at("study/jobs.py:Processes._answer", killed, "A process of the study ended with status -9;",
        "perhaps the memory was too small for 2 at once.", "Run the same command again to resume, with fewer --jobs."),
     at("study/jobs.py:pool", lambda: pool(2, "cpu").__enter__(),

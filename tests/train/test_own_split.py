@@ -101,7 +101,9 @@ def test_every_command_divides_the_source_as_the_run_did(noise: Path, run: Path,
     assert drawn != names(open_source(f"folder:{noise}").splits["val"])
 
 
-def test_without_data_the_run_is_evaluated_on_its_own(noise: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_data_the_run_is_evaluated_on_its_own(
+    noise: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for place in (run, run / "model"):
         out, err = command(capsys, "eval", place, "--workers", 0, "--json")
         assert f"data: folder:{noise}, which the run was trained on" in err.replace("\n", " ")
@@ -113,6 +115,12 @@ def test_without_data_the_run_is_evaluated_on_its_own(noise: Path, run: Path, ca
     with pytest.raises(SystemExit):
         main(["eval", "vitrail-ti8-tiny-imagenet"])
     assert "is not a run that knows its data: add --data" in capsys.readouterr().err
+    stopped = tmp_path / "stopped"
+    (stopped / "checkpoints").mkdir(parents=True)
+    (stopped / "config.json").write_bytes((run / "config.json").read_bytes())
+    with pytest.raises(SystemExit):
+        main(["eval", str(stopped)])
+    assert "is a run that has no model/ yet. Finish it first" in capsys.readouterr().err
 
 
 def test_images_that_were_trained_on_are_said_loudly(

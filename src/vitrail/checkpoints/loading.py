@@ -166,6 +166,8 @@ def _folder(name: str, path: Path) -> Found:
         restore_folder(path / "model")
     if (path / "model" / "config.json").is_file():  # a run folder
         return _folder(name, path / "model")
+    if (path / "metrics.jsonl").exists() or (path / "checkpoints").is_dir():
+        raise VitrailError(f"{name} is a run that has no model/ yet. Finish it first: run its training command again to resume.")
     inside = ", ".join(sorted(item.name for item in path.iterdir())[:8]) or "nothing"
     raise VitrailError(
         f"{name} is a folder without a checkpoint's config.json (it contains {inside}). "

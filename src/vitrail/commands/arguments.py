@@ -68,19 +68,24 @@ def call(command: Callable[..., Any], name: str, words: Sequence[str]) -> int | 
 # Options of other libraries' training scripts, and ours.
 _OTHER_NAMES = {
     "--amp": "--precision", "--batch-size": "--batch", "--batch_size": "--batch", "--checkpoint": "--from", "--data-dir": "--data",
-    "--data-path": "--data", "--dataset": "--data", "--img-size": "--image-size", "--input-size": "--image-size",
-    "--learning-rate": "--optim.lr", "--learning_rate": "--optim.lr", "--lr": "--optim.lr", "--model": "--model.name",
-    "--num-workers": "--workers", "--opt": "--optim.name", "--optimizer": "--optim.name", "--output": "--out",
-    "--output-dir": "--out", "--output_dir": "--out", "--pretrained": "--from", "--topk": "--top",
-    "--wd": "--optim.weight-decay", "--weight-decay": "--optim.weight-decay",
+    "--data-path": "--data", "--dataset": "--data", "--drop-path": "--model.stochastic-depth", "--img-size": "--image-size",
+    "--input-size": "--image-size", "--layer-decay": "--optim.layer-decay", "--learning-rate": "--optim.lr",
+    "--learning_rate": "--optim.lr", "--lr": "--optim.lr", "--model": "--model.name", "--model-ema": "--ema",
+    "--num-workers": "--workers", "--num_train_epochs": "--epochs", "--opt": "--optim.name", "--optimizer": "--optim.name",
+    "--output": "--out", "--output-dir": "--out", "--output_dir": "--out", "--pretrained": "--from", "--topk": "--top",
+    "--wd": "--optim.weight-decay", "--weight-decay": "--optim.weight-decay", "--weights": "--from",
 }  # fmt: skip
 
 
 def _translated(words: Sequence[str], sections: Sequence[Section]) -> list[str]:
     """Say what options of other libraries are called here."""
-    own = {flag for section in sections for option in section.options for flag in option.flags}
+    options = [option for section in sections for option in section.options]
+    own = {flag for option in options for flag in option.flags}
+    names = {word: name for word, name in _OTHER_NAMES.items() if name in own}
+    if options and not options[0].flags and "CHECKPOINT" in options[0].metavar:
+        names |= dict.fromkeys(("--checkpoint", "--model", "--weights"), "the first argument, CHECKPOINT,")
     given = dict.fromkeys(word.partition("=")[0] for word in words)
-    return [f"{word} is {_OTHER_NAMES[word]} here." for word in given if word not in own and _OTHER_NAMES.get(word) in own]
+    return [f"{word} is {names[word]} here." for word in given if word not in own and word in names]
 
 
 class _NotFinite(Exception):  # not a ValueError, which tyro would replace by a message of its own

@@ -127,7 +127,8 @@ def data_or_own(data: str | None, checkpoint: str, console: Console) -> str:
 
     path = Path(checkpoint).expanduser()
     folder = path.parent if path.name == "model" else path
-    recipe = RunFolder(folder).saved_recipe() if (folder / "config.json").is_file() and (folder / "model").is_dir() else None
+    is_run = (folder / "config.json").is_file() and ((folder / "model").is_dir() or (folder / "checkpoints").is_dir())
+    recipe = RunFolder(folder).saved_recipe() if is_run else None
     if recipe is None or not recipe.data.source:
         raise VitrailError(f"{checkpoint} is not a run that knows its data: add --data, such as --data folder:DIR.")
     if os.environ.get("RANK", "0") == "0":

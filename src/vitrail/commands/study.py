@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
 from vitrail.commands.options import Json
@@ -66,12 +68,35 @@ def study(
         say(to_json({"csv": str(result.csv), "files": files, "seconds": round(result.seconds, 1), "not_started": result.late}))
         return
     console = Console()
-    table = result.csv.with_suffix(".md").read_text(encoding="utf-8")
-    console.print(table, highlight=False, soft_wrap=True)
+    _show(console, result.csv.parent, name)
     budget = f" of {settings.budget:g}" if settings.budget else ""
     console.print(
         f"{result.seconds / 60:.1f}{budget} minutes; {', '.join([str(result.csv), *files])}", highlight=False, soft_wrap=True
     )
+
+
+def _show(console: Console, folder: Path, name: str) -> None:
+    """Print the accuracies and what they say about the paper; NAME.md and the report have the rest."""
+    from vitrail.study.report import summaries
+    from vitrail.study.summary import metric_name
+    from vitrail.study.table import AGREES, notes, outcomes
+
+    [summary] = summaries(folder, [name])
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("series", ""):
+        table.add_column(heading)
+    for metric in summary.metrics:
+        table.add_column(metric_name(metric, summary.rows), justify="right")
+    for entry in summary.entries:
+        values = (entry.value(metric) for metric in summary.metrics)
+        table.add_row(entry.series, entry.label, *(value.text() if value else "–" for value in values))
+    console.print(table)
+    for claim, paper, outcome in outcomes(summary):
+        why = f" ({outcome.why})" if outcome.why else ""
+        verdict = f"{AGREES[outcome.agrees].capitalize()}{why}."
+        console.print(f"{claim}. The paper ({paper}). Here: {outcome.ours}. {verdict}", highlight=False, markup=False)
+    for note in notes(summary):
+        console.print(note, highlight=False, markup=False)
 
 
 def plot(

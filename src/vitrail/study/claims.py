@@ -34,15 +34,16 @@ def results(folders: Sequence[Path], root: Path) -> str:
         ((finding, study.name) for study in STUDIES.values() for finding in study.findings if finding.number),
         key=lambda one: one[0].number or 0,
     )
-    shown = {folder: found for folder, found in measured.items() if found}
-    titles = [_data(found) for found in shown.values()]
+    if empty := [folder for folder, found in measured.items() if not found]:
+        raise VitrailError(f"{empty[0]} has no results of a study. Name folders that hold CSV files of studies.")
+    titles = [_data(found) for found in measured.values()]
     lines = [" | ".join(["| # | claim", *titles]) + " |", "|---" * (2 + len(titles)) + "|"]
     for finding, study in claims:
-        verdicts = [_verdict(_outcome(finding, found.get(study))) for found in shown.values()]
+        verdicts = [_verdict(_outcome(finding, found.get(study))) for found in measured.values()]
         lines.append(" | ".join([f"| {finding.number} | {finding.claim}", *verdicts]) + " |")
     for finding, study in claims:
         lines += ["", f"### {finding.number}. {finding.claim}", "", f"The paper ({finding.where}): {finding.paper}.", ""]
-        entries = [_entry(finding, found[study], folder, root) for folder, found in shown.items() if study in found]
+        entries = [_entry(finding, found[study], folder, root) for folder, found in measured.items() if study in found]
         lines += entries or [f"Ours: {_NOT_MEASURED} (`vitrail study {study}`)."]
     return "\n".join(lines) + "\n"
 

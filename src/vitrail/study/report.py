@@ -13,7 +13,7 @@ from vitrail.study.definitions import STUDIES, study_named
 from vitrail.study.draw import draw
 from vitrail.study.rows import read_rows
 from vitrail.study.summary import Summary
-from vitrail.study.table import AGREES, columns, left_out, markdown, outcomes, setting
+from vitrail.study.table import AGREES, columns, markdown, notes, outcomes, setting
 
 REPORT = "report.html"
 
@@ -34,7 +34,7 @@ def write_outputs(folder: Path, names: Sequence[str] | None = None) -> list[Path
     if not chosen:
         wanted = "a study" if names is None else " or ".join(names)
         failed = [row for one in _read(folder, names) for row in one.failed]
-        cure = f"Run `vitrail study NAME --out {folder}` first."
+        cure = f"Run `vitrail study {names[0] if names else 'NAME'} --out {folder}` first."
         if failed:
             cure = (
                 f"{counted(len(failed), 'row')} failed, the first with: {failed[0].note} Run the study again with --retry-failed."
@@ -77,13 +77,11 @@ def _section(summary: Summary) -> PageSection:
         Finding(claim, outcome.agrees, AGREES[outcome.agrees], paper, outcome.ours, outcome.why)
         for claim, paper, outcome in outcomes(summary)
     ]
-    notes = [f"Failed: {row.series} {row.label}, seed {row.seed}: {row.note}" for row in summary.failed]
-    notes += left_out(summary)
     blocks: list[Block] = [
         Paragraph(study.about),
         Plot(rendered(draw(summary), "png"), study.title),
         Findings(findings),
-        *([Notes(notes)] if notes else []),
+        *([Notes(missing)] if (missing := notes(summary)) else []),
         Table(*columns(summary)),
         Paragraph(" ".join(setting(summary.rows, study)), faint=True),
         Commands(list(dict.fromkeys(row.command for row in summary.rows))),

@@ -64,8 +64,13 @@ def _side_by_side(row: Row) -> str:
     return f", {row.processes} processes side by side" if (row.processes or 1) > 1 else ""
 
 
-def left_out(summary: Summary) -> list[str]:
-    """Say which points are missing, and why."""
+def notes(summary: Summary) -> list[str]:
+    """Say which rows failed and which points are missing, and why."""
+    failed = [f"Failed: {row.series} {row.label}, seed {row.seed}: {row.note}" for row in summary.failed]
+    return [*failed, *_left_out(summary)]
+
+
+def _left_out(summary: Summary) -> list[str]:
     by_reason: dict[str, dict[str, None]] = {}
     for row in summary.left_out:
         by_reason.setdefault(row.note, {})[f"{row.series} {row.label}"] = None
@@ -84,9 +89,7 @@ def markdown(summary: Summary) -> str:
     for claim, paper, outcome in outcomes(summary):
         why = f" ({outcome.why})" if outcome.why else ""
         lines += [f"- **{claim}.** The paper ({paper}). Here: {outcome.ours}. **{AGREES[outcome.agrees].capitalize()}**{why}."]
-    for row in summary.failed:
-        lines += [f"- Failed: {row.series} {row.label}, seed {row.seed}: {row.note}"]
-    lines += [f"- {note}" for note in left_out(summary)]
+    lines += [f"- {note}" for note in notes(summary)]
     commands = dict.fromkeys(row.command for row in summary.rows)
     lines += ["", "```", *commands, f"vitrail study plot {study.name}", "```"]
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.report import Report
@@ -90,3 +91,13 @@ def needed_fields(config: ModelConfig) -> dict[str, Any]:
 
 def images_for(config: ModelConfig, count: int = 2) -> torch.Tensor:
     return torch.randn(count, config.channels, *config.image_size, generator=torch.Generator().manual_seed(7))
+
+
+def assert_same_model(found: nn.Module, expected: nn.Module, config: ModelConfig) -> None:
+    """Compare weights bit for bit, and logits to rounding: matmuls on CPUs add in an order that depends on the weights' address."""
+    state = expected.state_dict()
+    assert found.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in found.state_dict().items())
+    images = images_for(config)
+    with torch.no_grad():
+        torch.testing.assert_close(found(images), expected(images), rtol=0, atol=1e-5)

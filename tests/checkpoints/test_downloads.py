@@ -19,7 +19,7 @@ import torch
 
 import vitrail
 from tests.checkpoints.hub_server import COMMIT, HubServer, hub_server
-from tests.checkpoints.small_models import KINDS, bundle_of, images_for
+from tests.checkpoints.small_models import KINDS, assert_same_model, bundle_of, images_for
 from vitrail.checkpoints import download, hub, published, url
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.conversion import write
@@ -63,8 +63,7 @@ def test_a_name_is_downloaded_once_and_predicts_with_words(
     server: HubServer, bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loaded = vitrail.load("ViT-B/16")
-    images = images_for(CONFIG)
-    assert torch.equal(loaded.model(images), bundle.model(images))
+    assert_same_model(loaded.model, bundle.model, CONFIG)
     assert loaded.classes is not None and loaded.classes[0] == "tench" and not loaded.classes_assumed
     assert loaded.report.source == NAME and loaded.provenance["licence"] == "apache-2.0"
     assert not any("class names" in text for text in loaded.report.assumptions)
@@ -72,7 +71,8 @@ def test_a_name_is_downloaded_once_and_predicts_with_words(
     got = {path.rpartition("/")[2] for method, path, _ in server.requests if method == "GET" and "/resolve/" in path}
     assert got <= {"config.json"} and len(server.ranges()) == 1  # and the weights, from the CDN
     asked = len(server.requests)
-    assert torch.equal(vitrail.load(NAME).model(images), bundle.model(images)) and len(server.requests) == asked
+    assert_same_model(vitrail.load(NAME).model, bundle.model, CONFIG)
+    assert len(server.requests) == asked
     # The cache is the Hub's own: its library finds the file there.
     from huggingface_hub import try_to_load_from_cache
 
@@ -196,8 +196,7 @@ def test_repositories_without_safetensors_still_load(server: HubServer, bundle: 
     state = {name: tensor.clone() for name, tensor in _safe_tensors(folder).items()}
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
-    images = images_for(CONFIG)
-    assert torch.equal(vitrail.load(f"hf:{REPOSITORY}").model(images), bundle.model(images))
+    assert_same_model(vitrail.load(f"hf:{REPOSITORY}").model, bundle.model, CONFIG)
 
 
 def _safe_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints.small_models import KINDS, SMALL, bundle_of, images_for, random_model
+from tests.checkpoints.small_models import KINDS, SMALL, assert_same_model, bundle_of, images_for, random_model
 from vitrail.checkpoints import write
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.loading import load
@@ -165,8 +165,7 @@ def test_big_transfers_torch_files(tmp_path: Path) -> None:
     torch.save({"step": 500, "model": under("module.", state)}, tmp_path / "bit.pth.tar")
     again = load(tmp_path / "bit.pth.tar", image_size=64).model
     assert again.config.resnet == config.resnet  # type: ignore[union-attr]
-    images = images_for(config)
-    assert torch.equal(again(images), bundle.model(images))
+    assert_same_model(again, bundle.model, config)
 
 
 def test_the_image_size_gives_the_grid(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vitrail
-from tests.checkpoints.small_models import KINDS, SMALL, bundle_of, images_for, random_model
+from tests.checkpoints.small_models import KINDS, SMALL, assert_same_model, bundle_of, images_for, random_model
 from vitrail.checkpoints.golden import check as golden_check
 from vitrail.checkpoints.golden import golden_image
 from vitrail.checkpoints.native import checksum
@@ -50,8 +50,7 @@ def test_everything_round_trips(folder: Path) -> None:
     assert (bundle.classes, bundle.task, bundle.provenance) == (tuple("abcde"), "classify", {"run": "r1", "epoch": 3})
     assert sorted(item.name for item in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert not bundle.model.training
-    images = images_for(KINDS["plain"])
-    assert torch.equal(bundle.model(images), random_model(KINDS["plain"])(images))
+    assert_same_model(bundle.model, random_model(KINDS["plain"]), KINDS["plain"])
 
 
 def test_training_loaded_weights_does_not_change_the_file(folder: Path) -> None:

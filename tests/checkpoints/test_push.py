@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import vitrail
 from tests.checkpoints.hub_server import HubServer, hub_server
-from tests.checkpoints.small_models import KINDS, bundle_of, images_for
+from tests.checkpoints.small_models import KINDS, assert_same_model, bundle_of
 from vitrail.checkpoints import save
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.push import push
@@ -79,9 +78,7 @@ def test_what_was_pushed_loads_equal_bit_for_bit(server: HubServer, bundle: Bund
         "model.safetensors",
     }
     loaded = vitrail.load(f"hf:{NAME}", verify="full")
-    state = bundle.model.state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in loaded.model.state_dict().items())
-    assert torch.equal(loaded.model(images_for(CONFIG)), bundle.model(images_for(CONFIG)))
+    assert_same_model(loaded.model, bundle.model, CONFIG)
     assert loaded.classes == CLASSES and loaded.preprocess == bundle.preprocess and NAME not in server.private
 
 
@@ -109,9 +106,9 @@ def test_a_second_push_replaces_files_in_one_commit(server: HubServer, bundle: B
     push(tmp_path / "shards", NAME, message="Train longer")
     assert (uploaded(server) / "model.safetensors.index.json").is_file() and not (uploaded(server) / "model.safetensors").exists()
     again = vitrail.load(f"hf:{NAME}")
-    assert torch.equal(again.model(images_for(CONFIG)), other.model(images_for(CONFIG)))
+    assert_same_model(again.model, other.model, CONFIG)
     push(tmp_path / "run", NAME)  # shards of the other model must not stay
-    assert torch.equal(vitrail.load(f"hf:{NAME}").model(images_for(CONFIG)), first.model(images_for(CONFIG)))
+    assert_same_model(vitrail.load(f"hf:{NAME}").model, first.model, CONFIG)
     assert server.messages == ["Upload small with Vitrail", "Train longer", "Upload small with Vitrail"]
 
 
@@ -238,5 +235,5 @@ def test_a_bundle_pushes_what_the_command_pushes(server: HubServer, bundle: Bund
         config.pop("golden")  # computed again when a bundle is saved, to within rounding
     assert configs[0] == configs[1]
     again = vitrail.load(f"hf:{NAME}")
-    images = images_for(CONFIG)
-    assert torch.equal(again.model(images), loaded.model(images)) and again.classes == CLASSES
+    assert_same_model(again.model, loaded.model, CONFIG)
+    assert again.classes == CLASSES

@@ -25,6 +25,7 @@ import csv
 import dataclasses
 import json
 import math
+import re
 import statistics
 import time
 from pathlib import Path
@@ -301,7 +302,7 @@ def report(rows: list[Row], options: argparse.Namespace, device: torch.device) -
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = {
-        "data": open_source(options.data).describe(),
+        "data": re.sub(r"/\S*/", "", open_source(options.data).describe()),  # without the folders of this machine
         "hardware": hardware(device),
         "torch": str(torch.__version__),
         "timm": timm.__version__,

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,7 @@ def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "changes": " ".join(f"{key}={value}" for key, value in stage.changes.items()),
         "start": stage.start or "",
         "teacher": stage.teacher or "",
-        "data": source.describe(),
+        "data": re.sub(r"/\S*/", "", source.describe()),  # without the folders of this machine
         "held_out": _HELD_OUT[stage.data],
         "seed": options.seed,
         "accuracy_percent": round(100 * found.metrics["accuracy"], 2),

@@ -26,6 +26,7 @@ import argparse
 import csv
 import dataclasses
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from vitrail.bench.machine import hardware
 from vitrail.data import open_source
 from vitrail.files import atomic_file
 from vitrail.recipes import recipe_named
+from vitrail.study.settings import public_name
 from vitrail.train.callbacks import Callback, Record
 from vitrail.train.config import Recipe
 from vitrail.train.loop import train
@@ -98,7 +100,7 @@ def main() -> None:
     device = choose_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     file = folder / f"small-images-{name.lower().replace(' ', '-')}-torch{torch.__version__.split('+')[0]}.csv"
-    written = _rows_of_other_runs(file, {row["row"] for row in rows}) + rows
+    written = _rows_of_other_runs(file, {(row["row"], str(row["seed"])) for row in rows}) + rows
     with atomic_file(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -138,13 +140,16 @@ def run_of(name: str, options: argparse.Namespace) -> tuple[Path, float]:
         **stage.changes,
     }
     if stage.start:
-        folder, before = run_of(stage.start, options)
-        changes["model.start"] = str(folder)
+        start, before = run_of(stage.start, options)
+        changes["model.start"] = str(start)
     if stage.teacher:
         changes["task.teacher"] = str(run_of(stage.teacher, options)[0])
     recipe = with_changes(recipe_named(stage.recipe), changes)
     began = time.perf_counter()
-    result = train(small(recipe) if options.tiny else recipe, options.out / name, callbacks=[Progress(name)])
+    folder = options.out / f"{name}-{options.seed}"
+    result = train(small(recipe) if options.tiny else recipe, folder, callbacks=[Progress(name)])
+    if result.ended_by is not None:
+        sys.exit(f"{name} was interrupted; run the same command again to resume.")
     print(f"{name}: trained in {result.seconds:.0f} s, this time in {time.perf_counter() - began:.0f} s", flush=True)
     return result.out, before + result.seconds
 
@@ -191,17 +196,25 @@ def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "vitrail": vitrail.__version__,
         "torch": str(torch.__version__),
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python benchmarks/small_images.py --rows {name} --seed {options.seed}",
+        "command": command_of(name, options),
     }
     print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
     return row
 
 
-def _rows_of_other_runs(file: Path, new: set[str]) -> list[dict[str, Any]]:
+def command_of(name: str, options: argparse.Namespace) -> str:
+    """The command of one row, without the folders of this machine."""
+    datasets = dict.fromkeys(stage.data for stage in stages_before(name))
+    sources = " ".join(f"--{one} {public_name(options.sources[one])}" for one in datasets)
+    words = f"{sources} --out runs/small --rows {name} --seed {options.seed}" + " --tiny" * options.tiny
+    return f"python benchmarks/small_images.py {words}"
+
+
+def _rows_of_other_runs(file: Path, new: set[tuple[str, str]]) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8") as handle:
-        return [row for row in csv.DictReader(handle) if row["row"] not in new]
+        return [row for row in csv.DictReader(handle) if (row["row"], row["seed"]) not in new]
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def test_only_reading_counts_as_waiting_for_data() -> None:
     timer = DataWaitTimer()
     batches = prefetched(iter(range(2)), slow, timer)
     assert list(itertools.islice(batches, 2)) == [0, 1]
-    assert timer.compute_seconds > 0.1 and timer.wait_seconds < timer.compute_seconds / 2  # not of a time alone: machines are busy
+    assert timer.compute_seconds > 0.3 and timer.wait_seconds < timer.compute_seconds / 4  # a busy machine makes both longer
 
     def reading() -> Iterator[int]:
         for number in range(2):

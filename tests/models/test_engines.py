@@ -102,6 +102,20 @@ def test_a_hook_on_a_sharded_block_is_called(images: Tensor, fusing: None, block
 
 
 @pytest.mark.slow
+def test_a_method_patched_on_the_class_that_fsdp2_made_is_called(
+    images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitrail.train.parallel import Runner, World
+
+    model = tiny().train()
+    run = Runner(model, World(torch.device(DEVICE), mode="fsdp"))
+    monkeypatch.setattr(type(model.blocks[0]), "forward", lambda self, x, *more: 0 * x, raising=False)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
+        found = run(images)
+    assert not blocks_fused and near(found, found[:1].expand_as(found))  # nothing of the images is left
+
+
+@pytest.mark.slow
 def test_blocks_that_a_user_sharded_are_called_as_modules(
     images: Tensor, fusing: None, blocks_fused: list[nn.Module], group: None
 ) -> None:

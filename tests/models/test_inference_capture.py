@@ -448,6 +448,15 @@ def test_captures_of_other_settings_of_torch_are_dropped() -> None:
         assert not made._captured._captures
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
+    captured(made, images)
+    matmul = torch.backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = not reduced
+        made(images)
+        assert not made._captured._captures
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = reduced
 
 
 @torch.no_grad()

@@ -136,6 +136,7 @@ def test_what_a_copy_cannot_do_is_refused(copied: str) -> None:
     made, images = make_copy(model, copied), some_images(model)
     refused: dict[str, Any] = {
         "has no gradients": lambda: made.attention_gradients(images, torch.zeros(3, dtype=torch.int64)),
+        "no gradients": made.requires_grad_,
         "cannot be trained": made.train,
         "which are no checkpoint": made.state_dict,
         "Load the weights into the model it was made from": lambda: made.load_state_dict(model.state_dict()),
@@ -145,7 +146,7 @@ def test_what_a_copy_cannot_do_is_refused(copied: str) -> None:
     for sentence, call in refused.items():
         with pytest.raises(VitrailError, match=sentence):
             call()
-    assert made.eval() is made and made.train(False) is made
+    assert made.eval() is made and made.train(False) is made and made.requires_grad_(False) is made
     assert not made(images.requires_grad_()).requires_grad
 
 

@@ -71,7 +71,7 @@ def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tenso
 
     blank = torch.zeros(1, *patches.shape[1:], device=patches.device, dtype=model.patches.weight.dtype)
     # Times one, so that a token's gradient is not a slice of all tokens': DDP warns of strides other than the parameter's.
-    # In the patches' precision, as without the kernel: a token of another one must not decide that of all.
+    # In the weight's precision: a token of another one must not decide that of all.
     shared = torch.cat([*((token * 1).to(blank.dtype) for token in prefix), blank], dim=1)
     return branches.add_prefix_and_positions(patches, model.positions.at_input(shared, *other)[0])
 

@@ -8,11 +8,14 @@ from torch import nn
 
 import vitrail.models.vit  # by its name, since that module imports this package
 
+_METHODS = frozenset({"forward", "forward_pending", "_add_branches", "__call__", "_call_impl"})
+"""What a user may have patched on the class that FSDP2 has made; on Block itself, `ordinary_call.py` looks."""
+
 
 def is_sharded(block: nn.Module) -> bool:
     """Tell whether this is a block of which FSDP2 has made its own class, and which has no other change."""
     bases = type(block).__bases__
-    if len(bases) != 2 or bases[1] is not vitrail.models.vit.Block:
+    if len(bases) != 2 or bases[1] is not vitrail.models.vit.Block or not _METHODS.isdisjoint(vars(type(block))):
         return False
     from torch.distributed.fsdp import FSDPModule
 

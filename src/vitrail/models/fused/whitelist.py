@@ -146,7 +146,7 @@ def _shape_of_parts(
             return None
         if bias.shape != (rows,) or not bias.is_contiguous():
             return None
-    if not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtype):
+    if width % heads or not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtype):
         return None
     qk_norm = "q_norm" in inner or "k_norm" in inner
     if qk_norm:

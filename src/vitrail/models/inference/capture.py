@@ -249,6 +249,9 @@ class ModelState:
 def _kernel_settings() -> tuple[Any, ...]:
     return (
         torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         torch.backends.cuda.flash_sdp_enabled(),

@@ -115,6 +115,9 @@ class InferenceModel(nn.Module):
     def train(self, mode: bool = True) -> Self:
         return _refuse("cannot be trained") if mode else super().train(False)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        return _refuse("has no gradients") if requires_grad else super().requires_grad_(False)
+
     def attention_gradients(self, images: Tensor, outputs: Tensor) -> NoReturn:
         _refuse("has no gradients")
 

@@ -137,6 +137,7 @@ def test_what_a_copy_cannot_do_is_refused(copied: str) -> None:
     refused: dict[str, Any] = {
         "has no gradients": lambda: made.attention_gradients(images, torch.zeros(3, dtype=torch.int64)),
         "no gradients": made.requires_grad_,
+        "torch.func": lambda: torch.func.grad(lambda x: made(x).sum())(images),
         "cannot be trained": made.train,
         "which are no checkpoint": made.state_dict,
         "Load the weights into the model it was made from": lambda: made.load_state_dict(model.state_dict()),

@@ -142,6 +142,8 @@ class InferenceModel(nn.Module):
     def _check(self, images: Tensor) -> None:
         """Refuse wrong images as the model does, before they are converted to what it takes."""
         check_images(images, self.config)
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            _refuse("cannot be transformed by torch.func, whose gradients of it would be zero")
 
     def _moved(self, images: Tensor) -> Tensor:
         return images.to(self.device, self.dtype)

@@ -121,11 +121,11 @@ def measure_round(server: Server, photos: list[bytes], options: argparse.Namespa
 def serve(arguments: list[str]) -> None:
     """Run `vitrail serve` with stand-ins for a GPU and for many cores."""
     from vitrail.cli import main as vitrail
-    from vitrail.serve import decoder_processes, worker
+    from vitrail.serve import decoder_processes, engine
 
     start = decoder_processes.start
     decoder_processes.start = lambda _, **environment: start("benchmarks.instant_decoder", **environment)  # type: ignore[assignment]
-    worker.for_inference = lambda model, precision, device: StandIn(model)  # type: ignore[assignment, misc]
+    engine.for_inference = lambda model, precision, device: StandIn(model)  # type: ignore[assignment, misc]
     vitrail(["serve", *arguments])
 
 

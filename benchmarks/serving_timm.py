@@ -209,11 +209,11 @@ def compare_answers(servers: dict[str, Server], photos: list[bytes], tolerance: 
 def serve(options: argparse.Namespace, library: str, checkpoint: str) -> None:
     """Run `vitrail serve`; for timm with its compiled model in the place of `for_inference`'s."""
     from vitrail.cli import main as vitrail
-    from vitrail.serve import worker
+    from vitrail.serve import engine
 
     if library == "timm":
         mode = options.compile_mode
-        worker.for_inference = lambda model, precision, device: TimmModel(model, precision, device, mode)  # type: ignore[assignment, misc]
+        engine.for_inference = lambda model, precision, device: TimmModel(model, precision, device, mode)  # type: ignore[assignment, misc]
     arguments = [f"model={checkpoint}", "--port", options.port, "--precision", options.precision, "--device", options.device]
     vitrail(["serve", *arguments, "--max-batch", str(options.max_batch)])
 

@@ -28,6 +28,7 @@ from vitrail.serve.app import create_app
 from vitrail.serve.base64_text import bytes_of_text
 from vitrail.serve.byte_maps import MAX_REPLY
 from vitrail.serve.decoder_processes import crashed
+from vitrail.serve.engine import Engine
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration, _finite
 from vitrail.serve.explorations import Explorations, NamedImage
@@ -46,7 +47,7 @@ from vitrail.serve.server import _bind
 from vitrail.serve.service import Service, models_of
 from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.serve.tensors import InferRequest, images_of_request, json_length, read_images
-from vitrail.serve.worker import ModelWorker, _check_device
+from vitrail.serve.worker import ModelWorker
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -220,6 +221,13 @@ def other_process() -> None:
 
 
 CASES: tuple[Case, ...] = (
+    at("serve/engine.py:Engine.check", lambda: Engine.check(SimpleNamespace(_model=SimpleNamespace(device=torch.device("cuda")))),  # type: ignore[arg-type]
+       "The GPU computes nothing any more (CUDA error: an illegal memory access was encountered).", "Start the service again;",
+       patch=no_gpu_any_more),
+    at("serve/errors.py:not_finite",
+       lambda: ask("POST", "/v2/models/tiny/infer",
+                   {"inputs": [{"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [3e38] * 3072}]}),
+       "The model's output for this image is not finite.", "Check its values, or serve the model in fp32."),
     at("serve/errors.py:queue_full", lambda: ByteLimit(10).take(11), "The queue is full.", "Try again in 1 s."),
     at("serve/errors.py:unavailable", lambda: worker().admit(1), "tiny is loading.", "Try again later."),
     at("serve/errors.py:too_many_images", lambda: infer([0.0], shape=[3, 3, 2, 2]),
@@ -428,12 +436,5 @@ CASES: tuple[Case, ...] = (
        "A has no head.", "Fine-tune it."),
     at("serve/worker.py:ModelWorker._as_answer#2", lambda: answer_to(RuntimeError("cuBLAS failed")),
        "The image could not be computed;", "the server's log says more."),
-    at("serve/worker.py:_check_device", lambda: _check_device(torch.device("cuda")),
-       "The GPU computes nothing any more (CUDA error: an illegal memory access was encountered).", "Start the service again;",
-       patch=no_gpu_any_more),
-    at("serve/worker.py:not_finite",
-       lambda: ask("POST", "/v2/models/tiny/infer",
-                   {"inputs": [{"name": "images", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": [3e38] * 3072}]}),
-       "The model's output for this image is not finite.", "Check its values, or serve the model in fp32."),
 )
 # fmt: on

@@ -21,6 +21,7 @@ import torch
 from tests.serve.conftest import Client, error_text, process_running, running, until
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
+from vitrail.serve import engine as engine_module
 from vitrail.serve import worker as worker_module
 from vitrail.serve.process import Refused
 
@@ -36,14 +37,14 @@ class Gate(threading.Event):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     event = Gate()
-    original = worker_module._outputs
+    original = engine_module._outputs
 
     def waiting(*arguments: Any) -> Any:
         event.entered.set()
         assert event.wait(10)
         return original(*arguments)
 
-    monkeypatch.setattr(worker_module, "_outputs", waiting)
+    monkeypatch.setattr(engine_module, "_outputs", waiting)
     return event
 
 
@@ -326,7 +327,7 @@ def test_a_worker_that_hangs_is_not_ready(bundle: Bundle, jpegs: list[bytes], ga
 def test_one_failed_computation_does_not_fail_the_others(
     bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = worker_module._outputs, []
+    original, calls = engine_module._outputs, []
 
     def failing(model: Any, work: Any, images: Any) -> Any:
         calls.append(len(images))
@@ -334,7 +335,7 @@ def test_one_failed_computation_does_not_fail_the_others(
             raise RuntimeError("out of memory")
         return original(model, work, images)
 
-    monkeypatch.setattr(worker_module, "_outputs", failing)
+    monkeypatch.setattr(engine_module, "_outputs", failing)
     with running(lambda: bundle) as client:
         parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % one for one in jpegs)
         status, answer, _ = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
@@ -354,7 +355,7 @@ def test_too_little_memory_is_no_fault_of_the_image(bundle: Bundle, jpegs: list[
             with monkeypatch.context() as patch:
                 patch.setattr(place, none)
                 refused(client)
-        monkeypatch.setattr(worker_module, "_outputs", lambda *_: torch.empty(1 << 50))
+        monkeypatch.setattr(engine_module, "_outputs", lambda *_: torch.empty(1 << 50))
         refused(client)
 
 
@@ -377,7 +378,7 @@ def test_a_failed_load_is_an_error() -> None:
 @pytest.mark.slow
 def test_sigterm_answers_what_was_accepted_and_ends_with_status_0(bundle: Bundle, jpegs: list[bytes]) -> None:
     script = (
-        "import sys, time, vitrail.serve.worker as w\n"
+        "import sys, time, vitrail.serve.engine as w\n"
         "original = w._outputs\n"
         "w._outputs = lambda *given: (time.sleep(1.0), original(*given))[1]\n"
         "from vitrail.cli import main\n"

@@ -27,10 +27,10 @@ from vitrail.checkpoints.native import save
 from vitrail.commands.serve import run_and_end
 from vitrail.data.preprocess import Preprocess
 from vitrail.models import create_model
+from vitrail.serve.engine import Engine
 from vitrail.serve.server import serve
 from vitrail.serve.service import Service
 from vitrail.serve.settings import ServeSettings
-from vitrail.serve.worker import ModelWorker
 
 
 def saved(folder: Path, name: str, *, head: bool = True, preprocess: Preprocess | None = None, **options: Any) -> Bundle:
@@ -166,14 +166,15 @@ def test_two_models_side_by_side(tmp_path: Path, bundle: Bundle, jpegs: list[byt
 def test_models_are_warmed_up_one_after_the_other(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, together = threading.Lock(), []
 
-    def warm_up(_: ModelWorker) -> None:
+    def warm_up(_: Engine) -> float:
         if not busy.acquire(blocking=False):
             together.append(True)
-            return
+            return 0.1
         time.sleep(0.3)
         busy.release()
+        return 0.1
 
-    monkeypatch.setattr(ModelWorker, "_warm_up", warm_up)
+    monkeypatch.setattr(Engine, "warm_up", warm_up)
     with running(lambda: bundle, second=lambda: bundle) as client:
         assert until(lambda: client.call("GET", "/v2/health/ready")[0] == 200)
     assert not together
@@ -237,23 +238,21 @@ def test_a_gpu_that_computes_nothing_any_more_ends_the_service(
 
     with running(lambda: bundle) as client:
         worker = client.service.workers["tiny"]
-        monkeypatch.setattr("vitrail.serve.worker._outputs", fails)
+        monkeypatch.setattr("vitrail.serve.engine._outputs", fails)
         assert client.call("POST", "/v1/predict", jpegs[0])[0] == 500 and client.call("GET", "/v2/health/ready")[0] == 200
         monkeypatch.setattr(torch.cuda, "synchronize", fails)
-        monkeypatch.setattr(worker, "_model", SimpleNamespace(device=torch.device("cuda")))
+        monkeypatch.setattr(worker._engine, "_model", SimpleNamespace(device=torch.device("cuda")))
         assert client.call("POST", "/v1/predict", jpegs[0])[0] == 503
         assert until(lambda: worker.error is not None) and "an illegal memory access was encountered)" in str(worker.error)
 
 
 def test_a_worker_that_dies_ends_the_service(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.serve.worker import ModelWorker
-
     with running(lambda: bundle) as client:
 
         def die(*arguments: Any) -> None:
             raise SystemExit("worker")
 
-        monkeypatch.setattr(ModelWorker, "_compute", die)
+        monkeypatch.setattr(Engine, "launch", die)
         status, answer, _ = client.call("POST", "/v1/predict", jpegs[0])
         assert status == 503 and list(answer) == ["error"]
         assert until(lambda: client.service.workers["tiny"].error is not None)

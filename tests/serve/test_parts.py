@@ -63,19 +63,19 @@ def test_the_models_input_is_that_of_the_preprocessing(name: str, jpegs: list[by
     assert torch.equal(batch, torch.stack([preprocess(one) for one in jpegs])) and batch.is_contiguous()
 
 
-def test_a_batch_for_a_gpu_is_filled_up_in_the_same_memory(jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory, **options: zeros(*shape, **options))  # pinned needs a GPU
+def test_batches_are_filled_up_in_two_places_by_turns(jpegs: list[bytes]) -> None:
     preprocess = preset("timm", size=32)
     decoded = [decode(one, preprocess, ServeSettings(), PixelLimit(10_000_000)).pixels for one in jpegs]
     expected = torch.stack([preprocess(one) for one in jpegs])
     made = ModelInput(preprocess, torch.device("cpu"), 8)
-    made._pins, places = True, set()
     for first, count, size in ((0, 3, 4), (3, 1, 1), (1, 5, 8)):
         batch = made(decoded[first : first + count], size)
         assert batch.shape == (size, 3, 32, 32) and torch.equal(batch[:count], expected[first : first + count])
-        places.add(made._pinned.data_ptr())
-    assert len(places) == 1 and torch.equal(made([expected[0]], 2)[0], expected[0]) and made._pinned.dtype == torch.float32
+    one, two, three = (made([image], 2) for image in expected[:3])  # normalised already: the memory itself
+    assert one.dtype == torch.float32 and one.data_ptr() == three.data_ptr() != two.data_ptr()
+    assert torch.equal(two[0], expected[1]) and torch.equal(three[0], expected[2])
+    four = made([expected[3], expected[4]], 2)
+    assert four.data_ptr() == two.data_ptr() and torch.equal(three[0], expected[2]) and torch.equal(four, expected[3:5])
 
 
 def test_a_query_that_was_validated_is_known_and_another_is_not(bundle: Bundle, jpegs: list[bytes]) -> None:

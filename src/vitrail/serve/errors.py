@@ -76,3 +76,7 @@ def error_body(message: str, status: int, path: str) -> dict[str, Any]:
         return {"error": message}
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def not_finite() -> ServiceError:
+    return ServiceError(422, "The model's output for this image is not finite. Check its values, or serve the model in fp32.")

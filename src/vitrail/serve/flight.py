@@ -9,9 +9,10 @@ from typing import Any
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.serve.decoders import Cancellable, Decoders
+from vitrail.serve.engine import Image
 from vitrail.serve.errors import ServiceError, unavailable
 from vitrail.serve.images import Decoded
-from vitrail.serve.worker import Image, Job, ModelWorker, Work
+from vitrail.serve.worker import Job, ModelWorker, Work
 
 
 class Flight:

@@ -16,13 +16,13 @@ from vitrail.checkpoints import Bundle
 from vitrail.inspect.inputs import config_at
 from vitrail.inspect.rollout import rollout
 from vitrail.models import ViT
-from vitrail.serve.errors import ServiceError
+from vitrail.serve.errors import ServiceError, not_finite
 from vitrail.serve.form import files_of_form, is_form, lost_bytes
 from vitrail.serve.guard import error_answer, read_body
 from vitrail.serve.images import ROTATED
 from vitrail.serve.known_queries import KnownQueries
 from vitrail.serve.service import Service
-from vitrail.serve.worker import ModelWorker, not_finite
+from vitrail.serve.worker import ModelWorker
 
 _BODY = {
     "requestBody": {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vitrail.checkpoints import Bundle, load
 from vitrail.errors import VitrailError
 from vitrail.serve.decoders import Decoders
+from vitrail.serve.engine import Image
 from vitrail.serve.errors import ClientLeft, ServiceError, too_many_images, unavailable
 from vitrail.serve.explorations import NamedImage
 from vitrail.serve.flight import Flight
@@ -21,7 +22,7 @@ from vitrail.serve.json_process import JsonProcess
 from vitrail.serve.limits import ByteLimit, PixelLimit
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeSettings
-from vitrail.serve.worker import Image, ModelWorker, Work
+from vitrail.serve.worker import ModelWorker, Work
 
 if TYPE_CHECKING:  # a saved page names models as the service does, without the HTTP libraries
     from starlette.requests import Request

@@ -1,7 +1,8 @@
 """`ModelWorker`: one thread that owns a model and its queue.
 
 It never waits for a fuller batch: while it computes, images arrive, and the next batch takes them all. So one request alone is not
-delayed, and batches grow with the load.
+delayed, and batches grow with the load. On a GPU a batch that is full already is launched while the one before is computed, so that
+the GPU does not wait for Python.
 """
 
 from __future__ import annotations
@@ -18,27 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from vitrail.checkpoints import Bundle
-from vitrail.data.types import Array
 from vitrail.errors import VitrailError
-from vitrail.evaluate.settings import FeatureSpec
-from vitrail.models.inference import InferenceModel, for_inference
-from vitrail.models.inference.capture import WARMUP_CALLS
+from vitrail.serve.engine import Analysis, Engine, Image, Kind, Launched
 from vitrail.serve.errors import ServiceError, queue_full, too_many_images, unavailable
 from vitrail.serve.metrics import Metrics
-from vitrail.serve.model_input import ModelInput
 from vitrail.serve.settings import ServeSettings
-from vitrail.train.parallel import choose_device
 
 log = logging.getLogger("vitrail.serve")
-Kind = Literal["logits", "embedding"]
-Work = Kind | Callable[[Bundle, Tensor], Any]
-Image = Array | Tensor
-"""Decoded pixels that are not normalised yet, or the model's input: both [channel, height, width]."""
+Work = Kind | Analysis
 _DEADLINE_SHARE = 0.75  # of the deadline may be spent waiting; the rest is for decoding and for computation that takes longer
 _CAPTURING = threading.Lock()  # to wait for the whole GPU, as a capture does first, breaks the capture of another thread
 State = Literal["loading", "ready", "failed", "stopped"]
@@ -64,6 +55,15 @@ class Job:
         """Whether both can be computed in one batch. Images that keep their aspect ratio have several shapes."""
         mine, others = self.image, other.image
         return not callable(self.work) and (self.work, mine.dtype, mine.shape) == (other.work, others.dtype, others.shape)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Jobs that are computed together, and their outputs or why there are none."""
+
+    jobs: Sequence[Job]
+    began: float
+    outcome: Launched | Sequence[Any] | Exception
 
 
 @dataclass(slots=True)
@@ -105,7 +105,8 @@ class ModelWorker:
         self._jobs: deque[Job] = deque()
         self._pings: list[Future[None]] = []
         self._in_flight, self._stopping = 0, False
-        self._seconds_per_image = 0.0
+        self._begun: list[Job] = []
+        self._seconds_per_image = self._last_end = 0.0
         self.decoding = DecodingTime()
         self._thread = threading.Thread(target=self._main, name=f"model {name}", daemon=True)
         metrics.gauge("vitrail_images_in_flight", lambda: self._in_flight, model=name)
@@ -201,12 +202,9 @@ class ModelWorker:
         try:
             self.bundle = self._load()
             self._head_error = _head_error(self.bundle)
-            device = choose_device(self.settings.device)
-            self.bundle.model.to(device)  # for attention maps, which the copy for inference does not have
-            self._model = for_inference(self.bundle.model, self.settings.precision, device)
-            self._input = ModelInput(self.bundle.preprocess, self._model.device, self.settings.max_batch)
+            self._engine = Engine(self.bundle, self.settings)
             with _CAPTURING:
-                self._warm_up()
+                self._seconds_per_image = self._engine.warm_up()
         except BaseException as error:
             self.error, self.state = error, "failed"
             self._on_failure()
@@ -215,12 +213,8 @@ class ModelWorker:
         gc.freeze()  # what is loaded stays, so no later collection need look at it: with torch that takes 0.1 s each time
         self.state = "ready"
         log.info("ready", extra={"model": self.name})
-        batch: list[Job] | None = None
         try:
-            while (batch := self._next()) is not None:
-                now = time.monotonic()
-                self.metrics.observe("vitrail_queue_seconds", *(now - job.arrived for job in batch), model=self.name)
-                self._compute(batch)
+            self._serve()
         except BaseException as error:  # nothing could be computed any more, so the process has to end
             log.exception("the worker failed", extra={"model": self.name})
             self.error = error
@@ -230,39 +224,41 @@ class ModelWorker:
                 self.state = "stopped"
                 left, self._jobs = self._jobs, deque()
                 pings, self._pings = self._pings, []
-            unfinished = [job for job in batch or () if not job.finished]
+            unfinished = [job for job in self._begun if not job.finished]
             self._finish([*unfinished, *left], [self.not_ready()] * (len(unfinished) + len(left)))
             for ping in pings:
                 if ping.set_running_or_notify_cancel():
                     ping.set_exception(self.not_ready())
 
-    def _warm_up(self) -> None:
-        """Compute every batch size once: on a GPU this captures them, so that no request has to wait for it."""
-        config, preprocess = self._model.config, self.bundle.preprocess if self.bundle is not None else None
-        shape = preprocess.size if preprocess is not None else config.image_size  # a ResNet accepts several
-        for size in self._sizes() if self._model.device.type == "cuda" else (1,):
-            images, seconds = torch.zeros(size, config.channels, *shape), []
-            for _ in range(WARMUP_CALLS + 1):
-                began = time.monotonic()
-                self._model(images).cpu()
-                seconds.append(time.monotonic() - began)
-            self._seconds_per_image = min(seconds) / size
+    def _serve(self) -> None:
+        """Compute batches until the end: at most one more is begun before the one before it is finished."""
+        running: Batch | None = None
+        while (jobs := self._next(full=running is not None)) is not None:
+            self._begun = [*(running.jobs if running is not None else ()), *jobs]
+            if running is not None and (not jobs or callable(jobs[0].work)):  # an analysis would delay its answers
+                self._end(running)
+                running = None
+            if not jobs:
+                continue
+            batch = self._begin(jobs)
+            if running is not None:
+                self._end(running)
+            overlaps = self._engine.overlaps and isinstance(batch.outcome, Launched)
+            running = batch if overlaps else None
+            if not overlaps:
+                self._end(batch)
 
-    def _sizes(self) -> list[int]:
-        sizes = [1]
-        while sizes[-1] < self.settings.max_batch:
-            sizes.append(min(2 * sizes[-1], self.settings.max_batch))
-        return sizes
-
-    def _next(self) -> list[Job] | None:
-        """Wait for work and take a batch of one kind; None when the worker is to end."""
+    def _next(self, *, full: bool) -> list[Job] | None:
+        """Wait for work and take a batch of one kind, or none if it would not be `full`; None when the worker is to end."""
         with self._condition:
             while True:
                 for ping in self._pings:
                     if ping.set_running_or_notify_cancel():  # who asked may have stopped waiting
                         ping.set_result(None)
                 self._pings.clear()
-                if batch := self._take():
+                if full and len(self._jobs) < self.settings.max_batch:
+                    return []
+                if (batch := self._take()) or full:
                     return batch
                 if self._stopping:
                     return None
@@ -288,27 +284,44 @@ class ModelWorker:
             self._finish(late, [unavailable("The image was not computed before its deadline.") for _ in late])
         return batch
 
-    def _compute(self, batch: Sequence[Job]) -> None:
-        began = time.monotonic()
+    def _begin(self, jobs: Sequence[Job]) -> Batch:
+        began, work = time.monotonic(), jobs[0].work
+        self.metrics.observe("vitrail_queue_seconds", *(began - job.arrived for job in jobs), model=self.name)
+        return Batch(jobs, began, self._outcome(work, [job.image for job in jobs]))
+
+    def _outcome(self, work: Work, images: Sequence[Image]) -> Launched | Sequence[Any] | Exception:
         try:
-            results = self._results(batch)
+            return [self._engine.analyse(work, images[0])] if callable(work) else self._engine.launch(work, images)
         except Exception as error:
-            _check_device(self._model.device)
-            if len(batch) > 1:  # one image, or too little memory for all, must not fail the others
-                middle = len(batch) // 2
-                self._compute(batch[:middle])
-                self._compute(batch[middle:])
+            return error
+
+    def _end(self, batch: Batch) -> None:
+        """Wait for the outputs of a batch, and answer."""
+        jobs = batch.jobs
+        try:
+            if isinstance(batch.outcome, Exception):
+                raise batch.outcome
+            results = batch.outcome.rows() if isinstance(batch.outcome, Launched) else batch.outcome
+        except Exception as error:
+            self._engine.check()
+            if len(jobs) == 1:
+                self._finish(jobs, [self._as_answer(error)])
                 return
-            self._finish(batch, [self._as_answer(error)])
+            middle = len(jobs) // 2  # one image, or too little memory for all, must not fail the others
+            for half in (jobs[:middle], jobs[middle:]):
+                began = time.monotonic()
+                self._end(Batch(half, began, self._outcome(jobs[0].work, [job.image for job in half])))
             return
-        seconds = time.monotonic() - began
-        if not callable(batch[0].work):  # an analysis takes longer, and says nothing about predictions
-            share = seconds / len(batch)
+        now = time.monotonic()
+        seconds = now - max(batch.began, self._last_end)  # the batch before it may have been computed until then
+        self._last_end = now
+        if not callable(jobs[0].work):  # an analysis takes longer, and says nothing about predictions
+            share = seconds / len(jobs)
             self._seconds_per_image = share if not self._seconds_per_image else 0.8 * self._seconds_per_image + 0.2 * share
         self.metrics.observe("vitrail_compute_seconds", seconds, model=self.name)
-        self.metrics.observe("vitrail_batch_size", len(batch), model=self.name)
-        self.metrics.count("vitrail_images_total", len(batch), model=self.name)
-        self._finish(batch, results)
+        self.metrics.observe("vitrail_batch_size", len(jobs), model=self.name)
+        self.metrics.count("vitrail_images_total", len(jobs), model=self.name)
+        self._finish(jobs, results)
 
     def _finish(self, jobs: Sequence[Job], results: Sequence[Any]) -> None:
         """Free the places of jobs, and tell their results: once per batch, since every call wakes the event loop."""
@@ -332,30 +345,6 @@ class ModelWorker:
             return unavailable("There is not enough memory to compute the image.")
         return ServiceError(500, "The image could not be computed; the server's log says more.")
 
-    def _results(self, batch: Sequence[Job]) -> Sequence[Any]:
-        work = batch[0].work
-        assert self.bundle is not None
-        if callable(work):
-            return [work(self.bundle, self._input([batch[0].image], 1)[0].cpu())]
-        cuda = self._model.device.type == "cuda"
-        size = next(size for size in self._sizes() if size >= len(batch)) if cuda else len(batch)  # one that was captured
-        images = self._input([job.image for job in batch], size)
-        found = _outputs(self._model, work, images)[: len(batch)].float().cpu().numpy()
-        finite = np.isfinite(found).all(axis=1)
-        return [row if good else not_finite() for row, good in zip(found, finite, strict=True)]
-
-
-def _check_device(device: torch.device) -> None:
-    """Raise an error if a GPU computes nothing any more in this process, as after an illegal access: every image would fail."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise VitrailError(
-                f"The GPU computes nothing any more ({reason}). Start the service again; its log says more."
-            ) from error
-
 
 def _head_error(bundle: Bundle) -> str:
     try:
@@ -363,15 +352,6 @@ def _head_error(bundle: Bundle) -> str:
     except VitrailError as error:
         return str(error)
     return ""
-
-
-def _outputs(model: InferenceModel, work: Kind, images: Tensor) -> Tensor:
-    found: Tensor = model(images) if work == "logits" else FeatureSpec().compute(model, images)
-    return found
-
-
-def not_finite() -> ServiceError:
-    return ServiceError(422, "The model's output for this image is not finite. Check its values, or serve the model in fp32.")
 
 
 def _tell(pairs: list[tuple[Job, Any]]) -> None:

@@ -71,3 +71,32 @@ def test_both_loops_take_the_same_steps(options: argparse.Namespace, tmp_path: P
     ours = learning.ours(recipe, options, CPU)
     theirs = learning.theirs(recipe, options, CPU)
     assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def _row(**changes: object) -> learning.Row:
+    row = {
+        "library": "timm",
+        "epochs": 2.0,
+        "seed": 0,
+        "accuracy_percent": 50.0,
+        "loss": 1.0,
+        "attention_entropy": 0.5,
+        "seconds": 1.0,
+    }
+    return {**row, "init": "timm", "data": "digits", "hardware": "a machine", "torch": "2.0", "timm": "1.0", **changes}
+
+
+def test_a_row_keeps_what_it_was_measured_with(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "theirs", lambda *_: (0.5, 1.0, 0.5))
+    measured = learning.finished("timm", 0, options, CPU)
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert learning.finished("timm", 0, options, CPU) == measured
+    assert measured["torch"] != "99.0" and measured["data"].startswith("digits")
+
+
+def test_a_comparison_leaves_rows_of_others_in_the_file(options: argparse.Namespace) -> None:
+    for data, accuracy in (("cifar", 50.0), ("tiny", 40.0), ("tiny", 41.0)):
+        learning.report([_row(data=data, accuracy_percent=accuracy)], options, CPU)
+    (file,) = options.out.glob("learning-*.csv")
+    rows = [line.split(",") for line in file.read_text(encoding="utf-8").splitlines()[1:]]
+    assert [(row[3], row[8]) for row in rows] == [("50.0", "cifar"), ("41.0", "tiny")]

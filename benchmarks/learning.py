@@ -332,19 +332,21 @@ def report(rows: list[Row], options: argparse.Namespace, device: torch.device) -
     with atomic_file(folder / file) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
         writer = csv.DictWriter(handle, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*of_other_settings(folder / file, rows), *rows])
+        writer.writerows([*of_other_runs(folder / file, rows), *rows])
     print(f"written to {folder / file}")
 
 
-def of_other_settings(file: Path, rows: list[Row]) -> list[Row]:
-    """The rows of a file with other data or settings than these: of another comparison on the same hardware."""
-    measured = ("accuracy_percent", "loss", "attention_entropy", "seconds", "hardware", "torch", "timm", "library", "seed", "init")
+def of_other_runs(file: Path, rows: list[Row]) -> list[Row]:
+    """The rows of a file that these do not measure again: of other data, settings or seeds on the same hardware."""
+    measured = ("accuracy_percent", "loss", "attention_entropy", "seconds", "hardware", "torch", "timm")
     settings = [name for name in rows[0] if name not in measured]
+    again = {tuple(str(row[name]) for name in settings) for row in rows}
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8") as handle:
-        before = list(csv.DictReader(handle))
-    return [one for one in before if any(one[name] != str(rows[0][name]) for name in settings)]
+        before = list(csv.DictReader(handle, restval=""))
+    kept = [{name: one.get(name, "") for name in rows[0]} for one in before]  # older files have fewer columns
+    return [one for one in kept if tuple(one[name] for name in settings) not in again]
 
 
 if __name__ == "__main__":

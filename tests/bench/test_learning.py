@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -95,8 +96,16 @@ def test_a_row_keeps_what_it_was_measured_with(options: argparse.Namespace, monk
 
 
 def test_a_comparison_leaves_rows_of_others_in_the_file(options: argparse.Namespace) -> None:
-    for data, accuracy in (("cifar", 50.0), ("tiny", 40.0), ("tiny", 41.0)):
-        learning.report([_row(data=data, accuracy_percent=accuracy)], options, CPU)
+    for data, seed, accuracy in (("cifar", 0, 50.0), ("tiny", 0, 40.0), ("tiny", 1, 41.0), ("tiny", 0, 42.0)):
+        learning.report([_row(data=data, seed=seed, accuracy_percent=accuracy)], options, CPU)
     (file,) = options.out.glob("learning-*.csv")
-    rows = [line.split(",") for line in file.read_text(encoding="utf-8").splitlines()[1:]]
-    assert [(row[3], row[8]) for row in rows] == [("50.0", "cifar"), ("41.0", "tiny")]
+    with file.open(encoding="utf-8") as handle:
+        rows = [(row["accuracy_percent"], row["data"], row["seed"]) for row in csv.DictReader(handle)]
+    assert rows == [("50.0", "cifar", "0"), ("41.0", "tiny", "1"), ("42.0", "tiny", "0")]
+
+
+def test_a_table_of_an_older_version_is_kept(options: argparse.Namespace, tmp_path: Path) -> None:
+    file = tmp_path / "old.csv"
+    file.write_text("library,seed,accuracy_percent,data\ntimm,0,30.0,tiny\n", encoding="utf-8")
+    (kept,) = learning.of_other_runs(file, [_row()])
+    assert list(kept) == list(_row()) and (kept["accuracy_percent"], kept["epochs"]) == ("30.0", "")

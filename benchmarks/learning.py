@@ -13,7 +13,8 @@ and such a model has stopped learning from context.
     python benchmarks/learning.py --data digits --out runs/try --tiny                # on any machine: does everything run?
 
 Run the short form after every change of kernels, attention, optimiser or loop. One seed is noisy, so its bar is 2 points: it finds
-mistakes, not small losses. What is finished is not run again, so a run that was cut off can be resumed by the same command.
+mistakes, not small losses. What is finished is not run again, so a run that was cut off can be resumed by the same command; after a
+change choose another --out.
 
 Prints a table and writes benchmarks/results/learning-….csv with hardware and versions; with --tiny or --only into --out instead.
 """
@@ -142,6 +143,7 @@ def finished(library: str, seed: int, options: argparse.Namespace, device: torch
     if file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["settings"] == settings:
+            print(f"read from {file}, not run again; choose another --out after a change", flush=True)
             return dict(found["row"])
     began = time.perf_counter()
     accuracy, loss, entropy = (ours if library == "vitrail" else theirs)(recipe, options, device)
@@ -162,9 +164,22 @@ def finished(library: str, seed: int, options: argparse.Namespace, device: torch
         "loss": round(loss, 4),
         "attention_entropy": round(entropy, 3),
         "seconds": round(seconds, 1),
+        **environment(options, device),
     }
     write_text(file, json.dumps({"settings": settings, "row": row}, indent=1))
     return row
+
+
+def environment(options: argparse.Namespace, device: torch.device) -> Row:
+    """What a row was measured with."""
+    import timm
+
+    return {
+        "data": re.sub(r"/\S*/", "", open_source(options.data).describe()),  # without the folders of this machine
+        "hardware": hardware(device),
+        "torch": str(torch.__version__),
+        "timm": timm.__version__,
+    }
 
 
 class Progress(Callback):
@@ -298,15 +313,7 @@ def attention_entropy(model: nn.Module, images: Tensor) -> float:
 
 
 def report(rows: list[Row], options: argparse.Namespace, device: torch.device) -> None:
-    import timm
-
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about = {
-        "data": re.sub(r"/\S*/", "", open_source(options.data).describe()),  # without the folders of this machine
-        "hardware": hardware(device),
-        "torch": str(torch.__version__),
-        "timm": timm.__version__,
-    }
     means = {}
     for library in dict.fromkeys(row["library"] for row in rows):
         values = [row["accuracy_percent"] for row in rows if row["library"] == library]
@@ -323,10 +330,23 @@ def report(rows: list[Row], options: argparse.Namespace, device: torch.device) -
     file = f"learning{short}{precision}-{name.lower().replace(' ', '-')}-torch{torch.__version__.split('+')[0]}.csv"
     folder = options.out if options.tiny or options.only else Path(__file__).parent / "results"
     with atomic_file(folder / file) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, [*rows[0], *about], lineterminator="\n")
+        writer = csv.DictWriter(handle, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
+        writer.writerows([*of_other_runs(folder / file, rows), *rows])
     print(f"written to {folder / file}")
+
+
+def of_other_runs(file: Path, rows: list[Row]) -> list[Row]:
+    """The rows of a file that these do not measure again: of other data, settings or seeds on the same hardware."""
+    measured = ("accuracy_percent", "loss", "attention_entropy", "seconds", "hardware", "torch", "timm")
+    settings = [name for name in rows[0] if name not in measured]
+    again = {tuple(str(row[name]) for name in settings) for row in rows}
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf-8") as handle:
+        before = list(csv.DictReader(handle, restval=""))
+    kept = [{name: one.get(name, "") for name in rows[0]} for one in before]  # older files have fewer columns
+    return [one for one in kept if tuple(one[name] for name in settings) not in again]
 
 
 if __name__ == "__main__":

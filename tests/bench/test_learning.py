@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -71,3 +72,40 @@ def test_both_loops_take_the_same_steps(options: argparse.Namespace, tmp_path: P
     ours = learning.ours(recipe, options, CPU)
     theirs = learning.theirs(recipe, options, CPU)
     assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def _row(**changes: object) -> learning.Row:
+    row = {
+        "library": "timm",
+        "epochs": 2.0,
+        "seed": 0,
+        "accuracy_percent": 50.0,
+        "loss": 1.0,
+        "attention_entropy": 0.5,
+        "seconds": 1.0,
+    }
+    return {**row, "init": "timm", "data": "digits", "hardware": "a machine", "torch": "2.0", "timm": "1.0", **changes}
+
+
+def test_a_row_keeps_what_it_was_measured_with(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "theirs", lambda *_: (0.5, 1.0, 0.5))
+    measured = learning.finished("timm", 0, options, CPU)
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    assert learning.finished("timm", 0, options, CPU) == measured
+    assert measured["torch"] != "99.0" and measured["data"].startswith("digits")
+
+
+def test_a_comparison_leaves_rows_of_others_in_the_file(options: argparse.Namespace) -> None:
+    for data, seed, accuracy in (("cifar", 0, 50.0), ("tiny", 0, 40.0), ("tiny", 1, 41.0), ("tiny", 0, 42.0)):
+        learning.report([_row(data=data, seed=seed, accuracy_percent=accuracy)], options, CPU)
+    (file,) = options.out.glob("learning-*.csv")
+    with file.open(encoding="utf-8") as handle:
+        rows = [(row["accuracy_percent"], row["data"], row["seed"]) for row in csv.DictReader(handle)]
+    assert rows == [("50.0", "cifar", "0"), ("41.0", "tiny", "1"), ("42.0", "tiny", "0")]
+
+
+def test_a_table_of_an_older_version_is_kept(options: argparse.Namespace, tmp_path: Path) -> None:
+    file = tmp_path / "old.csv"
+    file.write_text("library,seed,accuracy_percent,data\ntimm,0,30.0,tiny\n", encoding="utf-8")
+    (kept,) = learning.of_other_runs(file, [_row()])
+    assert list(kept) == list(_row()) and (kept["accuracy_percent"], kept["epochs"]) == ("30.0", "")

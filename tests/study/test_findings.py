@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -205,6 +206,45 @@ def test_what_is_still_random_is_not_called_learned() -> None:
     uniform = dict.fromkeys(("first_layer_distance", "last_layer_distance", "first_layer_nearest", "first_layer_farthest"), 0.98)
     _, similarity, distance = outcomes("positions", lambda row: 0.5, **near, **uniform)
     assert (similarity.agrees, distance.agrees) == ("no", "unclear")
+
+
+@functools.cache
+def untrained(seeds: int) -> list[Row]:
+    return made_rows("positions", lambda row: 0.5, seeds=seeds)
+
+
+def learned_positions(growth: np.ndarray, lines: np.ndarray) -> list[Outcome]:
+    """Judge similarity and distance where last − first layer and within − off a line are these, [point, seed]."""
+    rows = []
+    for row in untrained(growth.shape[1]):
+        found = {"first_layer_distance": 0.7, "last_layer_distance": 0.7 + growth[row.point, row.seed]}
+        found |= {"first_layer_nearest": 0.5, "first_layer_farthest": 0.9}
+        if row.label not in ("none", "relative"):
+            found |= {"neighbour_similarity": 0.5, "mean_similarity": 0.0}
+            found |= {"line_similarity": lines[row.point, row.seed], "off_line_similarity": 0.0}
+        rows.append(dataclasses.replace(row, **found))
+    summary = Summary(STUDIES["positions"], rows)
+    return [finding.judge(summary) for finding in STUDIES["positions"].findings[1:]]
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_distance_and_similarity_within_noise_cannot_tell(seeds: int) -> None:
+    """Without an effect, either sign is as likely, so that half of all studies agreed."""
+    generator, agree = np.random.default_rng(0), np.zeros(2)
+    for _ in range(100):
+        found = learned_positions(*generator.normal(0, 0.04, size=(2, 5, seeds)))
+        agree += [outcome.agrees == "yes" for outcome in found]
+        assert all("one seed" in outcome.why for outcome in found) or seeds > 1
+    assert (agree <= 10).all()
+
+
+def test_distance_and_similarity_beyond_noise() -> None:
+    seeds = np.linspace(-0.02, 0.02, 3)[None].repeat(5, 0)
+    assert [one.agrees for one in learned_positions(0.2 + seeds, 0.2 + seeds)] == ["yes", "yes"]
+    assert [one.agrees for one in learned_positions(seeds - 0.2, seeds - 0.2)] == ["partly", "partly"]
+    similarity, distance = learned_positions(seeds + 0.01, seeds + 0.01)
+    assert "do not clearly show" in similarity.why
+    assert "growth with depth +0.01, differences up to 0.02 are noise" in distance.why
 
 
 @pytest.mark.parametrize(("masked", "agrees"), [(0.6, "yes"), (0.9, "partly"), (0.3, "partly"), (0.501, "unclear")])

@@ -53,12 +53,16 @@ def test_the_best_is_the_first_of_equal_ones_and_never_nan() -> None:
         ("raw_mae", True),
         ("relative_loss", True),
         ("my_error", True),
+        ("nll", True),
+        ("ece", True),
+        ("test_rmse", True),
         ("accuracy", False),
         ("raw_accuracy", False),
         ("map", False),
         ("f1", False),
         ("r2", False),
         ("5shot", False),
+        ("macro_f1", False),
     ],
 )
 def test_directions(metric: str, lower: bool) -> None:

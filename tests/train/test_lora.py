@@ -21,14 +21,25 @@ from vitrail.models.inference import for_inference
 from vitrail.models.lora import LoraLinear, add_lora, merged_state
 from vitrail.models.settings import LORA_MATRICES, LoraMatrix
 from vitrail.train import Recipe, train
-from vitrail.train.config import ModelSpec
+from vitrail.train.config import ModelSpec, OptimSpec
 from vitrail.train.memory import SimulatedModel, simulate
+from vitrail.train.parameter_groups import freeze, parameter_groups
 from vitrail.train.plan import make_plan
 
 
 def lora(start: Path, **changes: object) -> Recipe:
     spec = {"lora": 4, "dropout": 0.1, **changes}
     return small(model=ModelSpec(start=str(start), **spec), optim__lr=0.02, steps=8, ema=0.0)  # type: ignore[arg-type]
+
+
+def test_weight_decay_is_on_the_adapters() -> None:
+    model = create_model("ViT-Ti/16", outputs=10, image_size=32, depth=2)
+    add_lora(model, 4, seed=0)
+    spec = OptimSpec(weight_decay=0.1)
+    freeze(model, spec)
+    decaying = {name for group in parameter_groups(model, spec) if group.decays for name in group.names}
+    adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert decaying == {*adapters, "head.weight"}
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 
 from vitrail.study.definition import Agreement, Metric, Outcome
-from vitrail.study.summary import Summary, Value
+from vitrail.study.summary import Entry, Summary, Value
 
 NOT_MEASURED = Outcome("not measured", "unclear")
+_USUAL_GAP = 0.05
+"""Deviation over seeds of differences of similarities and of attention distances; in the studies of docs/results .00 to .07."""
 
 
 def difference(one: Value, two: Value) -> tuple[float, bool]:
@@ -21,6 +24,20 @@ def difference(one: Value, two: Value) -> tuple[float, bool]:
 def noise(*terms: tuple[float, Value]) -> float:
     """Return two standard errors, in points, of a sum of values with these factors."""
     return 200 * math.hypot(*(factor * value.error for factor, value in terms))
+
+
+def gap(summary: Summary, entry: Entry, one: str, two: str) -> tuple[float, float] | None:
+    """Return the mean of one column minus another over a point's seeds, and two standard errors of it; None if not measured.
+
+    As with accuracies, a deviation counts as at least the median over all points; `_USUAL_GAP` if all have one seed.
+    """
+    gaps = entry.gaps(one, two)
+    if not gaps:
+        return None
+    stds = [statistics.stdev(found) for each in summary.entries if len(found := each.gaps(one, two)) > 1]
+    usual = statistics.median([std for std in stds if std > 0] or [_USUAL_GAP])  # fixed tables have none
+    std = max(usual, statistics.stdev(gaps)) if len(gaps) > 1 else usual
+    return statistics.fmean(gaps), 2 * std / math.sqrt(len(gaps))
 
 
 def noise_text(points: float) -> str:

@@ -63,6 +63,11 @@ class Entry:
         values = [value for row in self.rows if (value := getattr(row, column)) is not None]
         return statistics.fmean(values) if values else None
 
+    def gaps(self, one: str, two: str) -> list[float]:
+        """Return the difference of two columns for each seed that has both."""
+        pairs = [(getattr(row, one), getattr(row, two)) for row in self.rows]
+        return [first - second for first, second in pairs if first is not None and second is not None]
+
     def value(self, metric: Metric) -> Value | None:
         values = _values(self.rows, metric)
         if not values:

@@ -34,8 +34,11 @@ class Meter(ABC):
 
 
 def lower_is_better(metric: str) -> bool:
-    """Tell the direction of a metric by its name: losses and errors go down, the rest up."""
-    return metric in ("mae", "raw_mae") or metric.endswith(("loss", "error"))
+    """Tell the direction of a metric by its name, also of an evaluator's own: losses and errors go down, the rest up."""
+    return metric.rpartition("_")[2] in _ERRORS or metric.endswith(("loss", "error"))
+
+
+_ERRORS = ("mae", "mse", "rmse", "nll", "ece", "brier", "perplexity", "fid")
 
 
 PERCENTAGES = ("accuracy", "balanced_accuracy", "top5_accuracy", "map", "f1", "patch_accuracy")

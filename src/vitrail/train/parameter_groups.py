@@ -84,8 +84,12 @@ def _written(spec: OptimSpec, head_only: bool) -> str:
 
 
 def is_kernel(name: str, parameter: Tensor) -> bool:
-    """Whether it is a kernel in the reference's sense: a matrix or convolution, not a bias, norm, token or position table."""
-    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] == "weight" and not name.startswith("positions.")
+    """Whether it is a kernel in the reference's sense: a matrix or convolution, not a bias, norm, token or position table.
+
+    The matrices of LoRA are kernels, too.
+    """
+    matrix = name.rsplit(".", 1)[-1] == "weight" or re.fullmatch(_ADAPTER, name) is not None
+    return parameter.ndim >= 2 and matrix and not name.startswith("positions.")
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:

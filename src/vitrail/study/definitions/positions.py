@@ -5,12 +5,10 @@ vitrail study positions --budget 5
 
 from __future__ import annotations
 
-import math
-
-from vitrail.study.definition import Finding, Outcome, Plot, Point, Study
-from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, noise, noise_text, reasons, written
+from vitrail.study.definition import Agreement, Finding, Outcome, Plot, Point, Study
+from vitrail.study.judge import NOT_MEASURED, agreement, caution, difference, gap, noise, noise_text, reasons, written
 from vitrail.study.ladders import Ladder, with_model
-from vitrail.study.summary import Summary
+from vitrail.study.summary import Entry, Summary
 
 _KINDS = {"none": "none", "learned": "1-d learned", "learned-2d": "2-d learned", "relative": "relative", "sincos2d": "2-d fixed"}
 """The last is not in the paper's table."""
@@ -54,26 +52,32 @@ def judge_kinds(summary: Summary) -> Outcome:
 
 def judge_similarity(summary: Summary) -> Outcome:
     entry = summary.find("1-d learned")
-    columns = ("neighbour_similarity", "mean_similarity", "line_similarity", "off_line_similarity")
-    numbers = [entry.number(column) for column in columns] if entry else [None]
-    if any(one is None for one in numbers[:2]):
+    near = entry.number("neighbour_similarity") if entry else None
+    mean = entry.number("mean_similarity") if entry else None
+    if entry is None or near is None or mean is None:
         return NOT_MEASURED
-    near, mean, line, off = (float("nan") if one is None else one for one in numbers)
+    line, off = entry.number("line_similarity"), entry.number("off_line_similarity")
     ours = f"cosine similarity {near:.2f} between adjacent patches, {mean:.2f} between any two"
-    ours += "" if math.isnan(line) else f"; {line:.2f} within a row or column, {off:.2f} for others as far apart"
+    if line is not None and off is not None:
+        ours += f"; {line:.2f} within a row or column, {off:.2f} for others as far apart"
     ours = ours.replace(" -", " −")
     if near - mean < 0.05:
         return Outcome(ours, "no", "the table is still near its random start")
     weak = "" if near - mean > 0.2 else "adjacent patches are only a little more similar than any two"
-    lines = "" if line > off else "rows and columns do not show"
-    return Outcome(ours, "partly" if weak or lines else "yes", reasons(weak, lines))
+    shown, least = gap(summary, entry, "line_similarity", "off_line_similarity") or (0.0, 0.0)
+    lines = "" if shown > 0 else "rows and columns do not show"
+    seeds = _one_seed(entry)
+    if not weak and abs(shown) <= least:
+        return Outcome(ours, "unclear", reasons("rows and columns do not clearly show", seeds))
+    return Outcome(ours, "partly" if weak or lines else "yes", reasons(weak, lines, seeds))
 
 
 def judge_distance(summary: Summary) -> Outcome:
     entry = summary.find("1-d learned")
+    growth = gap(summary, entry, "last_layer_distance", "first_layer_distance") if entry else None
     columns = ("first_layer_distance", "last_layer_distance", "first_layer_nearest", "first_layer_farthest")
     numbers = [entry.number(column) for column in columns] if entry else [None]
-    if any(one is None for one in numbers):
+    if entry is None or growth is None or any(one is None for one in numbers):
         return NOT_MEASURED
     first, last, nearest, farthest = (float(one or 0) for one in numbers)
     ours = (
@@ -82,10 +86,20 @@ def judge_distance(summary: Summary) -> Outcome:
     )
     if nearest > 0.9:
         return Outcome(ours, "unclear", "attention is still nearly uniform, as before training")
-    if farthest > 0.8 and last > first:
-        return Outcome(ours, "yes")
-    why = "the mean does not grow with depth" if farthest > 0.8 else "no head of the first layer attends globally"
-    return Outcome(ours, "partly" if farthest > 0.8 or last > first else "no", why)
+    grown, least = growth
+    seeds, reaches = _one_seed(entry), farthest > 0.8
+    why = "" if reaches else "no head of the first layer attends globally"
+    if abs(grown) <= least:
+        noisy = f"growth with depth {grown:+.2f}, differences up to {least:.2f} are noise".replace("-", "−")
+        return Outcome(ours, "unclear", reasons(why, noisy, seeds))
+    if grown < 0:
+        why = reasons(why, "the mean does not grow with depth")
+    agrees: Agreement = "yes" if reaches and grown > 0 else "partly" if reaches or grown > 0 else "no"
+    return Outcome(ours, agrees, reasons(why, seeds))
+
+
+def _one_seed(entry: Entry) -> str:
+    return "one seed" if len(entry.rows) == 1 else ""
 
 
 STUDY = Study(

@@ -548,6 +548,16 @@ def test_where_nothing_survives_the_plain_path_is_taken(part: str, name: str) ->
     assert not whitelist.is_plain_block(block) and whitelist.is_plain_block(block, eval_mode=True)
 
 
+@pytest.mark.parametrize("kind", ["quick", None, 1])
+def test_a_kind_of_gelu_that_torch_does_not_know_is_torchs_to_refuse(kind: Any, images: Tensor, fusing: None) -> None:
+    model = tiny(depth=1).eval()
+    model.blocks[0].mlp.approximate = kind
+    assert not whitelist.is_plain_block(model.blocks[0])
+    for kernels in ("plain", "auto"):
+        with pytest.raises((RuntimeError, TypeError), match="approximate"):
+            logits(model, images, kernels)
+
+
 def test_a_block_that_is_always_skipped_returns_its_tokens() -> None:
     block, x = tiny(depth=1).train().blocks[0], torch.randn(2, 5, 32, device=DEVICE)
     block.skip.rate = 1.0

@@ -149,11 +149,11 @@ def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocas
     """Tell whether a block runs in fused kernels on tokens that `can_fuse`, with matmuls of this precision."""
     device = x.get_device()
     if uses_autocast:
-        shape = whitelist.shape_of_block(block, device)
+        shape = whitelist.shape_of_block(block, device, whitelist.AUTOCAST_DTYPES)
     else:  # torch's modules say what they think of mixed precisions; FSDP2 may gather others than it holds
-        shape = whitelist.shape_of_block(block, device, dtype)
+        shape = whitelist.shape_of_block(block, device, (dtype,))
         if shape is None and is_sharded(block):
-            shape = whitelist.shape_of_block(block, device)
+            shape = whitelist.shape_of_block(block, device, whitelist.AUTOCAST_DTYPES)
     return shape is not None and _block_runs(shape, x, dtype)
 
 

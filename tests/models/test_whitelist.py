@@ -665,9 +665,9 @@ def test_images_of_a_tensor_subclass_take_the_plain_path(images: Tensor, fusing:
 def test_a_batch_without_images_takes_the_plain_path(
     images: Tensor, fusing: None, blocks_fused: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitrail.models.fused import branches
+    from vitrail.models.fused import patchify
 
-    monkeypatch.setattr(branches, "patchify", None)  # a grid of no programs cannot be launched
+    monkeypatch.setattr(patchify, "patchify", None)  # a grid of no programs cannot be launched
     model = tiny().train()
     found = logits(model, images[:0], "auto")
     found.sum().backward()

@@ -14,7 +14,7 @@ from tests.models.other_libraries import randomise
 from tests.models.test_fused import DEVICE, blocks_fused, fusing, near
 from tests.models.test_whitelist import _no_hooks_left, images, tiny
 from vitrail.errors import VitrailError
-from vitrail.models import create_model
+from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist
 
 pytest.importorskip("triton")
@@ -190,6 +190,20 @@ def test_a_prefix_token_of_another_precision_does_not_change_that_of_the_tokens(
     (plain, plain_gradient), (fused, gradient) = found
     assert fused.dtype == plain.dtype and near(fused, plain) and len(blocks_fused) == 1
     assert gradient.dtype == plain_gradient.dtype and near(gradient, plain_gradient, 1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "auto"])
+@pytest.mark.parametrize("position", ["learned", "learned-2d", "sincos2d", "relative", "none"])
+def test_the_precision_of_the_residual_under_autocast(position: str, kernels: str, blocks_fused: list[nn.Module]) -> None:
+    """As docs/fused-encoder.md says; with fake tensors, which stand for a GPU's."""
+    config = tiny(depth=2, position=position).config
+    with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model = ViT(config)
+        model.kernels = kernels  # type: ignore[assignment]
+        found = model.features(torch.empty(1, 3, 32, 32), layers=[0, 1]).layers
+    low = kernels == "plain" and position in ("relative", "none")
+    assert {one.dtype for one in found.values()} == {torch.bfloat16 if low else torch.float32}
+    assert len(blocks_fused) == (0 if kernels == "plain" or position == "relative" else 2)
 
 
 def test_the_final_norm_has_the_precision_of_torchs() -> None:

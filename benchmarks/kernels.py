@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.models.fused.attention_backward import attention_backward
-from vitrail.models.fused.branches import attend, residual_norm
+from vitrail.models.fused.branches import attend
 from vitrail.models.fused.cross_entropy import cross_entropy
 from vitrail.models.fused.gelu import gelu, gelu_backward
 from vitrail.models.fused.hopper_gelu_backward import matmul_gelu_backward
 from vitrail.models.fused.hopper_matmul import matmul_bias, matmul_bias_gelu, matmul_bias_gelu_with_grad
-from vitrail.models.fused.residual_norm import residual_centred
+from vitrail.models.fused.residual_norm import residual_centred, residual_norm
 
 LOW = torch.bfloat16
 SHAPES = {"ViT-S/16": (384, 6), "ViT-B/16": (768, 12), "ViT-L/16": (1024, 16)}

@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our kernels are tried where there is no GPU, too
 
 torch.set_num_threads(1)
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 gc.disable()  # until all is imported: what modules hold is not garbage, however often it is looked at
 
 
@@ -40,9 +41,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    # A server freezes what it has loaded and thaws everything at its end. In this process that would be all that was imported, too.
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_unconfigure() -> None:
+    gc.freeze, gc.unfreeze = _freeze, _unfreeze
     gc.unfreeze()  # or some extension modules report leaks at exit
 
 

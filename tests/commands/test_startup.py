@@ -1,4 +1,4 @@
-"""What commands import: `--help` nothing heavy, and a prediction only what it needs."""
+"""What commands import: `--help` and lists nothing heavy, and a prediction only what it needs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ for name in ["", *COMMANDS, *json.loads(sys.argv[2])]:
 print(json.dumps(found))
 """
 
-PREDICT = """
+RUN = """
 import json, sys
 from vitrail.cli import main
 try:
-    main(["predict", sys.argv[2]])
+    main(sys.argv[2:])
 except SystemExit as end:
     assert not end.code
 print(json.dumps([name for name in json.loads(sys.argv[1]) if name in sys.modules]))
@@ -52,6 +52,10 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
     assert last_line(HELP, json.dumps(HEAVY), recipes) == {}
 
 
+def test_a_list_of_the_studies_imports_neither_torch_nor_numpy() -> None:
+    assert last_line(RUN, json.dumps(HEAVY), "study", "--list") == []
+
+
 @pytest.mark.slow
 def test_a_prediction_imports_only_what_it_needs(tmp_path: Path) -> None:
     from PIL import Image
@@ -59,4 +63,4 @@ def test_a_prediction_imports_only_what_it_needs(tmp_path: Path) -> None:
     Image.new("RGB", (80, 60), (200, 30, 30)).save(tmp_path / "red.png")
     spared = [name for name in HEAVY if name not in ("torch", "numpy", "PIL")]
     spared += ["torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter", "triton", "sympy", "tensorboard", "timm"]
-    assert last_line(PREDICT, json.dumps(spared), str(tmp_path / "red.png")) == []
+    assert last_line(RUN, json.dumps(spared), "predict", str(tmp_path / "red.png")) == []

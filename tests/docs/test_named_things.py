@@ -24,7 +24,7 @@ def _named(page: str, pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("name", _named("paper.md", r"`(vitrail(?:\.\w+)+)`"))
 def test_the_symbol_exists(name: str) -> None:
-    _resolve(name)
+    resolve(name)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -61,7 +61,7 @@ def test_ten_silent_failures() -> None:
     assert rows == [str(number) for number in range(1, 11)]
 
 
-def _resolve(name: str) -> Any:
+def resolve(name: str) -> Any:
     """Import the longest part that is a module, and take the rest as attributes."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):

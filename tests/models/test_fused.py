@@ -163,7 +163,7 @@ class MaskedDropout(nn.Module):
 def test_dropout_drops_the_same_forward_and_backward(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own masks, read off a kernel, given to the plain path: values and gradients agree, with a rate of its own for
     every dropout and an epsilon of its own for every norm."""
-    from vitrail.models.fused.branches import residual_norm
+    from vitrail.models.fused.residual_norm import residual_norm
 
     model, images = small(dropout=0.25, depth=2, qk_norm=True), torch.randn(2, 3, 48, 48, device=DEVICE)
     model.dropout.p = 0.0  # that after the positions is torch's own in both

@@ -130,6 +130,22 @@ def test_copies_of_a_resnet(precision: Any) -> None:
         made.distilled_logits(images)
 
 
+@torch.no_grad()
+def test_kernels_can_be_chosen_where_there_are_any() -> None:
+    model = build()
+    made, images = make_copy(model, "gpu fp32"), some_images(model)
+    made.kernels = "plain"
+    assert made.kernels == made.model.kernels == "plain" and model.kernels == "auto"
+    assert error(made(images), model(images)) < LIMITS["fp32"]
+    made.kernels = "triton"  # type: ignore[assignment]
+    with pytest.raises(VitrailError, match=r"model\.kernels is 'triton'; it can be auto, plain, fp8\."):
+        made(images)
+    packed = make_copy(model, "fp32")
+    with pytest.raises(VitrailError, match=r"has no kernels to choose: .* Use the model it was made from\."):
+        packed.kernels = "plain"
+    assert packed.kernels == "auto"
+
+
 @pytest.mark.parametrize("copied", COPIES)
 def test_what_a_copy_cannot_do_is_refused(copied: str) -> None:
     model = build()

@@ -112,10 +112,10 @@ def test_patchify(batch: int, channels: int, rows: int, columns: int, height: in
 
 @pytest.mark.slow
 def test_patchify_runs_in_a_kernel_unless_a_hook_or_gradient_could_tell(fusing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.models.fused import branches
+    from vitrail.models.fused import patchify
 
-    calls, real = [], branches.patchify
-    monkeypatch.setattr(branches, "patchify", lambda *given: (calls.append(1), real(*given))[1])
+    calls, real = [], patchify.patchify
+    monkeypatch.setattr(patchify, "patchify", lambda *given: (calls.append(1), real(*given))[1])
     model, images = small(), torch.randn(2, 3, 48, 48, device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
         found = model(images)

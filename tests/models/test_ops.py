@@ -20,8 +20,9 @@ pytest.importorskip("triton")
 import vitrail.models.fused.cross_entropy_kernels
 import vitrail.models.fused.hopper_attention
 import vitrail.models.fused.hopper_gelu_backward
-import vitrail.models.fused.hopper_matmul  # noqa: F401
-from vitrail.models.fused import branches, ops
+import vitrail.models.fused.hopper_matmul
+import vitrail.models.fused.patchify  # noqa: F401
+from vitrail.models.fused import branches, ops, prefix_positions, qk_norm
 from vitrail.models.fused.residual_norm import residual_norm
 
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -230,7 +231,7 @@ def run_norm(parts: list[Any], num_queries: int | None = None, **changes: bool) 
 
 
 def run_norm_pass(parts: list[Any], num_queries: int | None = None, **changes: bool) -> Tensor:
-    return branches.qk_norm(run_linear(parts), HEADS, parts[6:], 1e-6)
+    return qk_norm.qk_norm(run_linear(parts), HEADS, parts[6:], 1e-6)
 
 
 def run_mlp(parts: list[Any], num_queries: int | None = None, **changes: bool) -> Tensor:
@@ -248,7 +249,7 @@ def run_residual(parts: list[Any], num_queries: int | None = None, **changes: bo
 
 
 def run_prefix(parts: list[Any], num_queries: int | None = None, **changes: bool) -> Tensor:
-    return branches.add_prefix_and_positions(parts[0].to(LOW), torch.cat([parts[1][None], parts[0][0]]))
+    return prefix_positions.add_prefix_and_positions(parts[0].to(LOW), torch.cat([parts[1][None], parts[0][0]]))
 
 
 def run_loss(parts: list[Any], num_queries: int | None = None, **changes: bool) -> Tensor:

@@ -14,7 +14,7 @@ from tests.models.other_libraries import randomise
 from tests.models.test_fused import DEVICE, blocks_fused, fusing, near
 from tests.models.test_whitelist import _no_hooks_left, images, tiny
 from vitrail.errors import VitrailError
-from vitrail.models import create_model
+from vitrail.models import ViT, create_model
 from vitrail.models.fused import dispatch, encoder, whitelist
 
 pytest.importorskip("triton")
@@ -89,6 +89,41 @@ def test_mixed_precisions_take_the_plain_path(
 PARAMETERS = [name for name, _ in tiny(depth=1, qk_norm=True).blocks[0].named_parameters()]
 
 
+@pytest.mark.parametrize("part", PARAMETERS)
+def test_a_float64_parameter_of_a_block_takes_the_plain_path_under_autocast(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast casts the other precisions and leaves float64, as torch's modules do. Kernels would cast it."""
+    monkeypatch.setattr(dispatch, "_block_runs", lambda shape, x, dtype: True)
+    block, x = tiny(depth=1, qk_norm=True).blocks[0], torch.zeros(1, 5, 32, device=DEVICE)
+    module, _, name = part.rpartition(".")
+    parameters = block.get_submodule(module)._parameters
+    for dtype, fuses in ((torch.float32, True), (torch.bfloat16, True), (torch.float16, True), (torch.float64, False)):
+        parameters[name] = nn.Parameter(parameters[name].to(dtype))  # type: ignore[union-attr]
+        assert dispatch.fuses_block(block, x, torch.bfloat16, uses_autocast=True) == fuses
+    assert whitelist.is_plain_block(block)  # a copy for inference makes float32 of it
+
+
+@pytest.mark.parametrize("part", ["blocks.1", "blocks.1.mlp.down", "blocks.1.attention.out", "norm"])
+def test_float64_parts_under_autocast_raise_as_torch_does(part: str, images: Tensor, fusing: None) -> None:
+    model = tiny(depth=2).eval()
+    model.get_submodule(part).double()
+    for kernels in ("plain", "auto"):
+        model.kernels = kernels  # type: ignore[assignment]
+        with torch.autocast(DEVICE, dtype=torch.bfloat16), pytest.raises(RuntimeError, match=r"dtype|type"):
+            model(images)
+
+
+@pytest.mark.parametrize("position", ["learned", "sincos2d"])
+def test_float64_positions_are_added_in_float64(position: str, fusing: None) -> None:
+    """The addition of a float32 and a float64 is a float64: a kernel that adds in float32 would lose digits."""
+    model = tiny(depth=1, position=position)
+    model.positions.double()
+    patches, found = torch.randn(2, 4, 32, device=DEVICE), []
+    for kernels in ("plain", "auto"):
+        model.kernels = kernels  # type: ignore[assignment]
+        found.append(model.add_prefix_and_positions(patches))
+    assert found[0].dtype == torch.float64 and torch.equal(*found)
+
+
 def move(block: nn.Module, part: str, device: str) -> None:
     module, _, name = part.rpartition(".")
     parameters = block.get_submodule(module)._parameters
@@ -155,6 +190,20 @@ def test_a_prefix_token_of_another_precision_does_not_change_that_of_the_tokens(
     (plain, plain_gradient), (fused, gradient) = found
     assert fused.dtype == plain.dtype and near(fused, plain) and len(blocks_fused) == 1
     assert gradient.dtype == plain_gradient.dtype and near(gradient, plain_gradient, 1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "auto"])
+@pytest.mark.parametrize("position", ["learned", "learned-2d", "sincos2d", "relative", "none"])
+def test_the_precision_of_the_residual_under_autocast(position: str, kernels: str, blocks_fused: list[nn.Module]) -> None:
+    """As docs/fused-encoder.md says; with fake tensors, which stand for a GPU's."""
+    config = tiny(depth=2, position=position).config
+    with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model = ViT(config)
+        model.kernels = kernels  # type: ignore[assignment]
+        found = model.features(torch.empty(1, 3, 32, 32), layers=[0, 1]).layers
+    low = kernels == "plain" and position in ("relative", "none")
+    assert {one.dtype for one in found.values()} == {torch.bfloat16 if low else torch.float32}
+    assert len(blocks_fused) == (0 if kernels == "plain" or position == "relative" else 2)
 
 
 def test_the_final_norm_has_the_precision_of_torchs() -> None:

@@ -201,6 +201,7 @@ def test_pieces_that_pillow_reads_one_by_one_are_limited(start: bytes, piece: by
     assert found.value.status == status and time.process_time() - began < 1
 
 
+@pytest.mark.slow
 def test_pieces_of_ordinary_files_are_few(client: Client) -> None:
     noise = Image.frombytes("RGB", (1200, 1200), os.urandom(3 * 1200 * 1200))
     jpeg = encoded(noise, "JPEG")

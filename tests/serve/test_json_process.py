@@ -217,6 +217,7 @@ def test_the_other_process_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_many_logits_are_written() -> None:
     rows = np.random.default_rng(0).standard_normal((64, 21_843)).astype(np.float32)
     request = InferRequest.model_validate({"id": "a", "inputs": [{"name": "images", "shape": [64], "datatype": "FP32"}]})

@@ -118,6 +118,7 @@ def test_a_resnet_has_no_attention(tmp_path: Path) -> None:
     assert probe_of(recipe)[0].measure() is None
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_measured_too() -> None:
     probe, prepared = probe_of(small())
     before = probe.measure()

@@ -24,11 +24,13 @@ KILLS = int(os.environ.get("VITRAIL_KILLS", "20"))
 SETTINGS = {"steps": 4 * KILLS, "checkpoint_every": 1, "log_every": 1, "eval_every": 0.1, "keep_best": "loss", "patience": 99}
 # A server that has everything imported forks a run for each life: twenty cold starts would take minutes.
 SERVER = """
-import os, sys
+import gc, os, sys
 from tests.train.small import small, train
 import torch.optim, torch._dynamo
 torch.set_num_threads(1)
 recipe = small(**{settings})
+gc.collect()
+gc.freeze()  # or every life looks at all that was imported again
 for line in sys.stdin:
     life = os.fork()
     if life == 0:

@@ -188,6 +188,7 @@ def test_a_resumed_run_notices_other_images_and_an_older_one_keeps_its_own(
     assert json.loads(config.read_text())["recipe"]["data"]["split_rule"] == "seed-1"
 
 
+@pytest.mark.slow
 def test_held_out_images_that_a_start_or_a_teacher_was_trained_on_are_said(tmp_path: Path) -> None:
     train(small(steps=3), tmp_path / "first")
 

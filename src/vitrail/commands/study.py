@@ -52,13 +52,13 @@ def study(
         list_: List the studies, with what each varies and which figure of the paper it repeats.
         json_: Print JSON instead of text.
     """
-    from vitrail.study import run_study
-
     if list_:
         _list(as_json=json_)
         return
     if name is None:
         raise VitrailError(f"Which study? Name one of {', '.join(STUDIES)}; `vitrail study --list` explains them.")
+    from vitrail.study import run_study  # which imports torch
+
     check_place(settings.out)
     result = run_study(name, settings)
     if os.environ.get("RANK", "0") != "0":

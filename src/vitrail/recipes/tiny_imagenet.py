@@ -7,10 +7,11 @@
 
 Measured once each, with 97,500 of the training images, on the 10,000 validation images. `tiny-imagenet`: 57.1 % top-1 with averaged
 weights (55.6 % when images are not cropped for validation, 55.8 % then with raw weights), 9 min 38 s on an H200 that tests shared
-for 90 s; the run itself validated without the crop that the recipe has now. It needs `qk_norm`: without it attention
-collapses at learning rates from 1e-3 on (docs/log.md). `tiny-imagenet-short`: 33.0 %, 118 s on an H200 that two other runs shared;
-timm's model with the same settings 32.7 %; our model with the paper's initial values 24.1 %. `tiny-imagenet-distilled`, a ViT-Ti/8
-with a larger ViT of ours as teacher: 57.2 % with averaged and 57.0 % with raw weights, 9 min 44 s on an H200.
+for 90 s (9 min 50 s on the clock of the run's curve, docs/evidence.md); the run itself validated without the crop that the recipe
+has now. It needs `qk_norm`: without it attention collapses at learning rates from 1e-3 on (docs/log.md). `tiny-imagenet-short`:
+33.0 %, 118 s on an H200 that two other runs shared; timm's model with the same settings 32.7 %; our model with the paper's
+initial values 24.1 %. `tiny-imagenet-distilled`, a ViT-Ti/8 with a larger ViT of ours as teacher: 57.2 % with averaged and 57.0 %
+with raw weights, 9 min 44 s on an H200.
 """
 
 from __future__ import annotations

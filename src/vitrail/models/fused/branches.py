@@ -27,13 +27,7 @@ from vitrail.models.fused.fold_norm import fold_norm, unfold_norm
 from vitrail.models.fused.fp8 import Bf16Linear, Fp8Linear, Fp8Tensor
 from vitrail.models.fused.gelu import gelu, gelu_backward, gelu_fp8
 from vitrail.models.fused.ops import matmul_flops, once_differentiable, op
-from vitrail.models.fused.patchify import patchify
-from vitrail.models.fused.prefix_positions import add_prefix_and_positions
-from vitrail.models.fused.qk_norm import qk_norm
-from vitrail.models.fused.residual_norm import residual_norm
 from vitrail.models.fused.selection import use_hopper_attention, use_own_matmul
-
-__all__ = ["add_prefix_and_positions", "attention_branch", "linear", "mlp_branch", "patchify", "qk_norm", "residual_norm"]
 
 
 def attention_branch(

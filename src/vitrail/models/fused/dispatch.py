@@ -35,7 +35,7 @@ _KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 def patchify(model: ViT, images: Tensor) -> Tensor:
     """Cut images into patches in the precision of the patch embedding, in one pass; or return images in the weights' precision."""
     if _fuses_patchify(model, images):
-        from vitrail.models.fused.branches import patchify as patchify_images
+        from vitrail.models.fused.patchify import patchify as patchify_images
 
         dtype = encoder.matmul_dtype(model.patches.weight)
         assert dtype is not None
@@ -67,13 +67,13 @@ def fuses_positions(model: ViT, patches: Tensor) -> bool:
 
 def add_prefix_and_positions(model: ViT, patches: Tensor, prefix: Sequence[Tensor], *other: Pair) -> Tensor:
     """z₀ of equation 1 in one pass: what all images share is computed once, and each image's patches are added to it."""
-    from vitrail.models.fused import branches
+    from vitrail.models.fused import prefix_positions
 
     blank = torch.zeros(1, *patches.shape[1:], device=patches.device, dtype=model.patches.weight.dtype)
     # Times one, so that a token's gradient is not a slice of all tokens': DDP warns of strides other than the parameter's.
     # In the weight's precision: a token of another one must not decide that of all.
     shared = torch.cat([*((token * 1).to(blank.dtype) for token in prefix), blank], dim=1)
-    return branches.add_prefix_and_positions(patches, model.positions.at_input(shared, *other)[0])
+    return prefix_positions.add_prefix_and_positions(patches, model.positions.at_input(shared, *other)[0])
 
 
 class ResidualStream:
@@ -149,11 +149,11 @@ def fuses_block(block: nn.Module, x: Tensor, dtype: torch.dtype, *, uses_autocas
     """Tell whether a block runs in fused kernels on tokens that `can_fuse`, with matmuls of this precision."""
     device = x.get_device()
     if uses_autocast:
-        shape = whitelist.shape_of_block(block, device)
+        shape = whitelist.shape_of_block(block, device, whitelist.AUTOCAST_DTYPES)
     else:  # torch's modules say what they think of mixed precisions; FSDP2 may gather others than it holds
-        shape = whitelist.shape_of_block(block, device, dtype)
+        shape = whitelist.shape_of_block(block, device, (dtype,))
         if shape is None and is_sharded(block):
-            shape = whitelist.shape_of_block(block, device)
+            shape = whitelist.shape_of_block(block, device, whitelist.AUTOCAST_DTYPES)
     return shape is not None and _block_runs(shape, x, dtype)
 
 

@@ -96,8 +96,8 @@ def _rate(dropout: nn.Dropout) -> float:
 
 def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> PendingResidual:
     """Run a block whose modules are plain (`whitelist.is_plain_block`)."""
-    from vitrail.models.fused.branches import residual_norm
     from vitrail.models.fused.folded_block import can_use_folded, folded_block
+    from vitrail.models.fused.residual_norm import residual_norm
     from vitrail.models.fused.sharded import is_sharded, stays_gathered
 
     dtype = matmul_dtype(pending.x)
@@ -123,7 +123,7 @@ def run_block(block: Block, pending: PendingResidual, options: BlockOptions) -> 
 
 def settle(pending: PendingResidual) -> Tensor:
     """Return the tokens, with the pending branch and what was subtracted added."""
-    from vitrail.models.fused.branches import residual_norm
+    from vitrail.models.fused.residual_norm import residual_norm
 
     x = pending.x
     if pending.branch is not None:
@@ -133,7 +133,7 @@ def settle(pending: PendingResidual) -> Tensor:
 
 def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
     """Return the tokens, with the pending branch added, after a layer norm: in float32 under autocast, else in their precision."""
-    from vitrail.models.fused.branches import residual_norm
+    from vitrail.models.fused.residual_norm import residual_norm
 
     dtype = torch.float32 if uses_autocast(pending.x) else pending.x.dtype
     _, y = residual_norm(*pending.addition, norm.eps, dtype)
@@ -141,7 +141,8 @@ def settle_and_norm(pending: PendingResidual, norm: nn.LayerNorm) -> Tensor:
 
 
 def _attention(attention: Attention, norm: nn.LayerNorm, y: Tensor, options: BlockOptions, refold: bool) -> Tensor:
-    from vitrail.models.fused.branches import attention_branch, linear, qk_norm
+    from vitrail.models.fused.branches import attention_branch, linear
+    from vitrail.models.fused.qk_norm import qk_norm
     from vitrail.models.fused.selection import suits_own_attention
 
     qkv, out, heads, num_queries = attention.qkv, attention.out, attention.heads, options.num_queries

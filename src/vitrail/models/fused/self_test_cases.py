@@ -140,7 +140,9 @@ def _fused_blocks(
     dtype: torch.dtype, fp8: bool,
 ) -> Tensor:  # fmt: skip
     from vitrail.models.fused.attention_backward import fits
-    from vitrail.models.fused.branches import attention_branch, linear, mlp_branch, qk_norm, residual_norm
+    from vitrail.models.fused.branches import attention_branch, linear, mlp_branch
+    from vitrail.models.fused.qk_norm import qk_norm
+    from vitrail.models.fused.residual_norm import residual_norm
 
     branch, bias, seed, tokens = None, None, None, x.shape[1]
     for number, w in enumerate(blocks):

@@ -7,6 +7,7 @@ The checks read `__dict__` directly: `nn.Module.__getattr__` would cost ten time
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     return "forward" not in state and "_compiled_call_impl" not in state and "_call_impl" not in state
 
 
+AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The precisions that autocast casts, as kernels do; float64 it leaves. The usual one comes first: every parameter is looked up."""
+
 # Width, MLP width, heads, GELU's tanh form, qk_norm: what kernels are chosen by, and were tested for.
 BlockShape = tuple[int, int, int, bool, bool]
 
@@ -57,12 +61,13 @@ def is_plain_block(block: nn.Module, *, layer_scale: bool = False, eval_mode: bo
 
 
 def shape_of_block(
-    block: nn.Module, device: int | None = None, dtype: torch.dtype | None = None,
+    block: nn.Module, device: int | None = None, dtypes: tuple[torch.dtype, ...] | None = None,
     *, layer_scale: bool = False, eval_mode: bool = False,
 ) -> BlockShape | None:  # fmt: skip
     """Return the sizes of a plain block; None for one that is not plain, or has a parameter on another device or of another dtype.
 
-    `device` is `get_device()` of the tokens: the number of a GPU, or -1. None: any, but one for all parameters.
+    `device` is `get_device()` of the tokens: the number of a GPU, or -1. None: any, but one for all parameters. `dtypes`: those
+    that parameters may have; None: any.
     """
     try:
         parts = block.__dict__["_modules"]
@@ -71,7 +76,7 @@ def shape_of_block(
             return None
         if layer_scale and not (_scales_channels(parts["scale1"], states) and _scales_channels(parts["scale2"], states)):
             return None
-        return _shape_of_parts(parts, states, device, dtype)
+        return _shape_of_parts(parts, states, device, dtypes)
     except KeyError:  # a part or a parameter was deleted, and something else put in its place
         return None
 
@@ -124,7 +129,7 @@ def _has_known_dropout(states: tuple[_State, ...]) -> bool:
 
 
 def _shape_of_parts(
-    parts: dict[str, Any], states: tuple[_State, ...], device: int | None, dtype: torch.dtype | None
+    parts: dict[str, Any], states: tuple[_State, ...], device: int | None, dtypes: tuple[torch.dtype, ...] | None
 ) -> BlockShape | None:
     """Return the sizes of a block; None unless its parameters have them, and the strides, device and dtype that kernels expect."""
     attention, mlp, qkv, out, up, down = states[:6]
@@ -138,7 +143,7 @@ def _shape_of_parts(
             return None
         if weight.get_device() != device or weight.shape != (rows, columns):
             return None
-        if dtype is not None and (weight.dtype is not dtype or (bias is not None and bias.dtype is not dtype)):
+        if dtypes is not None and (weight.dtype not in dtypes or (bias is not None and bias.dtype not in dtypes)):
             return None
         if bias is None:
             continue
@@ -146,21 +151,24 @@ def _shape_of_parts(
             return None
         if bias.shape != (rows,) or not bias.is_contiguous():
             return None
-    if width % heads or not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtype):
+    if width % heads or not _are_affine_norms(parts["norm1"], parts["norm2"], width, device, dtypes):
         return None
     qk_norm = "q_norm" in inner or "k_norm" in inner
     if qk_norm:
         q_norm, k_norm = inner["q_norm"], inner["k_norm"]
         if not is_plain(q_norm, nn.LayerNorm) or not is_plain(k_norm, nn.LayerNorm) or q_norm.eps != k_norm.eps:
             return None
-        if not _are_affine_norms(q_norm, k_norm, width // heads, device, dtype):
+        if not _are_affine_norms(q_norm, k_norm, width // heads, device, dtypes):
             return None
     elif attention["q_norm"] is not None or attention["k_norm"] is not None:
         return None
-    return width, hidden, heads, mlp["approximate"] == "tanh", qk_norm
+    approximate = mlp["approximate"]
+    if approximate not in _GELUS:  # torch says so, when the module is called
+        return None
+    return width, hidden, heads, approximate == "tanh", qk_norm
 
 
-def _are_affine_norms(norm1: Any, norm2: Any, width: int, device: int | None, dtype: torch.dtype | None) -> bool:
+def _are_affine_norms(norm1: Any, norm2: Any, width: int, device: int | None, dtypes: tuple[torch.dtype, ...] | None) -> bool:
     """Tell whether two layer norms are over the last axis, of this width, with weight and bias; folded ones need neither."""
     for norm in (norm1, norm2):
         if type(norm) is FoldedNorm and norm.normalized_shape == (width,):
@@ -173,7 +181,7 @@ def _are_affine_norms(norm1: Any, norm2: Any, width: int, device: int | None, dt
             return False
         if device is not None and (weight.get_device() != device or bias.get_device() != device):
             return False
-        if dtype is not None and (weight.dtype is not dtype or bias.dtype is not dtype):
+        if dtypes is not None and (weight.dtype not in dtypes or bias.dtype not in dtypes):
             return False
         if weight.numel() != width or bias.numel() != width or not weight.is_contiguous() or not bias.is_contiguous():
             return False
@@ -181,6 +189,7 @@ def _are_affine_norms(norm1: Any, norm2: Any, width: int, device: int | None, dt
 
 
 _Linear, _Dropout, _Parameter = nn.Linear, nn.Dropout, nn.Parameter
+_GELUS = ("tanh", "none")
 _NORMS = frozenset({nn.LayerNorm, FoldedNorm})
 _NO_SCALES, _SCALES = frozenset({nn.Identity}), frozenset({nn.Identity, LayerScale})
 
@@ -195,24 +204,28 @@ def is_plain_tensor(tensor: Any) -> bool:
 
 
 def is_plain_norm(norm: nn.Module, width: int) -> bool:
-    """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias, in any precision."""
+    """Tell whether a norm is exactly torch's layer norm over the last axis, with weight and bias that autocast casts."""
     try:
-        return is_plain(norm, nn.LayerNorm) and _are_affine_norms(norm, norm, width, None, None)
+        return is_plain(norm, nn.LayerNorm) and _are_affine_norms(norm, norm, width, None, AUTOCAST_DTYPES)
     except KeyError:  # as in `shape_of_block`
         return False
 
 
 def holds_plain_tensors(module: nn.Module) -> bool:
     """Tell whether a module's own parameters and buffers are plain tensors."""
+    return all(map(is_plain_tensor, _own_tensors(module)))
+
+
+def _own_tensors(module: nn.Module) -> Iterable[Any]:
     state = module.__dict__
-    return all(one is None or is_plain_tensor(one) for own in (state["_parameters"], state["_buffers"]) for one in own.values())
+    return (one for own in (state["_parameters"], state["_buffers"]) for one in own.values() if one is not None)
 
 
 def are_plain_positions(positions: nn.Module) -> bool:
-    """Tell whether positions are of one of our kinds and add to tokens what their class says."""
+    """Tell whether positions are of one of our kinds and add to tokens what their class says, in a precision that kernels have."""
     if type(positions) not in _POSITIONS or not POSITION_METHODS.isdisjoint(positions.__dict__):
         return False
-    return holds_plain_tensors(positions)
+    return all(is_plain_tensor(one) and one.dtype in AUTOCAST_DTYPES for one in _own_tensors(positions))
 
 
 def add_only_at_input(positions: Any) -> bool:

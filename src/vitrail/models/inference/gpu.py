@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.models.bit import BiT
+from vitrail.models.fused.dispatch import Kernels
 from vitrail.models.fused.folded_block import fold_norms
 from vitrail.models.inference.capture import CapturedForward, NewGraph
 from vitrail.models.inference.model import InferenceModel, cast_all_but_heads, deep_copied
@@ -22,6 +23,15 @@ class GpuModel(InferenceModel):
     def __init__(self, model: ViT, new_graph: NewGraph | None = None) -> None:
         super().__init__(model)
         self._captured = CapturedForward(self.model, new_graph)
+
+    @property
+    def kernels(self) -> Kernels:
+        """As `ViT.kernels`. Norms stay folded with all of them."""
+        return super().kernels
+
+    @kernels.setter
+    def kernels(self, kernels: Kernels) -> None:
+        self.model.kernels = kernels
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute logits [batch, outputs] in float32."""

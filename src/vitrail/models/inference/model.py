@@ -14,6 +14,7 @@ from vitrail.errors import VitrailError
 from vitrail.models.bit import BiT
 from vitrail.models.config import BiTConfig, Pair, PositionRule, ViTConfig
 from vitrail.models.features import Features, check_images
+from vitrail.models.fused.dispatch import Kernels
 from vitrail.models.layers import Float32Linear
 from vitrail.models.vit import ViT
 
@@ -48,6 +49,15 @@ class InferenceModel(nn.Module):
     @property
     def distill_head(self) -> nn.Module | None:
         return getattr(self.model, "distill_head", None)
+
+    @property
+    def kernels(self) -> Kernels:
+        """As `ViT.kernels`; only copies on a CUDA GPU can choose others."""
+        return self.model.kernels  # type: ignore[return-value]
+
+    @kernels.setter
+    def kernels(self, kernels: Kernels) -> None:
+        _refuse("has no kernels to choose: those are for ViTs on CUDA GPUs")
 
     @property
     def device(self) -> torch.device:

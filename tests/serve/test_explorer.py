@@ -297,6 +297,25 @@ def test_any_model(name: str, changes: dict[str, Any], kind: str, tmp_path: Path
     assert not notes and page.count("</script>") == 2 and "connect-src 'none'" in page
 
 
+def test_the_photo_of_a_narrow_image_has_no_more_pixels_than_may_be_decoded(tmp_path: Path) -> None:
+    """Twice the model's size, and resized by its short side, it has more pixels on the way than for the model."""
+    bundle = make(tmp_path / "m", patch=8, image_size=(32, 32), **ViT)
+    bundle.preprocess = Preprocess(size=(32, 32), resize="short-side", resize_to=64)
+    with running(lambda: bundle, max_pixels=100_000) as client:
+        for width, has_photo in ((400, True), (900, False)):  # 128 × 640 pixels on the way, and 128 × 1440
+            stream = io.BytesIO()
+            Image.new("RGB", (width, 80), (9, 99, width % 255)).save(stream, "PNG")
+            for image in (stream.getvalue(), rotated_left(stream.getvalue())):
+                status, info, _ = client.call("POST", "/explorer/analyse", image)
+                assert (status, info["photo"]) == (200, has_photo), (width, info)
+
+
+def rotated_left(data: bytes) -> bytes:
+    stream = io.BytesIO()
+    Image.open(io.BytesIO(data)).rotate(90, expand=True).save(stream, "PNG")
+    return stream.getvalue()
+
+
 def test_an_image_of_another_size(tmp_path: Path) -> None:
     """Where the model accepts any size, the grid, the maps and the position similarity are those of the image."""
     model = create_model("ViT-Ti/16", outputs=4, seed=0, image_size=32, patch=8, any_size=True, **ViT)

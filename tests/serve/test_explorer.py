@@ -362,6 +362,27 @@ def test_large_layers_are_sent_by_query(tmp_path: Path, jpegs: list[bytes], monk
     assert whole.shape == (24, 577) and np.allclose(whole.sum(1), 1, atol=0.2)
 
 
+def test_one_query_of_many_tokens_is_computed_alone(tmp_path: Path, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page asks for it at every move of the pointer. All tokens would take a second with 2305 of them, /8 at 384 pixels."""
+    bundle = make(tmp_path / "m", patch=8, image_size=(312, 312), width=32, depth=1, heads=1, mlp=8)
+    size, tokens, sizes = (312, 312), 1 + 39 * 39, list[int]()
+    encode = signed_to_bytes
+    for module in ("exploration", "page_files"):
+        monkeypatch.setattr(f"vitrail.serve.{module}.signed_to_bytes", lambda values: sizes.append(values.size) or encode(values))
+    with running(lambda: bundle) as client:
+        info = client.call("POST", "/explorer/analyse", jpegs[1])[1]
+        for path in ("similarity?layer=0", "positions"):
+            status, answer, _ = client.call("GET", f"/explorer/{info['id']}/{path}")
+            assert status == 413 and "Ask for single queries" in answer["error"] and not sizes
+        similar = np.frombuffer(read(client, info, "similarity?layer=0&query=300"), np.uint8) / 127.5 - 1
+        positions = np.frombuffer(read(client, info, "positions?query=299"), np.uint8) / 127.5 - 1
+    assert sizes == [tokens, tokens - 1]
+    features = inspect.layer_features(bundle.model, bundle.stored_preprocess()(jpegs[1])[None])[0, 0]
+    np.testing.assert_allclose(similar, inspect.feature_similarity(features)[300], atol=1 / 255 + 1e-6)
+    expected = inspect.position_similarity(bundle.model, image_size=size).reshape(tokens - 1, -1)[299]
+    np.testing.assert_allclose(positions, expected, atol=1 / 255 + 1e-6)
+
+
 def test_layers_that_are_computed_later_count_as_memory(
     tmp_path: Path, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

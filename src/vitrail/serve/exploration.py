@@ -59,9 +59,9 @@ class Exploration:
         last = self.last_layer[1].nbytes if self.last_layer is not None else 0
         return attention + last + self.features.nbytes + 4 * self.image.numel() + len(self.photo)
 
-    def similarity(self, layer: int) -> Array:
-        """Cosine similarity of all tokens after a layer, as bytes [token, token]."""
-        return signed_to_bytes(feature_similarity(self.features[layer]))
+    def similarity(self, layer: int, query: int | None = None) -> Array:
+        """Cosine similarity of all tokens after a layer, as bytes [token, token], or that of one token to all."""
+        return signed_to_bytes(feature_similarity(self.features[layer], query))
 
     def colours(self) -> Array:
         """Three principal components of the patch features after each layer, as bytes [layer, patch, 3]."""

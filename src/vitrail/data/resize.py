@@ -102,7 +102,8 @@ def _resize_tensorflow(image: Array, size: tuple[int, int], interpolation: Inter
 
 def _nearest(image: Array, size: tuple[int, int]) -> Array:
     rows, columns = (np.minimum(_scaled(image.shape[k], size[k]).astype(np.int64), image.shape[k] - 1) for k in (0, 1))
-    return image[rows[:, None], columns].astype(np.float32)
+    found: Array = image[rows[:, None], columns].astype(np.float32)
+    return found
 
 
 def _bilinear(image: Array, size: tuple[int, int]) -> Array:

@@ -32,6 +32,7 @@ SIZES = [
 def small_bands(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for module in (decoding, resizing):
         monkeypatch.setattr(module, "_BAND", 500)
+    monkeypatch.setattr(resizing, "_LINES", 50)
     return monkeypatch
 
 
@@ -46,6 +47,7 @@ def test_bands_give_the_same_pixels(interpolation: Any, antialias: bool, small_b
                 in_bands = resize(image, new, **options)
                 with small_bands.context() as whole:
                     whole.setattr(resizing, "_BAND", 1 << 24)
+                    whole.setattr(resizing, "_LINES", 1 << 24)
                     expected = resize(image, new, **options)
                 if antialias or interpolation not in ("bicubic", "lanczos"):
                     assert np.array_equal(in_bands, expected)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 from torchvision import transforms
 
 from tests.data.image_files import encoded, picture
@@ -132,6 +133,17 @@ def test_antialiased_resizing_equals_pillow_per_channel(interpolation: Any, chan
     planes = [Image.fromarray(image[:, :, c]).resize((20, 25), Image.Resampling[filters]) for c in range(channels)]
     ours = resize(image, (25, 20), interpolation=interpolation, antialias=True, rounding="nearest")
     assert np.array_equal(ours, np.stack([np.asarray(plane) for plane in planes], axis=2))
+
+
+@pytest.mark.parametrize(("interpolation", "mode"), [("bilinear", "bilinear"), ("nearest", "nearest-exact")])
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_resizing_without_antialias_equals_interpolate(interpolation: Any, mode: str, channels: int) -> None:
+    """Its centres are those of TensorFlow. Of more than four channels it rounds them otherwise."""
+    for old, new in (((33, 47), (20, 25)), ((7, 90), (31, 30)), ((1, 300), (5, 40)), ((200, 1), (9, 9)), ((480, 640), (224, 224))):
+        image = picture(6, *old, channels)
+        expected = nn.functional.interpolate(torch.from_numpy(image).permute(2, 0, 1)[None].float(), new, mode=mode)[0]
+        found = resize(image, new, interpolation=interpolation, antialias=False, rounding="none")
+        np.testing.assert_allclose(found, expected.permute(1, 2, 0), rtol=0, atol=0 if interpolation == "nearest" else 0.01)
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "lanczos"])

@@ -121,9 +121,9 @@ CASES = (
     at("inspect/layers.py:layer_outputs", lambda: layer_outputs(model(outputs=0), np.zeros((1, 3, 13, 24), np.float32)),
        "has no head, so no outputs can be read out.", "Load a checkpoint with a head."),
     at("inspect/weights.py:filters", lambda: inspect.filters(model(), 0), "components is 0;", "use 1 or more."),
-    at("inspect/weights.py:position_similarity#1", lambda: inspect.position_similarity(model(), 1),
+    at("inspect/weights.py:position_vectors#1", lambda: inspect.position_similarity(model(), 1),
        "There is no position embedding for layer 1:", "has one position embedding for all layers."),
-    at("inspect/weights.py:position_similarity#2", lambda: inspect.position_similarity(model(position="none")),
+    at("inspect/weights.py:position_vectors#2", lambda: inspect.position_similarity(model(position="none")),
        "has no position embedding,", "so there are no position vectors to compare."),
     # the command and its report
     at("inspect/inspection.py:short_names", lambda: short_names(["runs/a", "runs/a/model"]),

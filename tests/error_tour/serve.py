@@ -32,7 +32,7 @@ from vitrail.serve.engine import Engine
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import Exploration, _finite
 from vitrail.serve.explorations import Explorations, NamedImage
-from vitrail.serve.explorer import _bytes, _check
+from vitrail.serve.explorer import _check, _check_size
 from vitrail.serve.form import files_of_form
 from vitrail.serve.guard import Guard, _Body
 from vitrail.serve.images import decode
@@ -272,7 +272,7 @@ CASES: tuple[Case, ...] = (
     at("serve/explorer.py:_check#2", lambda: explore("attention?layer=2"), "layer is 2;", "the last layer is 1, counted from 0."),
     at("serve/explorer.py:_check#3", lambda: explore("attention?query=17"),
        "query is 17;", "the last token is 16, counted from 0."),
-    at("serve/explorer.py:_bytes", lambda: _bytes(np.zeros(MAX_REPLY + 1, np.uint8)),
+    at("serve/explorer.py:_check_size", lambda: _check_size(MAX_REPLY + 1),
        "This is 2,097,153 bytes;", "at most 2,097,152 are sent at once. Ask for single queries."),
     at("serve/page_files.py:position_bytes", lambda: position_bytes(RESNET, (32, 32)),  # type: ignore[arg-type]
        "ResNet-50 is a ResNet: it has no position embeddings.", "ViTs and hybrids have."),

@@ -231,6 +231,16 @@ def test_a_resnet_takes_the_size_that_its_preprocessing_makes(tmp_path: Path, se
     assert not ended.value.code
 
 
+@pytest.mark.slow
+def test_a_resnet_exported_in_the_size_of_its_config_is_verified_in_that_size(tmp_path: Path) -> None:
+    """Not in the size that the preprocessing of the checkpoint makes."""
+    bundle = bundle_of(tmp_path, "BiT-R50x1", Preprocess(size=(48, 48)), image_size=64, layers=(1,))
+    export_model(bundle, tmp_path / "out", ExportSettings(format="pt2", image_size=64), images=sample_photos(2))
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "verify", str(tmp_path / "out"), str(tmp_path / "checkpoint")])
+    assert not ended.value.code
+
+
 def test_images_that_keep_their_aspect_ratio_do_not_fit_one_size(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, preprocess=Preprocess(size=(32, 32)).keep_aspect((8, 8)), any_size=True, **TINY)
     for settings in (ExportSettings(), ExportSettings(format="pt2", pixels=True), ExportSettings(resize_in_graph=True)):

@@ -208,6 +208,29 @@ def test_processes_are_used_where_many_images_are_decoded() -> None:
         ServeSettings(decode_in="process")  # type: ignore[arg-type]
 
 
+def test_no_preprocessing_needs_torch_in_a_process() -> None:
+    """It takes seconds, which the first image would wait for in each process, and 0.5 GB in each."""
+    script = """
+import dataclasses, io, itertools, sys
+from typing import get_args
+from PIL import Image
+from vitrail.data.preprocess import PRESETS, preset
+from vitrail.data.resize import Interpolation
+from vitrail.serve.decoder import decode
+from vitrail.serve.limits import PixelLimit
+from vitrail.serve.settings import ServeSettings
+
+stream = io.BytesIO()
+Image.new("RGB", (300, 200), (9, 99, 199)).save(stream, "JPEG")
+for name, interpolation, antialias in itertools.product(PRESETS, get_args(Interpolation), (True, False)):
+    how = dataclasses.replace(preset(name), interpolation=interpolation, antialias=antialias)
+    decode(stream.getvalue(), how, ServeSettings(), PixelLimit(1 << 20))
+    assert "torch" not in sys.modules, how
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_process_does_not_import_torch_and_ends_with_the_service(tmp_path: Path) -> None:
     script = (
         "import sys, time, vitrail.serve.decoder as d; from vitrail.serve.process import start; "

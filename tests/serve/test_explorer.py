@@ -297,6 +297,25 @@ def test_any_model(name: str, changes: dict[str, Any], kind: str, tmp_path: Path
     assert not notes and page.count("</script>") == 2 and "connect-src 'none'" in page
 
 
+def test_the_photo_of_a_narrow_image_has_no_more_pixels_than_may_be_decoded(tmp_path: Path) -> None:
+    """Twice the model's size, and resized by its short side, it has more pixels on the way than for the model."""
+    bundle = make(tmp_path / "m", patch=8, image_size=(32, 32), **ViT)
+    bundle.preprocess = Preprocess(size=(32, 32), resize="short-side", resize_to=64)
+    with running(lambda: bundle, max_pixels=100_000) as client:
+        for width, has_photo in ((400, True), (900, False)):  # 128 × 640 pixels on the way, and 128 × 1440
+            stream = io.BytesIO()
+            Image.new("RGB", (width, 80), (9, 99, width % 255)).save(stream, "PNG")
+            for image in (stream.getvalue(), rotated_left(stream.getvalue())):
+                status, info, _ = client.call("POST", "/explorer/analyse", image)
+                assert (status, info["photo"]) == (200, has_photo), (width, info)
+
+
+def rotated_left(data: bytes) -> bytes:
+    stream = io.BytesIO()
+    Image.open(io.BytesIO(data)).rotate(90, expand=True).save(stream, "PNG")
+    return stream.getvalue()
+
+
 def test_an_image_of_another_size(tmp_path: Path) -> None:
     """Where the model accepts any size, the grid, the maps and the position similarity are those of the image."""
     model = create_model("ViT-Ti/16", outputs=4, seed=0, image_size=32, patch=8, any_size=True, **ViT)
@@ -341,6 +360,27 @@ def test_large_layers_are_sent_by_query(tmp_path: Path, jpegs: list[bytes], monk
     (expected,) = [w for _, w in bundle.model.attention(bundle.stored_preprocess()(jpegs[1])[None], [1])]
     np.testing.assert_allclose(row, expected[0, :, 300].numpy(), atol=1 / 510)
     assert whole.shape == (24, 577) and np.allclose(whole.sum(1), 1, atol=0.2)
+
+
+def test_one_query_of_many_tokens_is_computed_alone(tmp_path: Path, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page asks for it at every move of the pointer. All tokens would take a second with 2305 of them, /8 at 384 pixels."""
+    bundle = make(tmp_path / "m", patch=8, image_size=(312, 312), width=32, depth=1, heads=1, mlp=8)
+    size, tokens, sizes = (312, 312), 1 + 39 * 39, list[int]()
+    encode = signed_to_bytes
+    for module in ("exploration", "page_files"):
+        monkeypatch.setattr(f"vitrail.serve.{module}.signed_to_bytes", lambda values: sizes.append(values.size) or encode(values))
+    with running(lambda: bundle) as client:
+        info = client.call("POST", "/explorer/analyse", jpegs[1])[1]
+        for path in ("similarity?layer=0", "positions"):
+            status, answer, _ = client.call("GET", f"/explorer/{info['id']}/{path}")
+            assert status == 413 and "Ask for single queries" in answer["error"] and not sizes
+        similar = np.frombuffer(read(client, info, "similarity?layer=0&query=300"), np.uint8) / 127.5 - 1
+        positions = np.frombuffer(read(client, info, "positions?query=299"), np.uint8) / 127.5 - 1
+    assert sizes == [tokens, tokens - 1]
+    features = inspect.layer_features(bundle.model, bundle.stored_preprocess()(jpegs[1])[None])[0, 0]
+    np.testing.assert_allclose(similar, inspect.feature_similarity(features)[300], atol=1 / 255 + 1e-6)
+    expected = inspect.position_similarity(bundle.model, image_size=size).reshape(tokens - 1, -1)[299]
+    np.testing.assert_allclose(positions, expected, atol=1 / 255 + 1e-6)
 
 
 def test_layers_that_are_computed_later_count_as_memory(

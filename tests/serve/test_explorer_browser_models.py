@@ -70,6 +70,20 @@ def test_a_saved_page_of_some_layers_shows_the_nearest(
     assert "layers 0, 6, 11" in page.locator("#caveat").inner_text()
 
 
+def test_a_saved_page_of_many_tokens_has_every_view(open_page: Any, tmp_path: Path) -> None:
+    """A server would send single queries of so many; the file has them all."""
+    model = create_model("ViT-Ti/16", outputs=4, seed=0, width=32, depth=2, heads=1, mlp=8, patch=8, image_size=312)
+    save(tmp_path / "m", model, preprocess=Preprocess(size=(312, 312)), classes=list("abcd"))
+    content, _ = saved_page({"m": vitrail.load(tmp_path / "m")}, example_images()[:1])
+    file = tmp_path / "page.html"
+    file.write_text(content, encoding="utf-8")
+    for view in ("attention", "similarity", "positions"):
+        page = open_page(f"{file.as_uri()}#view={view}&query=700")
+        wait(page, "document.body.dataset.drawn")
+        assert page.evaluate("document.body.dataset.drawn") == "700", view
+        assert "Nothing to show" not in page.locator(".map-title").inner_text()
+
+
 def test_all_values_of_a_regression_are_shown_alike(open_page: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = create_model("ViT-Ti/16", outputs=10, seed=0, width=32, depth=2, heads=2, mlp=64, patch=8, image_size=32)

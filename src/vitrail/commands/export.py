@@ -135,9 +135,9 @@ def verify(
     opened = Artefact.open(artefact)
     bundle = load(checkpoint, preprocess=preprocess)
     show_assumptions(bundle)
-    own = opened.preprocess
-    if own is not None and own.size != bundle.model.config.image_size:
-        resized = bundle.stored_preprocess().with_size(own.size)
+    own, stored = opened.preprocess, bundle.stored_preprocess()
+    if own is not None and (own.size != bundle.model.config.image_size or own.size != stored.size):  # a ResNet accepts several
+        resized = stored.with_size(own.size)
         bundle.model.resize(own.size)
         bundle = dataclasses.replace(bundle, preprocess=resized)
     examples, labels, name = _images(bundle, data, split, images, rectangles=opened.metadata["input"] == "images")

@@ -31,6 +31,7 @@ _MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _BLOCK = 512
 # Pixels of a band. Larger images are resized in several, so that no float copy of the whole is made.
 _BAND = 1 << 24
+_LINES = 1 << 20  # pixels of a band that is interpolated
 
 
 def resize(image: Array, size: tuple[int, int], *, interpolation: Interpolation, antialias: bool, rounding: Rounding) -> Array:
@@ -96,28 +97,40 @@ def _resize_tensorflow(image: Array, size: tuple[int, int], interpolation: Inter
             image, rows, columns = image[used[0]][:, used[1]], rows[:, used[0]], columns[:, used[1]]
         filtered: Array = np.einsum("yh,hwc,xw->yxc", rows, image.astype(np.float32), columns, optimize=True)
         return filtered
-    import torch  # here, because a process that only decodes images seldom needs it
-    import torch.nn.functional as F
-
-    mode = "nearest-exact" if interpolation == "nearest" else "bilinear"
-    planes = torch.from_numpy(_with_used_rows(image, size[0])).permute(2, 0, 1)[None]
-    return F.interpolate(planes, size, mode=mode)[0].permute(1, 2, 0).contiguous().numpy()
+    return (_nearest if interpolation == "nearest" else _bilinear)(image, size)
 
 
-def _with_used_rows(image: Array, height: int) -> Array:
-    """Return the image as float32. Of a large one only the rows that interpolation to `height` rows reads have values.
+def _nearest(image: Array, size: tuple[int, int]) -> Array:
+    rows, columns = (np.minimum(_scaled(image.shape[k], size[k]).astype(np.int64), image.shape[k] - 1) for k in (0, 1))
+    found: Array = image[rows[:, None], columns].astype(np.float32)
+    return found
 
-    The system gives memory only to the rows that are written, so the others cost none.
-    """
-    rows = image.shape[0]
-    if rows * image.shape[1] <= _BAND:
-        return np.ascontiguousarray(image, np.float32)
-    centres = ((np.arange(height) + 0.5) * (rows / height) - 0.5).astype(np.int64)
-    used = np.unique((centres[:, None] + np.arange(-2, 4)).clip(0, rows - 1))  # two on either side; one more for rounding
-    sparse = np.empty(image.shape, np.float32)
-    for row in used:
-        sparse[row] = image[row]
-    return sparse
+
+def _bilinear(image: Array, size: tuple[int, int]) -> Array:
+    """Interpolate between the four nearest pixels, in bands of rows: only pixels that are used become float."""
+    (above, below, down), (left, right, across) = (_neighbours(image.shape[k], size[k]) for k in (0, 1))
+    across, resized = across[:, None], np.empty((*size, image.shape[2]), np.float32)
+    step = max(1, _LINES // size[1])
+    for top in range(0, size[0], step):
+        band = slice(top, top + step)
+        upper, lower = (
+            image[rows[band, None], left] * (1 - across) + image[rows[band, None], right] * across for rows in (above, below)
+        )
+        resized[band] = upper + (lower - upper) * down[band, None, None]
+    return resized
+
+
+def _neighbours(old: int, new: int) -> tuple[Array, Array, Array]:
+    """Return, for each new position, the two old ones next to it and the weight of the second; float32, as in TensorFlow."""
+    centres = np.maximum(_scaled(old, new) - np.float32(0.5), np.float32(0))
+    first = np.minimum(centres.astype(np.int64), old - 1)
+    return first, np.minimum(first + 1, old - 1), centres - first.astype(np.float32)
+
+
+def _scaled(old: int, new: int) -> Array:
+    """Return the centres of new pixels in the old image, whose first pixel is from 0 to 1."""
+    centres: Array = (np.arange(new, dtype=np.float32) + np.float32(0.5)) * (np.float32(old) / np.float32(new))
+    return centres
 
 
 def _area(image: Array, length: int, axis: int) -> Array:

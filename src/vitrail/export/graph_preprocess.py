@@ -112,7 +112,7 @@ class GraphPreprocess(nn.Module):
         if self.steps.interpolation == "area":
             begin, end = (wanted * scale)[:, None], ((wanted + 1) * scale)[:, None]
             return (torch.minimum(end, index + 1) - torch.maximum(begin, index)).clamp(min=0) * (resized / length)
-        if self.steps.interpolation == "bilinear":  # torch computes centres in float32
+        if self.steps.interpolation == "bilinear":  # TensorFlow computes centres in float32
             centre = (wanted.float() + 0.5) * (length.float() / resized.float()) - 0.5
             centre = torch.minimum(centre.clamp(min=0), (length - 1).float())[:, None]
             return (1 - (index.float() - centre).abs()).clamp(min=0).double()

@@ -47,10 +47,13 @@ def layer_outputs(model: nn.Module, features: Array) -> Array:
     return finite(outputs.float().cpu().numpy(), "the outputs")
 
 
-def feature_similarity(features: Array) -> Array:
-    """Compute the cosine similarity between all tokens of one layer, [token, width] → [token, token], −1 to 1."""
+def feature_similarity(features: Array, query: int | None = None) -> Array:
+    """Compute the cosine similarity between all tokens of one layer, [token, width] → [token, token], −1 to 1.
+
+    With `query`, only that of one token to all: [token].
+    """
     unit = nn.functional.normalize(torch.from_numpy(features).float(), dim=1)
-    similarity: Array = (unit @ unit.T).clamp(-1, 1).numpy()
+    similarity: Array = (unit @ (unit.T if query is None else unit[query])).clamp(-1, 1).numpy()
     return similarity
 
 

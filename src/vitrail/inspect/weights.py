@@ -64,7 +64,14 @@ def position_similarity(model: nn.Module, layer: int = 0, *, image_size: tuple[i
     Prefix tokens are not included. `layer` chooses the embedding of models with one position embedding per layer. With
     `image_size` (height, width) they are those of an image of that size, as a model that accepts any size resamples them.
     """
-    vit = checked_vit(model)
+    unit = position_vectors(checked_vit(model), layer, image_size)
+    flat = unit.flatten(0, 1)
+    similarity = (flat @ flat.T).unflatten(1, unit.shape[:2]).unflatten(0, unit.shape[:2]).float().numpy()
+    return finite(similarity, "the position similarity")
+
+
+def position_vectors(vit: ViT, layer: int = 0, image_size: tuple[int, int] | None = None) -> Tensor:
+    """Return the position embeddings of patches with length 1, [row, column, width], in float64; see `position_similarity`."""
     if not 0 <= layer < vit.positions.layers:
         existing = (
             f"{vit.positions.layers} position embeddings, counted from 0"
@@ -77,6 +84,4 @@ def position_similarity(model: nn.Module, layer: int = 0, *, image_size: tuple[i
     if vectors is None:
         kind = "no position embedding" if vit.config.position == "none" else "relative positions (a bias per offset)"
         raise VitrailError(f"{vit.config.name} has {kind}, so there are no position vectors to compare.")
-    unit = torch.nn.functional.normalize(vectors.detach().to("cpu", torch.float64).flatten(0, 1), dim=1)
-    similarity = (unit @ unit.T).reshape(rows, columns, rows, columns).float().numpy()
-    return finite(similarity, "the position similarity")
+    return torch.nn.functional.normalize(vectors.detach().to("cpu", torch.float64), dim=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -58,9 +59,9 @@ class Exploration:
         last = self.last_layer[1].nbytes if self.last_layer is not None else 0
         return attention + last + self.features.nbytes + 4 * self.image.numel() + len(self.photo)
 
-    def similarity(self, layer: int) -> Array:
-        """Cosine similarity of all tokens after a layer, as bytes [token, token]."""
-        return signed_to_bytes(feature_similarity(self.features[layer]))
+    def similarity(self, layer: int, query: int | None = None) -> Array:
+        """Cosine similarity of all tokens after a layer, as bytes [token, token], or that of one token to all."""
+        return signed_to_bytes(feature_similarity(self.features[layer], query))
 
     def colours(self) -> Array:
         """Three principal components of the patch features after each layer, as bytes [layer, patch, 3]."""
@@ -247,7 +248,10 @@ def picture(exploration: Exploration, preprocess: Preprocess) -> bytes:
 
 
 def photo(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bytes:
-    """Return the same crop of the file in up to about 720 pixels as JPEG; empty if it has no more pixels than the model's input."""
+    """Return the same crop of the file in up to about 720 pixels as JPEG; empty if it has no more pixels than the model's input.
+
+    Empty also if the limit is exceeded on the way, as by a narrow image: its predictions and maps need no photo.
+    """
     if preprocess.resize == "none" or preprocess.pad or preprocess.channels != 3 or preprocess.bits != 8:
         return b""
     sides = _sides(data)
@@ -255,7 +259,10 @@ def photo(data: bytes, preprocess: Preprocess, limit: PixelLimit) -> bytes:
     if factor < 2:
         return b""
     larger = preprocess.with_size((preprocess.size[0] * factor, preprocess.size[1] * factor))
-    with limit.hold(sides[0] * sides[1]):
+    most = max(math.prod(sides), larger.peak_pixels(*sides), larger.peak_pixels(*sides[::-1]))  # upright or not
+    if most > limit.most:
+        return b""
+    with limit.hold(most):
         pixels = larger.pixels(data, name="the image")
     return _encoded(np.rint(np.clip(pixels, 0, 255)).astype(np.uint8), "JPEG")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -151,18 +152,20 @@ def _map_routes(router: APIRouter, service: Service, kept: Explorations) -> None
         if layer >= len(found.features):
             raise ServiceError(422, f"layer is {layer}; the last layer is {len(found.features) - 1}, counted from 0.")
         _check(found, None, query)
-        values = await service.in_pool(found.similarity, layer)
-        return _bytes(values if query is None else values[query])
+        tokens = found.features.shape[1]
+        _check_size(tokens * tokens if query is None else tokens)  # before a second of work
+        return _bytes(await service.in_pool(found.similarity, layer, query))
 
     @router.get("/{key}/positions", response_class=Response)
     async def positions(key: str, query: Token = None) -> Response:
         """Return the cosine similarity of the position embeddings of patches [query, key]: b stands for b / 127.5 − 1."""
         found = kept[key]
         bundle = service.bundle(service.worker(found.info["model"]))
-        values = await service.in_pool(position_bytes, bundle, found.info["image_size"])
-        if query is not None and query >= len(values):
-            raise ServiceError(422, f"query is {query}; the last patch is {len(values) - 1}, counted from 0.")
-        return _bytes(values if query is None else values[query])
+        patches = math.prod(found.info["grid"])
+        if query is not None and query >= patches:
+            raise ServiceError(422, f"query is {query}; the last patch is {patches - 1}, counted from 0.")
+        _check_size(patches * patches if query is None else patches)
+        return _bytes(await service.in_pool(position_bytes, bundle, found.info["image_size"], query))
 
     @router.get("/{key}/colours", response_class=Response)
     async def colours(key: str) -> Response:
@@ -242,9 +245,12 @@ def _check(found: Exploration, layer: int | None, query: int | None, *, attentio
         raise ServiceError(422, f"query is {query}; the last token is {tokens - 1}, counted from 0.")
 
 
-def _bytes(part: ByteMaps | Array) -> Response:
-    size = part.nbytes
+def _check_size(size: int) -> None:
     if size > MAX_REPLY:
         raise ServiceError(413, f"This is {size:,} bytes; at most {MAX_REPLY:,} are sent at once. Ask for single queries.")
+
+
+def _bytes(part: ByteMaps | Array) -> Response:
+    _check_size(part.nbytes)
     body = part.encoded() if isinstance(part, ByteMaps) else part.tobytes()
     return Response(body, media_type="application/octet-stream", headers=_HEADERS)

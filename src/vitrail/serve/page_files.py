@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib import resources
 
 from vitrail.checkpoints import Bundle
 from vitrail.errors import VitrailError
-from vitrail.inspect.inputs import Array
-from vitrail.inspect.weights import position_similarity
+from vitrail.inspect.inputs import Array, finite
+from vitrail.inspect.weights import position_vectors
 from vitrail.models import ViT
 from vitrail.serve.byte_maps import signed_to_bytes
 
@@ -22,14 +21,13 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files if "." + file.name.rpartition(".")[2] in TYPES}
 
 
-def position_bytes(bundle: Bundle, image_size: tuple[int, int]) -> Array:
-    """Return the position similarity of an image of this size, as bytes [patch, patch].
+def position_bytes(bundle: Bundle, image_size: tuple[int, int], query: int | None = None) -> Array:
+    """Return the position similarity of an image of this size, as bytes [patch, patch], or that of one patch to all.
 
     It reads weights alone, so any thread may compute it.
     """
     if not isinstance(bundle.model, ViT):
         raise VitrailError(f"{bundle.model.config.name} is a ResNet: it has no position embeddings. ViTs and hybrids have.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        values = position_similarity(bundle.model, image_size=image_size)
-    return signed_to_bytes(values.reshape(values.shape[0] * values.shape[1], -1))
+    vectors = position_vectors(bundle.model, image_size=image_size).flatten(0, 1)
+    values = vectors @ (vectors.T if query is None else vectors[query])
+    return signed_to_bytes(finite(values.float().numpy(), "the position similarity"))

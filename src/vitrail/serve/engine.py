@@ -87,7 +87,8 @@ class Engine:
         """Raise an error if a GPU computes nothing any more in this process, as after an illegal access: every image would fail."""
         if self._model.device.type == "cuda":
             try:
-                torch.cuda.synchronize(self._model.device)
+                # Only the stream: to wait for the whole GPU breaks a capture that another model's thread has begun.
+                torch.cuda.current_stream(self._model.device).synchronize()
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 raise VitrailError(

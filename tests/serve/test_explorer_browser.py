@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -481,6 +482,19 @@ def test_a_saved_page_of_some_layers_shows_the_nearest(
     assert "layers 0, 6, 11" in page.locator("#caveat").inner_text()
 
 
+def test_a_saved_page_of_many_patches_shows_every_view(open_page: Any, tmp_path: Path) -> None:
+    """A server would send similarities of 1,601 tokens query by query; a file has them whole."""
+    changes = {"width": 16, "depth": 1, "heads": 1, "mlp": 32, "patch": 8, "image_size": 320}
+    save(tmp_path / "m", create_model("ViT-Ti/16", outputs=4, seed=0, **changes), preprocess=Preprocess(size=(320, 320)))
+    content, _ = saved_page({"m": vitrail.load(tmp_path / "m")}, example_images()[:1])
+    file = tmp_path / "page.html"
+    file.write_text(content, encoding="utf-8")
+    page = open_page(file.as_uri())
+    for view in ("Attention", "Similarity", "Positions"):
+        page.get_by_role("tab", name=view).click()
+        wait(page, f"document.querySelector('.map-title strong')?.textContent.startsWith('{view.removesuffix('s')}')")
+
+
 def test_all_values_of_a_regression_are_shown_alike(open_page: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = create_model("ViT-Ti/16", outputs=10, seed=0, width=32, depth=2, heads=2, mlp=64, patch=8, image_size=32)
@@ -565,3 +579,25 @@ def test_nothing_can_be_clicked_before_there_is_an_image(server: Client, open_pa
     for name in ("Tour", "Compare", "PNG", "JSON"):
         assert page.get_by_role("button", name=name).is_disabled()
     assert page.locator("#controls").is_hidden() and page.locator("#file").count()
+
+
+def test_an_image_dropped_while_the_model_loads_is_shown_when_it_is_loaded(
+    included: Bundle, open_page: Any, tmp_path: Path
+) -> None:
+    loaded, coffee = threading.Event(), tmp_path / "coffee.jpg"
+    coffee.write_bytes(example_images()[1].data)
+
+    def load() -> Bundle:
+        assert loaded.wait(30)
+        return included
+
+    with running(load, wait=False) as client:
+        page = open_page(address(client))
+        wait(page, "document.getElementById('busy').textContent === 'Loading tiny …'")
+        page.set_input_files("#file", str(coffee))
+        page.wait_for_timeout(700)  # it asks again whether the model is loaded
+        assert page.locator("#error").is_hidden()
+        loaded.set()
+        wait(page, f"document.querySelector('.bars .label')?.textContent === {json.dumps(included.predict(coffee)[0][0].label)}")
+        wait(page, "document.querySelectorAll('.gallery .thumbnail').length === 4")  # two examples, this one, and + for others
+        page.close()

@@ -81,7 +81,7 @@ class Engine:
         return Launched(_outputs(self._model, kind, self._input(images, size))[: len(images)])
 
     def analyse(self, analysis: Analysis, image: Image) -> Any:
-        return analysis(self._bundle, self._input([image], 1)[0].cpu())
+        return analysis(self._bundle, self._input.alone(image))
 
     def check(self) -> None:
         """Raise an error if a GPU computes nothing any more in this process, as after an illegal access: every image would fail."""

@@ -17,7 +17,6 @@ from vitrail.data.decode import MAX_PIXELS
 from vitrail.errors import VitrailError
 from vitrail.inspect.rollout import Fusion
 from vitrail.serve import exploration as compute
-from vitrail.serve.byte_maps import MAX_REPLY
 from vitrail.serve.exploration import Exploration
 from vitrail.serve.explorations import NamedImage, content_key
 from vitrail.serve.limits import PixelLimit
@@ -73,9 +72,7 @@ def _answers(bundle: Bundle, found: Exploration, layers: Sequence[int]) -> dict[
     if found.photo:
         answers["photo"] = found.photo
     if found.info["positions"]:
-        positions = position_bytes(bundle, found.info["image_size"])
-        if positions.nbytes <= MAX_REPLY:
-            answers["positions"] = positions.tobytes()
+        answers["positions"] = position_bytes(bundle, found.info["image_size"]).tobytes()
     for layer in layers:
         answers[f"similarity?layer={layer}"] = found.similarity(layer).tobytes()
     if found.attention is not None:

@@ -123,7 +123,7 @@ export class Item {
   }
 
   signed(path, query, width) {
-    const small = width * width <= 2 << 20;
+    const small = this.source.saved || width * width <= 2 << 20; // a server sends more query by query
     const found = this.result(small ? path : `${path}${path.includes("?") ? "&" : "?"}query=${query}`, (buffer) => new Uint8Array(buffer));
     if (!found) return null;
     const start = small ? query * width : 0;

@@ -79,7 +79,7 @@ def main() -> None:
         print(markdown(options.table))
         return
     if options.bare:
-        bare(*options.bare)
+        bare(*options.bare, options.precision)
         return
     if options.tiny:
         options.model, options.rounds, options.seconds, options.overload_minutes = "ViT-Ti/16", 1, 3.0, 0.1
@@ -279,7 +279,7 @@ class BareModel:
         self._process.wait(30)
 
 
-def bare(checkpoint: str, folder: str) -> None:
+def bare(checkpoint: str, folder: str, precision: Any) -> None:
     """Print the best batch size; then, for every line with a number of seconds, images, seconds and CPU seconds."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -288,7 +288,6 @@ def bare(checkpoint: str, folder: str) -> None:
     import vitrail
     from vitrail.models.inference import for_inference
 
-    precision: Any = sys.argv[sys.argv.index("--precision") + 1]
     bundle = vitrail.load(checkpoint)
     model, preprocess = for_inference(bundle.model, precision), bundle.stored_preprocess()
     photos = [path.read_bytes() for path in sorted(Path(folder).glob("*.jpg"))]

@@ -121,11 +121,13 @@ def measure_round(server: Server, photos: list[bytes], options: argparse.Namespa
 def serve(arguments: list[str]) -> None:
     """Run `vitrail serve` with stand-ins for a GPU and for many cores."""
     from vitrail.cli import main as vitrail
-    from vitrail.serve import decoder_processes, engine
+    from vitrail.models import inference
+    from vitrail.serve import decoder_processes
 
     start = decoder_processes.start
     decoder_processes.start = lambda _, **environment: start("benchmarks.instant_decoder", **environment)  # type: ignore[assignment]
-    engine.for_inference = lambda model, precision, device: StandIn(model)  # type: ignore[assignment, misc]
+    # Before the service imports it: another version (--against) may call it in another module.
+    inference.for_inference = lambda model, precision, device: StandIn(model)  # type: ignore[assignment, misc]
     vitrail(["serve", *arguments])
 
 

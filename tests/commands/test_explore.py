@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -18,6 +19,8 @@ from tests.commands.test_eval import run
 from tests.evaluate.conftest import backbone, checkpoint, photos, tiny_model  # noqa: F401 - fixtures
 from vitrail.commands.explore import _file_of, _read
 from vitrail.data import open_source
+from vitrail.data.decode import decode
+from vitrail.data.sources.arrays import ArraySplit
 from vitrail.errors import VitrailError
 
 
@@ -71,3 +74,10 @@ def test_images_of_a_source_that_are_no_files(capsys: pytest.CaptureFixture[str]
     number = _file_of(open_source("digits").splits["val"], 3)
     with Image.open(io.BytesIO(number)) as image:
         assert image.size == (8, 8) and image.mode == "L"
+
+
+def test_stored_pixels_of_any_kind_are_shown() -> None:
+    for shape, kind in (((4, 6, 3), np.uint8), ((1, 6, 1), np.uint8), ((4, 6, 5), np.uint8), ((4, 6, 3), np.uint16)):
+        pixels = np.random.default_rng(0).integers(0, np.iinfo(kind).max, (1, *shape)).astype(kind)
+        file = _file_of(ArraySplit("train", "classify", pixels, np.zeros(1, np.int64), ("a",)), 0)
+        assert np.array_equal(decode(file, channels=shape[2], bits=8 * pixels.itemsize), pixels[0])

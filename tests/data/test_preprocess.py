@@ -305,6 +305,27 @@ def test_normalise_accepts_batches_and_refuses_a_wrong_order() -> None:
         spec.normalise(batch.permute(0, 2, 3, 1))
 
 
+def test_normalise_copies_its_constants_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To copy them waits for all that a GPU computes, so that no batch could be launched while it computes another."""
+    preprocess, pixels = preset("imagenet", size=8), torch.arange(192, dtype=torch.uint8).reshape(3, 8, 8)
+    expected = preprocess.normalise(pixels)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("This is a copy to the device.")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    assert torch.equal(preprocess.normalise(pixels), expected)
+
+
+def test_normalise_has_gradients_after_a_call_in_inference_mode() -> None:
+    preprocess, images = Preprocess(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)), torch.ones(3, 2, 2)
+    with torch.inference_mode():
+        preprocess.normalise(images)
+    preprocess.normalise(images.requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
+    assert images.grad is not None
+    assert torch.allclose(images.grad[:, 0, 0] * 255, 1 / torch.tensor(preprocess.std))
+
+
 def test_area_resizing_in_blocks_equals_that_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.data import resize as module
 

@@ -189,10 +189,10 @@ def no_readv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_gpu_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: torch.device) -> None:
+    def fails() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=fails))
 
 
 def broken_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,18 @@ def test_weights_beyond_the_limit_of_protobuf_are_a_second_file(
 
 
 @pytest.mark.slow
+def test_weights_beyond_the_limit_of_protobuf_are_quantised_from_a_second_file_to_another(
+    tmp_path: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """onnxruntime writes copies of the float model on the way, which do not fit into one file either."""
+    monkeypatch.setattr("vitrail.export.onnx_file._MAX_FILE", 10_000)
+    photos = sample_photos(8)
+    comparison = export_model(bundle, tmp_path / "out", ExportSettings(precision="int8"), images=photos, calibrate=photos)
+    assert comparison.cosine is not None and comparison.cosine > 0.99
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.onnx", "model.onnx.data", "report.json"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("channels", "bits"), [(1, 8), (1, 16), (3, 16)])
 def test_grey_and_16_bit_models(tmp_path: Path, channels: int, bits: int) -> None:
     preprocess = Preprocess(size=(32, 32), channels=channels, bits=bits, mean=(0.5,) * channels, std=(0.5,) * channels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -463,3 +464,25 @@ def test_nothing_can_be_clicked_before_there_is_an_image(server: Client, open_pa
     for name in ("Tour", "Compare", "PNG", "JSON"):
         assert page.get_by_role("button", name=name).is_disabled()
     assert page.locator("#controls").is_hidden() and page.locator("#file").count()
+
+
+def test_an_image_dropped_while_the_model_loads_is_shown_when_it_is_loaded(
+    included: Bundle, open_page: Any, tmp_path: Path
+) -> None:
+    loaded, coffee = threading.Event(), tmp_path / "coffee.jpg"
+    coffee.write_bytes(example_images()[1].data)
+
+    def load() -> Bundle:
+        assert loaded.wait(30)
+        return included
+
+    with running(load, wait=False) as client:
+        page = open_page(address(client))
+        wait(page, "document.getElementById('busy').textContent === 'Loading tiny …'")
+        page.set_input_files("#file", str(coffee))
+        page.wait_for_timeout(700)  # it asks again whether the model is loaded
+        assert page.locator("#error").is_hidden()
+        loaded.set()
+        wait(page, f"document.querySelector('.bars .label')?.textContent === {json.dumps(included.predict(coffee)[0][0].label)}")
+        wait(page, "document.querySelectorAll('.gallery .thumbnail').length === 4")  # two examples, this one, and + for others
+        page.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,12 @@ from vitrail.errors import VitrailError
 from vitrail.serve import engine as engine_module
 from vitrail.serve import worker as worker_module
 from vitrail.serve.process import Refused
+
+
+def form_of(images: list[bytes]) -> tuple[bytes, str]:
+    """Return a form of files and its type."""
+    parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % one for one in images)
+    return parts + b"--x--\r\n", "multipart/form-data; boundary=x"
 
 
 class Gate(threading.Event):
@@ -86,8 +93,8 @@ def test_more_images_than_the_queue_has_places_for_are_too_many(bundle: Bundle, 
     """429 would let the client try for ever."""
     with running(lambda: bundle, queue=2) as client:
         for count, expected in ((2, 200), (3, 413)):
-            parts = b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % jpegs[0] * count
-            answer = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+            form, content_type = form_of(jpegs[:1] * count)
+            answer = client.call("POST", "/v1/predict", form, content_type=content_type)
             assert answer[0] == expected, answer
         assert "more than 2" in answer[1]["error"] and client.service.workers["tiny"]._in_flight == 0
 
@@ -216,8 +223,8 @@ def test_too_large(bundle: Bundle, jpegs: list[bytes]) -> None:
             "POST", "/v1/predict", iter([b"x" * 600] * 2), encode_chunked=True, headers={"Transfer-Encoding": "chunked"}
         )
         assert connection.getresponse().status == 413
-        parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\na\r\n' for _ in range(3))
-        answer = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+        form, content_type = form_of([b"a"] * 3)
+        answer = client.call("POST", "/v1/predict", form, content_type=content_type)
         assert answer[0] == 413 and "The form has 3 files; send at most 2" in answer[1]["error"]
 
 
@@ -337,9 +344,30 @@ def test_one_failed_computation_does_not_fail_the_others(
 
     monkeypatch.setattr(engine_module, "_outputs", failing)
     with running(lambda: bundle) as client:
-        parts = b"".join(b'--x\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n%s\r\n' % one for one in jpegs)
-        status, answer, _ = client.call("POST", "/v1/predict", parts + b"--x--\r\n", content_type="multipart/form-data; boundary=x")
+        form, content_type = form_of(jpegs)
+        status, answer, _ = client.call("POST", "/v1/predict", form, content_type=content_type)
         assert status == 200 and all("predictions" in one for one in answer["results"])
+
+
+def test_what_a_failed_computation_has_made_is_freed_before_its_halves_are_computed(
+    bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, made, left = engine_module._outputs, list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def failing(model: Any, work: Any, images: Any) -> Any:
+        left.append(sum(one() is not None for one in made))
+        activations = images.clone()
+        made.append(weakref.ref(activations))
+        if len(images) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(model, work, activations)
+
+    monkeypatch.setattr(engine_module, "_outputs", failing)
+    with running(lambda: bundle) as client:
+        form, content_type = form_of(jpegs)
+        status, answer, _ = client.call("POST", "/v1/predict", form, content_type=content_type)
+        assert status == 200 and all("predictions" in one for one in answer["results"])
+    assert len(left) > len(jpegs) and not any(left)
 
 
 def test_too_little_memory_is_no_fault_of_the_image(bundle: Bundle, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

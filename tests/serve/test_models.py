@@ -240,7 +240,7 @@ def test_a_gpu_that_computes_nothing_any_more_ends_the_service(
         worker = client.service.workers["tiny"]
         monkeypatch.setattr("vitrail.serve.engine._outputs", fails)
         assert client.call("POST", "/v1/predict", jpegs[0])[0] == 500 and client.call("GET", "/v2/health/ready")[0] == 200
-        monkeypatch.setattr(torch.cuda, "synchronize", fails)
+        monkeypatch.setattr(torch.cuda, "current_stream", fails)
         monkeypatch.setattr(worker._engine, "_model", SimpleNamespace(device=torch.device("cuda")))
         assert client.call("POST", "/v1/predict", jpegs[0])[0] == 503
         assert until(lambda: worker.error is not None) and "an illegal memory access was encountered)" in str(worker.error)

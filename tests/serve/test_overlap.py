@@ -294,3 +294,18 @@ def test_overlapped_batches_on_a_gpu_are_those_computed_alone(bundle: Bundle, pr
         assert caller.worker.join(5)
 
     asyncio.run(run())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("images", [some(4), np.zeros((4, 3, 32, 32), np.uint8)], ids=["normalised", "pixels"])
+def test_a_launch_waits_for_nothing_that_the_gpu_computes(bundle: Bundle, images: Any) -> None:
+    engine = Engine(bundle, ServeSettings(max_batch=4, device="cuda"))
+    engine.warm_up()
+    for _ in range(2):  # both places of the input's memory are made, and what else is made once
+        engine.launch("logits", list(images)).rows()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = [engine.launch("logits", list(images)) for _ in range(2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(len(one.rows()) == 4 for one in launched)

@@ -21,6 +21,7 @@ from vitrail.checkpoints import Bundle
 from vitrail.data.preprocess import PRESETS, preset
 from vitrail.errors import VitrailError
 from vitrail.models import create_model
+from vitrail.serve.engine import Engine
 from vitrail.serve.errors import ServiceError
 from vitrail.serve.exploration import masked
 from vitrail.serve.images import decode
@@ -76,6 +77,16 @@ def test_batches_are_filled_up_in_two_places_by_turns(jpegs: list[bytes]) -> Non
     assert torch.equal(two[0], expected[1]) and torch.equal(three[0], expected[2])
     four = made([expected[3], expected[4]], 2)
     assert four.data_ptr() == two.data_ptr() and torch.equal(three[0], expected[2]) and torch.equal(four, expected[3:5])
+
+
+def test_an_analysis_may_keep_its_image(bundle: Bundle) -> None:
+    """An explorer keeps what it has analysed, while other images are predicted."""
+    engine = Engine(bundle, ServeSettings(max_batch=2, device="cpu"))
+    ones, zeros = torch.ones(3, 32, 32), torch.zeros(3, 32, 32)
+    kept = engine.analyse(lambda _, image: image, ones)
+    for _ in range(2):
+        engine.launch("logits", [zeros])
+    assert kept.equal(torch.ones(3, 32, 32))
 
 
 def test_a_query_that_was_validated_is_known_and_another_is_not(bundle: Bundle, jpegs: list[bytes]) -> None:

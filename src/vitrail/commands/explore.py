@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import logging
 import os
 import threading
@@ -122,20 +121,14 @@ def _read(paths: Sequence[str]) -> tuple[NamedImage, ...]:
 
 def _file_of(split: Split, number: int) -> bytes:
     """Return the bytes of an image's file; an image of a source that stores pixels is encoded."""
-    import numpy as np
-    from PIL import Image
-
+    from vitrail.data.pack import encode_lossless
     from vitrail.data.preprocess import read_file
     from vitrail.data.sources.files import FileSplit
 
     if isinstance(split, FileSplit):
         return read_file(split.image_name(number))
     payload = split.payload(number)
-    if isinstance(payload, bytes):
-        return payload
-    stream = io.BytesIO()
-    Image.fromarray(np.asarray(payload).squeeze()).save(stream, "PNG")
-    return stream.getvalue()
+    return payload if isinstance(payload, bytes) else encode_lossless(payload)
 
 
 def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...], preprocess: str | None, device: str) -> None:

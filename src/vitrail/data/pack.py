@@ -355,20 +355,21 @@ def _encode(payload: Payload, settings: PackSettings, name: str) -> bytes:
         if isinstance(payload, bytes):
             decode(payload, channels=settings.channels, bits=settings.bits, name=name)  # find a bad file now
             return payload
-        return _encode_lossless(payload)
+        return encode_lossless(payload)
     scale = min(settings.size) / min(header.height, header.width)
     size = (round(header.height * scale), round(header.width * scale))
     pixels = replace(settings, store="arrays", size=size, fit="stretch", exact=False).image(payload, name)
     dtype = np.uint16 if settings.bits == 16 else np.uint8
     image = np.frombuffer(pixels, dtype).reshape(*size, settings.channels)
     if header.format != "JPEG" or settings.channels == 4 or settings.bits == 16:
-        return _encode_lossless(image)
+        return encode_lossless(image)
     file = io.BytesIO()
     Image.fromarray(image[:, :, 0] if settings.channels == 1 else image).save(file, "JPEG", quality=settings.quality)
     return file.getvalue()
 
 
-def _encode_lossless(image: Array) -> bytes:
+def encode_lossless(image: Array) -> bytes:
+    """Return a file of an image [height, width, channels]: a PNG, or NumPy's format for pixels that Pillow's PNG cannot hold."""
     file = io.BytesIO()
     if image.dtype == np.uint8 and image.shape[2] in (1, 3, 4):
         Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, "PNG")

@@ -7,6 +7,7 @@ is a field, because a wrong choice costs accuracy and raises no error.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -208,12 +209,9 @@ class Preprocess:
                 f"Images {tuple(images.shape)} have {counted(images.shape[-3], 'channel')}, but this preprocessing has "
                 f"{self.channels}. The expected order is [..., channels, height, width]."
             )
-        import torch
-
-        mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=images.device)[:, None, None] for values in (self.mean, self.std)
-        )
-        return images.to(torch.float32).div(self.max_value).sub_(mean).div_(std)
+        # A tensor divides as IEEE 754 says on a GPU, too; by a number, torch multiplies by its reciprocal there.
+        most, mean, std = (_on_device(values, images.device) for values in ((float(self.max_value),), self.mean, self.std))
+        return images.float().div(most).sub_(mean).div_(std)
 
     def with_size(self, size: int | tuple[int, int]) -> Preprocess:
         """Return the same preprocessing for another input size, with `resize_to` scaled in proportion."""
@@ -400,6 +398,15 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
         return read_bytes(path)
     except OSError as error:
         raise VitrailError(f"Cannot read the image {path}: {error.strerror}. Check the path and its permissions.") from error
+
+
+@functools.lru_cache(64)
+def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return values as [channel, 1, 1]. They are kept: to copy them to a GPU waits for all that was launched there before."""
+    import torch
+
+    with torch.inference_mode(False):  # what is made in inference mode could not be used in training later
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
 
 def _numbers_of(values: Any, kind: type[int] | type[float], name: str, expected: str) -> tuple[float, ...]:

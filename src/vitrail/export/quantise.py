@@ -28,7 +28,8 @@ def quantise(source: Path, target: Path, batches: Sequence[np.ndarray[Any, Any]]
 
     if not batches:
         raise VitrailError("int8 needs images to measure the range of activations: give some with --calibrate.")
-    names = layers_to_quantise(onnx.load(str(source), load_external_data=False).graph)
+    graph = onnx.load(str(source), load_external_data=False).graph
+    names = layers_to_quantise(graph)
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)  # it recommends a preprocessing step that torch's exporter has already done
@@ -40,6 +41,7 @@ def quantise(source: Path, target: Path, batches: Sequence[np.ndarray[Any, Any]]
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=list(_WEIGHTED),
             nodes_to_quantize=names,
+            use_external_data_format=any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in graph.initializer),
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,

@@ -81,13 +81,14 @@ class Engine:
         return Launched(_outputs(self._model, kind, self._input(images, size))[: len(images)])
 
     def analyse(self, analysis: Analysis, image: Image) -> Any:
-        return analysis(self._bundle, self._input([image], 1)[0].cpu())
+        return analysis(self._bundle, self._input.alone(image))
 
     def check(self) -> None:
         """Raise an error if a GPU computes nothing any more in this process, as after an illegal access: every image would fail."""
         if self._model.device.type == "cuda":
             try:
-                torch.cuda.synchronize(self._model.device)
+                # Only the stream: to wait for the whole GPU breaks a capture that another model's thread has begun.
+                torch.cuda.current_stream(self._model.device).synchronize()
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 raise VitrailError(

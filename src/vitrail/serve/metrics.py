@@ -27,12 +27,7 @@ class Metrics:
         self._declare("vitrail_images_given_up_total", "counter", "Images that were cancelled or whose deadline passed.")
         self._declare("vitrail_batch_size", "histogram", "Images per batch.", IMAGES)
         self._declare("vitrail_queue_seconds", "histogram", "Time from the decoded image to its computation.", SECONDS)
-        self._declare(
-            "vitrail_compute_seconds",
-            "histogram",
-            "Time to compute a batch, from the end of the one before if that was later.",
-            SECONDS,
-        )
+        self._declare("vitrail_compute_seconds", "histogram", "Time to compute a batch, once the one before is computed.", SECONDS)
         self._declare("vitrail_request_seconds", "histogram", "Time from the first byte of a request to its answer.", SECONDS)
         self._declare("vitrail_images_in_flight", "gauge", "Images in the service, from upload to answer.")
         self._declare("vitrail_queue_length", "gauge", "Decoded images that wait.")

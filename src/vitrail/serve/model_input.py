@@ -26,15 +26,20 @@ class ModelInput:
     def __call__(self, images: Sequence[Array | Tensor], size: int) -> Tensor:
         """Return a batch of `size` images: those given, of one type, then whatever. It is valid until the next call but one."""
         batch = self._stacked([image if isinstance(image, Tensor) else torch.from_numpy(image) for image in images], size)
-        if isinstance(images[0], Tensor):  # a client has normalised it
-            return batch
-        assert self._preprocess is not None
-        return self._preprocess.normalise(batch)
+        return batch if isinstance(images[0], Tensor) else self._normalised(batch)
+
+    def alone(self, image: Array | Tensor) -> Tensor:
+        """Return one image on the CPU, in memory that no batch is stacked in."""
+        return image if isinstance(image, Tensor) else self._normalised(torch.from_numpy(image))
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        assert self._preprocess is not None  # only a client that has normalised its images needs none
+        return self._preprocess.normalise(pixels)
 
     def _stacked(self, images: list[Tensor], size: int) -> Tensor:
         shape, memory = (self._most, *images[0].shape), self._next
         if memory.shape != shape or memory.dtype != images[0].dtype:
-            memory = torch.zeros(shape, dtype=images[0].dtype, pin_memory=self._device.type == "cuda")
+            memory = torch.empty(shape, dtype=images[0].dtype, pin_memory=self._device.type == "cuda")
         torch.stack(images, out=memory[: len(images)])
         self._next, self._after = self._after, memory
         return memory[:size].to(self._device, non_blocking=True)

@@ -297,16 +297,13 @@ class ModelWorker:
 
     def _end(self, batch: Batch) -> None:
         """Wait for the outputs of a batch, and answer."""
-        jobs = batch.jobs
-        try:
-            if isinstance(batch.outcome, Exception):
-                raise batch.outcome
-            results = batch.outcome.rows() if isinstance(batch.outcome, Launched) else batch.outcome
-        except Exception as error:
+        jobs, results = batch.jobs, _results(batch.outcome)
+        if isinstance(results, Exception):
             self._engine.check()
             if len(jobs) == 1:
-                self._finish(jobs, [self._as_answer(error)])
+                self._finish(jobs, [self._as_answer(results)])
                 return
+            batch.outcome = results = ()  # an error's traceback keeps all tensors of the batch, and the halves need memory, too
             middle = len(jobs) // 2  # one image, or too little memory for all, must not fail the others
             for half in (jobs[:middle], jobs[middle:]):
                 began = time.monotonic()
@@ -344,6 +341,14 @@ class ModelWorker:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):  # the latter on a CPU
             return unavailable("There is not enough memory to compute the image.")
         return ServiceError(500, "The image could not be computed; the server's log says more.")
+
+
+def _results(outcome: Launched | Sequence[Any] | Exception) -> Sequence[Any] | Exception:
+    """Wait for outputs that a GPU still computes."""
+    try:
+        return outcome.rows() if isinstance(outcome, Launched) else outcome
+    except Exception as error:
+        return error
 
 
 def _head_error(bundle: Bundle) -> str:

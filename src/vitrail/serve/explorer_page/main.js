@@ -20,6 +20,7 @@ const NAMES = {
   positions: ["Positions", "Which position embeddings are like that of the query"],
 };
 let start = { models: [], images: [] };
+let starting = null; // the promise of it
 let stages = [];
 const newest = [0, 0]; // the number of the last request for each side
 const uploads = []; // {blob, name, button} of the user's own images, so that they can be chosen again
@@ -90,8 +91,10 @@ async function open(blob, name, slot = 0, model = null, number = null) {
   const request = ++newest[slot];
   const outdated = () => request !== newest[slot];
   hideError();
-  showBusy(`Computing ${name} …`);
   try {
+    await starting; // a file can be dropped while the model still loads
+    if (outdated()) return;
+    showBusy(`Computing ${name} …`);
     const item = await openItem(await blob, name, model ?? byId("model").value);
     if (outdated()) {
       item.close();
@@ -397,18 +400,19 @@ const isFresh = location.hash === ""; // nothing was chosen yet
 
 async function begin() {
   Object.assign(state, given);
+  starting = source.start((models) => showBusy(`Loading ${models.join(", ")} …`));
   setUpFiles();
   setUpControls();
   setUpCompare();
   setUpTour(reference);
   onChange(draw);
   showBusy("Connecting …");
-  start = await source.start((models) => showBusy(`Loading ${models.join(", ")} …`));
+  start = await starting;
   byId("model").replaceChildren(...start.models.map((name) => element("option", { value: name }, [name])));
   if (start.models.includes(opened.model)) byId("model").value = opened.model;
   if (source.saved && isFresh) opened.model2 = start.models[1]; // it was saved to compare them
   const chosen = (text) => (Number(text) < start.images.length ? Math.max(0, Number(text) || 0) : 0);
-  if (start.images.length) await openOffered(chosen(opened.image ?? 0));
+  if (start.images.length && !newest[0]) await openOffered(chosen(opened.image ?? 0)); // unless a file was dropped meanwhile
   if (stages.length && (opened.image2 !== undefined || opened.model2 !== undefined)) {
     const model = start.models.includes(opened.model2) ? opened.model2 : start.models[0];
     await openOffered(chosen(opened.image2 ?? opened.image ?? 0), 1, model);

@@ -14,20 +14,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 from torch import nn
 
 import vitrail
+from tests.serve.chromium import chromium
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.native import save
+from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.data.preprocess import Preprocess
 from vitrail.export.verify import sample_photos
 from vitrail.models import create_model
 from vitrail.serve.server import serve
 from vitrail.serve.service import Service
 from vitrail.serve.settings import ServeSettings
+
+DESKTOP = {"width": 1280, "height": 800}
 
 
 @pytest.fixture(scope="session")
@@ -150,3 +155,53 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
     return condition()
+
+
+@pytest.fixture(scope="module")
+def included() -> Bundle:
+    return vitrail.load(DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Any]:
+    """Open a page; at the end it must have asked only its own origin, and have had no error in its console."""
+    contexts, problems = [], []
+
+    def open_(address: str, viewport: dict[str, int] | None = None, *, expected: tuple[str, ...] = (), **options: Any) -> Any:
+        context = browser.new_context(viewport=viewport or DESKTOP, accept_downloads=True, **options)
+        contexts.append(context)
+        page = context.new_page()
+        own = urlsplit(address)
+
+        def requested(request: Any) -> None:
+            asked = urlsplit(request.url)
+            if (asked.scheme, asked.netloc) != (own.scheme, own.netloc) and asked.scheme not in ("blob", "data"):
+                problems.append(f"asked for {request.url}")
+            if own.scheme == "file" and request.url.partition("#")[0] != address.partition("#")[0] and asked.scheme != "blob":
+                problems.append(f"a saved page asked for {request.url}")
+
+        page.on("request", requested)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda line: problems.append(line.text) if line.type == "error" and not _any(line.text, expected) else None
+        )
+        page.goto(address)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+def _any(text: str, parts: tuple[str, ...]) -> bool:
+    return any(part in text for part in parts)

@@ -5,25 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
-import vitrail
-from tests.serve.chromium import chromium
-from tests.serve.conftest import Client, running
+from tests.serve.conftest import DESKTOP, Client, running
+from tests.serve.pages import PHONE, address, wait
 from vitrail.checkpoints import Bundle
-from vitrail.checkpoints.pretrained import DEFAULT
 from vitrail.serve.explorations import example_images
 
 pytestmark = pytest.mark.slow
-sync_api = pytest.importorskip("playwright.sync_api")
-DESKTOP = {"width": 1280, "height": 800}
-PHONE = {"width": 390, "height": 844}
 HOVER = """async (count) => {
   const frame = document.querySelector(".frame"), box = frame.getBoundingClientRect(), times = [];
   for (let k = 0; k < count; k++) {
@@ -44,70 +37,9 @@ COLUMN = """(layer) => {
 
 
 @pytest.fixture(scope="module")
-def included() -> Bundle:
-    return vitrail.load(DEFAULT)
-
-
-@pytest.fixture(scope="module")
 def server(included: Bundle) -> Iterator[Client]:
     with running(lambda: included) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Any]:
-    """Open a page; at the end it must have asked only its own origin, and have had no error in its console."""
-    contexts, problems = [], []
-
-    def open_(address: str, viewport: dict[str, int] = DESKTOP, *, expected: tuple[str, ...] = (), **options: Any) -> Any:
-        context = browser.new_context(viewport=viewport, accept_downloads=True, **options)
-        contexts.append(context)
-        page = context.new_page()
-        own = urlsplit(address)
-
-        def requested(request: Any) -> None:
-            asked = urlsplit(request.url)
-            if (asked.scheme, asked.netloc) != (own.scheme, own.netloc) and asked.scheme not in ("blob", "data"):
-                problems.append(f"asked for {request.url}")
-            if own.scheme == "file" and request.url.partition("#")[0] != address.partition("#")[0] and asked.scheme != "blob":
-                problems.append(f"a saved page asked for {request.url}")
-
-        page.on("request", requested)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "console", lambda line: problems.append(line.text) if line.type == "error" and not _any(line.text, expected) else None
-        )
-        page.goto(address)
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert not problems
-
-
-def _any(text: str, parts: tuple[str, ...]) -> bool:
-    return any(part in text for part in parts)
-
-
-def wait(page: Any, expression: str) -> None:
-    """Poll from outside: the page's policy forbids evaluating text inside it."""
-    end = time.monotonic() + 20
-    while not page.evaluate(f"Boolean({expression})"):
-        assert time.monotonic() < end, expression
-        page.wait_for_timeout(20)
-
-
-def address(server: Client, fragment: str = "") -> str:
-    return f"http://127.0.0.1:{server.port}/{fragment}"
 
 
 def drawn(page: Any) -> str:

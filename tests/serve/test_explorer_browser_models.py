@@ -11,7 +11,7 @@ import torch
 
 import vitrail
 from tests.serve.conftest import running
-from tests.serve.test_explorer_browser import address, browser, included, open_page, wait
+from tests.serve.pages import address, wait
 from vitrail.checkpoints import Bundle
 from vitrail.checkpoints.native import save
 from vitrail.data.preprocess import Preprocess
@@ -20,7 +20,6 @@ from vitrail.serve.explorations import example_images
 from vitrail.serve.saved_page import saved_page
 
 pytestmark = pytest.mark.slow
-__all__ = ["browser", "included", "open_page"]
 
 
 def test_token(included: Bundle, open_page: Any) -> None:

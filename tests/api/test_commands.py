@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.commands.test_eval import run
 from tests.evaluate.conftest import checkpoint, photos  # noqa: F401 - fixtures
 from tests.train.small import weights
 from vitrail.commands.inspect import _load_images
+from vitrail.errors import VitrailError
 from vitrail.evaluate import load_embeddings
 
 
@@ -83,17 +85,14 @@ def test_finetune(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: 
     command = ("finetune", "--from", checkpoint, "--data", photos, *words, "--json", "--out")
     status, out, err = run(capsys, *command, tmp_path / "cli")
     assert status == 0, err
-    found = vitrail.finetune(
-        checkpoint,
-        photos,
-        out=tmp_path / "python",
-        steps=6,
-        batch=8,
-        lr=0.02,
-        lora=2,
-        schedule={"warmup": 2},
-        **{"data.workers": 0},
-    )
+    settings: dict[str, Any] = {"steps": 6, "lora": 2, "schedule": {"warmup": 2}, "data.workers": 0}
+    found = vitrail.finetune(checkpoint, photos, out=tmp_path / "python", batch=8, lr=0.02, **settings)
+    with pytest.raises(VitrailError, match=r"choose another out\..* pass allow_change=\['batch', 'optim.lr'\]\.$"):
+        vitrail.finetune(checkpoint, photos, out=tmp_path / "python", batch=4, lr=0.5, **settings)
+    (tmp_path / "more" / "red").mkdir(parents=True)
+    (tmp_path / "more" / "red" / "bad.png").write_text("no picture")
+    with pytest.raises(VitrailError, match=r"skip them with \*\*\{'data.bad_images': 'skip'\}\."):
+        vitrail.finetune(checkpoint, tmp_path / "more", out=tmp_path / "bad", **settings)
     said = json.loads(out)
     assert found.recipe == vitrail.open_run(tmp_path / "cli").recipe
     same = {key: value for key, value in said.items() if key not in ("out", "seconds", "report")}

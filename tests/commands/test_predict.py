@@ -33,6 +33,7 @@ def test_bad_images_are_reported_and_change_the_status(
     words = ("predict", checkpoint, photos / "val" / "red", tmp_path / "bad.jpg")
     status, out, err = run(capsys, *words, "--csv", tmp_path / "predictions.csv")
     assert status == 1 and out == "" and "bad.jpg: a text file" in err and "1 of 10 images could not be read" in err
+    assert f"wrote {tmp_path / 'predictions.csv'}: a row for each of 10 images" in err
     rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
     assert len(rows) == 10 and "text file" in rows[-1]["error"] and rows[-1]["label_1"] == ""
     assert float(rows[0]["probability_1"]) >= float(rows[0]["probability_2"]) and rows[0]["label_1"] in (

@@ -160,7 +160,8 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "train", "--recipes", "--json")
     rows = json.loads(out)
     assert status == 0 and {"digits", "vit-b16-imagenet", "finetune-cifar10"} <= {row["name"] for row in rows}
-    assert "vit-h14-jft" in run(capsys, "train", "--recipes")[1]
+    out = run(capsys, "train", "--recipes")[1]
+    assert "vit-h14-jft" in out and {row["what"] for row in rows} <= set(out.splitlines())  # headings are not wrapped
 
 
 def test_finetune_names_all_bad_images_and_empty_classes_before_the_first_step(

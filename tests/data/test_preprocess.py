@@ -317,6 +317,15 @@ def test_normalise_copies_its_constants_to_a_device_once(monkeypatch: pytest.Mon
     assert torch.equal(preprocess.normalise(pixels), expected)
 
 
+def test_normalise_computes_after_it_was_traced_without_values() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    preprocess, images = Preprocess(mean=(0.3, 0.1, 0.2), std=(0.6, 0.5, 0.4)), torch.ones(3, 2, 2)
+    with FakeTensorMode() as mode:
+        assert preprocess.normalise(mode.from_tensor(images)).shape == (3, 2, 2)
+    assert type(preprocess.normalise(images)) is torch.Tensor
+
+
 def test_normalise_has_gradients_after_a_call_in_inference_mode() -> None:
     preprocess, images = Preprocess(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)), torch.ones(3, 2, 2)
     with torch.inference_mode():

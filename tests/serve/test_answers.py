@@ -274,6 +274,7 @@ def test_errors_are_objects_where_openai_clients_call(client: Client, jpegs: lis
     """The clients show `message` of the object `error`, and nothing of an error that is a text."""
     for status, method, path, body, text in (
         (400, "POST", "/v1/embeddings", {"input": "hello"}, "not valid base64"),
+        (400, "POST", "/v1/embeddings", {"input": [1, 2]}, "input: Send an image as a data: URI or as base64, or a list of such"),
         (404, "POST", "/v1/embeddings", {"input": data_uri(jpegs[0]), "model": "other"}, "There is no model 'other'"),
         (404, "GET", "/v1/models/other", None, "There is no model 'other'"),
         (404, "POST", "/v1/chat/completions", {"model": "tiny"}, "There is nothing at /v1/chat/completions"),
@@ -340,6 +341,7 @@ def test_the_reference_page_has_every_operation_and_loads_nothing(client: Client
     assert {"/v1/predict", "/v2/models/{name}/infer", "/metrics"} <= set(paths)
     assert all(f"<code>{path}</code>" in text for path in paths)
     assert "mean of all heads" in text and "default: rollout" in text  # descriptions and defaults of parameters
+    assert "<p>Tell whether the worker of one model answers.</p>" in text and "<p>Model Ready</p>" not in text
     assert "<script" not in text and "://" not in text
     style = text.partition("<style>")[2].partition("</style>")[0]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()

@@ -50,9 +50,27 @@ def test_saved_page(included: Bundle, bundle: Bundle, open_page: Any, tmp_path: 
         page.get_by_role("tab", name=view).click()
         page.wait_for_timeout(150)
         assert page.locator(".map-title strong").first.inner_text() != "Nothing to show here"
+    page.get_by_role("tab", name="Rollout").click()
+    page.select_option("#fusion", "max")
+    wait(page, "document.querySelector('.map-title').textContent.includes('heads fused by maximum')")
+    page.get_by_role("tab", name="Patches off").click()
+    assert "predicts again" not in page.locator("#panel").inner_text() and "vitrail explore" in page.locator("#panel").inner_text()
     page.get_by_role("button", name="Show coffee").click()
     wait(page, "document.querySelector('.bars .label').textContent === 'espresso'")
     assert page.locator("#error").is_hidden()
+    for event in ("drop", "paste"):
+        page.evaluate(
+            """event => {
+              const files = new DataTransfer();
+              files.items.add(new File(["x 0"], "mine.png", { type: "image/png" }));
+              const kind = event === "drop" ? DragEvent : ClipboardEvent;
+              document.dispatchEvent(new kind(event, { dataTransfer: files, clipboardData: files }));
+            }""",
+            event,
+        )
+        wait(page, "!document.getElementById('error').hidden")
+        assert page.locator("#error-text").inner_text().startswith("mine.png: This saved page holds only its own images. Run")
+        page.locator("#error-close").click()
 
 
 def test_a_saved_page_of_some_layers_shows_the_nearest(

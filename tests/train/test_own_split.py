@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,14 @@ def test_images_that_were_trained_on_are_said_loudly(
 
 
 def test_an_export_is_compared_on_images_that_were_not_trained_on(
-    noise: Path, run: Path, capsys: pytest.CaptureFixture[str]
+    noise: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = vitrail.load(run)
+    shutil.copytree(noise / "a", tmp_path / "other" / "a")
+    for file in (tmp_path / "other" / "a").iterdir():
+        Image.open(file).rotate(90).save(file)
+    export_images(bundle, f"folder:{tmp_path / 'other'}", None, 99)
+    assert "none of these images is identical to one of a sample of training images" in capsys.readouterr().err.replace("\n", " ")
     for name, said in ((None, "none of these images was among the training images"), ("train", "all of these 72 images")):
         _, labels, data = export_images(bundle, f"folder:{noise}", name, 99)
         assert labels is not None and data == f"folder:{noise}, split {name or 'val'}"

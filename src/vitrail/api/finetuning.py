@@ -18,6 +18,7 @@ from vitrail.api.progress import progress_bar
 from vitrail.api.run import Run
 from vitrail.api.run_report import write_run_report
 from vitrail.api.training_progress import training_progress
+from vitrail.api.wording import for_finetune, python_errors
 from vitrail.checkpoints.references import is_name
 from vitrail.checkpoints.url import is_url
 from vitrail.data import open_source
@@ -33,6 +34,7 @@ from vitrail.train.sweep import sweep_and_train
 log = logging.getLogger("vitrail.train")
 
 
+@partial(python_errors, wording=for_finetune)
 def finetune(
     ref: str | os.PathLike[str] | checkpoints.Bundle,
     data: str | os.PathLike[str] | None = None,

@@ -12,6 +12,7 @@ from vitrail.errors import VitrailError
 P = ParamSpec("P")
 T = TypeVar("T")
 _VALUE = re.compile(r"--(bad-images|device|match|precision) (\w+)")
+_CHANGES = re.compile(r"add --allow-change ([\w. ]*\w)")
 _FLAG = re.compile(r"--(ignore-unknown-classes|overwrite)\b")
 
 
@@ -19,14 +20,21 @@ def for_python(text: str) -> str:
     """Write `--bad-images skip` as `bad_images='skip'`, and `--overwrite` as `overwrite=True`."""
     text = _VALUE.sub(lambda match: f"{_argument(match)}='{match[2]}'", text)
     text = _FLAG.sub(lambda match: f"{_argument(match)}=True", text)
-    return text.replace("another name for --out", "another name for out")
+    text = _CHANGES.sub(lambda match: f"pass allow_change={match[1].split()}", text)
+    return text.replace("another name for --out", "another name for out").replace("choose another --out", "choose another out")
+
+
+def for_finetune(text: str) -> str:
+    """As `for_python`, where options of the data are settings of the recipe: `**{'data.bad_images': 'skip'}`."""
+    text = text.replace("--bad-images skip", "**{'data.bad_images': 'skip'}")
+    return for_python(text.replace("--ignore-unknown-classes", "**{'data.ignore_unknown_classes': True}"))
 
 
 def _argument(match: re.Match[str]) -> str:
     return match[1].replace("-", "_")
 
 
-def python_errors(method: Callable[P, T]) -> Callable[P, T]:
+def python_errors(method: Callable[P, T], wording: Callable[[str], str] = for_python) -> Callable[P, T]:
     """Decorate a method so that its errors name arguments."""
 
     @wraps(method)
@@ -34,7 +42,7 @@ def python_errors(method: Callable[P, T]) -> Callable[P, T]:
         try:
             return method(*args, **kwargs)
         except VitrailError as error:
-            error.args = (for_python(str(error)), *error.args[1:])
+            error.args = (wording(str(error)), *error.args[1:])
             raise
 
     return called

@@ -98,7 +98,7 @@ def how_to_get(repository: str, revision: str = "") -> str:
     shards = f"If it has {_INDEX}, name this and the files that it lists instead of {WEIGHTS}. "
     return (
         f"On a machine with a network connection run `hf download {repository} {files}{option} --local-dir {folder}`, copy "
-        f"the folder {folder} to this machine, and give its path instead of the name: `vitrail finetune --from PATH/{folder}`."
+        f"the folder {folder} to this machine, and give its path instead of the name: PATH/{folder}."
         f"{'' if timm else f' {shards}If it has no preprocessor_config.json, leave that out.'}"
     )
 

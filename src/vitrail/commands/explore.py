@@ -19,7 +19,7 @@ from vitrail.commands.default_model import split_checkpoint
 from vitrail.commands.output import check_output_file
 from vitrail.commands.serve import run_and_end
 from vitrail.commands.terminal import Console
-from vitrail.errors import VitrailError
+from vitrail.errors import VitrailError, counted
 from vitrail.files import write_text
 from vitrail.serve.settings import ServeSettings, token_of_environment
 from vitrail.text import printable
@@ -140,13 +140,15 @@ def _save(path: Path, references: Sequence[str], images: tuple[NamedImage, ...],
     from vitrail.train.parallel import choose_device
 
     console = Console(stderr=True)
-    models = {name: read() for name, read in models_of(references, preprocess).items()}
-    for bundle in models.values():
-        bundle.model.to(choose_device(device))
-    try:
-        page, notes = saved_page(models, images or example_images()[:1], "" if images else PHOTO_CREDIT)
-    except BadImage as bad:
-        raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
+    images, credit = images or example_images()[:1], "" if images else PHOTO_CREDIT
+    with console.status(f"computing the page of {counted(len(images), 'image')}"):
+        models = {name: read() for name, read in models_of(references, preprocess).items()}
+        for bundle in models.values():
+            bundle.model.to(choose_device(device))
+        try:
+            page, notes = saved_page(models, images, credit)
+        except BadImage as bad:
+            raise VitrailError(f"{bad.name}: {bad.reason}. Replace it, or use other images.") from bad
     write_text(path, page)
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)

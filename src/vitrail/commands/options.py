@@ -146,8 +146,9 @@ def show_assumptions(bundle: Bundle) -> None:
 def show_trained_on(console: Console, seen: Overlap | None) -> None:
     """Warn of images to evaluate on that the checkpoint was trained on."""
     if seen is not None and not seen.images:
-        partly = "" if seen.exact else ", as far as a sample of them was recorded: only identical files are recognised here"
-        console.print(f"none of these images was among the training images of this model{partly}", highlight=False, soft_wrap=True)
+        known = "was among the training images of this model"
+        sampled = "is identical to one of a sample of training images; resized or re-saved copies are not recognised"
+        console.print(f"none of these images {known if seen.exact else sampled}", highlight=False, soft_wrap=True)
     for note in seen.notes if seen is not None else ():
         console.print(f"warning: {note}", style="bold red", highlight=False, markup=False, soft_wrap=True)
 

@@ -122,6 +122,10 @@ def predict(
                 console.print(printable(f"{one.name}: {one.error}", one_line=True), style="red", highlight=False, soft_wrap=True)
     if bad:
         console.print(f"{bad} of {counted(len(split), 'image')} could not be read.", highlight=False)
+    if csv_ is not None and str(csv_) != "-":
+        console.print(
+            f"wrote {csv_}: a row for each of {counted(len(split), 'image')}", highlight=False, soft_wrap=True, markup=False
+        )
     return 1 if bad else 0
 
 

@@ -201,7 +201,7 @@ def print_recipes(*, as_json: bool) -> None:
     for name, recipe in recipes.items():
         if summary(name) != what:
             what = summary(name)
-            console.print(f"\n{what}", style="bold", highlight=False)
+            console.print(f"\n{what}", style="bold", highlight=False, soft_wrap=True)
         length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
         console.print(f"  {name:<28} {length:>12}, batch {recipe.batch:<5} {recipe.expected}", highlight=False, soft_wrap=True)
 

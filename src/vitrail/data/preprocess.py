@@ -209,8 +209,11 @@ class Preprocess:
                 f"Images {tuple(images.shape)} have {counted(images.shape[-3], 'channel')}, but this preprocessing has "
                 f"{self.channels}. The expected order is [..., channels, height, width]."
             )
+        import torch
+
         # A tensor divides as IEEE 754 says on a GPU, too; by a number, torch multiplies by its reciprocal there.
-        most, mean, std = (_on_device(values, images.device) for values in ((float(self.max_value),), self.mean, self.std))
+        constant = _on_device if type(images) is torch.Tensor else _on_device.__wrapped__  # a tracer's tensors have no values
+        most, mean, std = (constant(values, images.device) for values in ((float(self.max_value),), self.mean, self.std))
         return images.float().div(most).sub_(mean).div_(std)
 
     def with_size(self, size: int | tuple[int, int]) -> Preprocess:

@@ -39,10 +39,12 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("")
     def server() -> dict[str, Any]:
+        """Describe the service."""
         return {"name": "vitrail", "version": __version__, "extensions": ["binary_tensor_data"]}
 
     @router.get("/health/live")
     def live() -> dict[str, bool]:
+        """Tell that the process answers, also while models are loading."""
         return {"live": True}
 
     @router.get("/health/ready")
@@ -54,6 +56,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/models/{name}")
     @router.get("/models/{name}/versions/{version}")
     def metadata(name: str, version: str = VERSION) -> dict[str, Any]:
+        """Describe the inputs and outputs of a model."""
         worker = _worker(name, version)
         bundle = service.bundle(worker)
         image = {"name": IMAGES, "datatype": "FP32", "shape": [-1, *_image_shape(bundle)]}
@@ -71,6 +74,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/models/{name}/ready")
     @router.get("/models/{name}/versions/{version}/ready")
     async def model_ready(name: str, version: str = VERSION) -> dict[str, Any]:
+        """Tell whether the worker of one model answers."""
         await service.ready(_worker(name, version).name)
         return {"name": name, "ready": True}
 

@@ -16,7 +16,7 @@ padding:.5rem .75rem}
 summary{cursor:pointer;overflow-wrap:anywhere}code{font:13.5px/1.4 ui-monospace,monospace}
 b.method{display:inline-block;min-width:3.2rem;font-size:.8rem;color:light-dark(#2f5fc4,#7ea6ff)}
 table{border-collapse:collapse;margin:.75rem 0;width:100%}th,td{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;
-border-top:1px solid light-dark(#e2dfd8,#302e3a);overflow-wrap:anywhere}th{overflow-wrap:normal}"""
+border-top:1px solid light-dark(#e2dfd8,#302e3a);overflow-wrap:break-word}"""
 
 
 def reference_page(description: Mapping[str, Any]) -> str:

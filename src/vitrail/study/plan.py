@@ -271,7 +271,7 @@ def describe(plan: Plan, jobs: int) -> list[str]:
     ]
     pretrain = f"{ladder.epochs * plan.scale:.3g} epochs of pre-training"
     finetune = f", {ladder.finetune_epochs * plan.scale:.3g} of fine-tuning" if plan.study.finetune else ""
-    shortened = f" ({plan.scale:.0%} of the full length, for the budget)" if plan.scale < 1 else ""
+    shortened = f" ({100 * plan.scale:.0f} % of the full length, to fit the budget)" if plan.scale < 1 else ""
     lines.append(f"planned: {counted(len(rows), 'row')}, {counted(jobs, 'process', 'processes')}; {pretrain}{finetune}{shortened}")
     if plan.estimate is not None:
         lines[-1] += f"; about {plan.estimate / 60:.1f} minutes"

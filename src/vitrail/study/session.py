@@ -123,7 +123,8 @@ def _measured(whole: Plan, results: Results, folder: Path, workers: Pool, jobs: 
         speeds.add(row, sample)
     budget, used = whole.settings.budget, time.time() - began
     if budget is not None and used / 60 - MEASURING * budget >= 0.05:  # the two numbers differ as they are shown
-        say(f"measuring took {used / 60:.1f} minutes, but counts as {MEASURING * budget:.1f}, {MEASURING:.0%} of the budget")
+        counted = f"{MEASURING * budget:.1f} of them count, {100 * MEASURING:.0f} % of the budget"
+        say(f"measuring took {used / 60:.1f} minutes; {counted}, so the study ends later than the budget says")
     return fitted(whole, speeds, None if budget is None else _left(budget, began), jobs)
 
 

@@ -328,7 +328,7 @@ function setUpFiles() {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     target.hidden = true;
-    if (!source.saved) take(event.dataTransfer.files[0]);
+    take(event.dataTransfer.files[0]);
   });
 }
 

@@ -2,6 +2,8 @@
 
 import { state } from "./state.js";
 
+const FUSIONS = { mean: "mean", max: "maximum", min: "minimum" };
+
 export function shownQuery() {
   return state.hover ?? state.query;
 }
@@ -46,7 +48,7 @@ function rolloutMap(item) {
   return {
     item, query: null, prefix: null, patches, signed: false, unit: "percent",
     title: `Attention rollout from ${start}`,
-    detail: `heads fused by ${state.fusion}, ${state.residual ? "with residual ½A + ½I" : "without residual"}`,
+    detail: `heads fused by ${FUSIONS[state.fusion]}, ${state.residual ? "with residual ½A + ½I" : "without residual"}`,
     uniform: 1 / item.tokens,
     scale: { low: Math.min(...patches), high: maximum(patches) },
   };

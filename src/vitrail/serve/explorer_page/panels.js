@@ -234,6 +234,10 @@ function dots(item, reference, each, number, x, y, width, left) {
 
 // --- patches off ---
 
+const OFF =
+  "Click patches of the image, or drag over them. They are replaced by the mean colour of the preprocessing (0 after normalisation), and the model predicts again. Maps stay those of the whole image.";
+const SAVED_OFF = "A saved page marks patches, but has no model that predicts without them. Run `vitrail explore` for that.";
+
 function off(root, items, reference) {
   if (!root.firstChild) {
     const button = (text, choose) => {
@@ -242,7 +246,7 @@ function off(root, items, reference) {
       return made;
     };
     root.append(
-      element("p", { class: "hint" }, ["Click patches of the image, or drag over them. They are replaced by the mean colour of the preprocessing (0 after normalisation), and the model predicts again. Maps stay those of the whole image."]),
+      element("p", { class: "hint" }, [reference.source.saved ? SAVED_OFF : OFF]),
       element("div", { class: "button-row" }, [
         button("Highest quarter of the map", () => ranked(reference).slice(0, Math.ceil(reference.patches / 4)).sort((a, b) => a - b)),
         button("Lowest quarter", () => ranked(reference).slice(-Math.ceil(reference.patches / 4)).sort((a, b) => a - b)),
@@ -252,8 +256,7 @@ function off(root, items, reference) {
       element("p", { class: "hint off-state" }),
     );
   }
-  const saved = reference.source.saved ? " A saved page cannot predict again; run `vitrail explore`." : "";
-  root.querySelector(".off-state").textContent = `${state.off.length} of ${reference.patches} patches are off.${saved}`;
+  root.querySelector(".off-state").textContent = `${state.off.length} of ${reference.patches} patches are off.`;
 }
 
 // Patches by the map that is shown, highest first; without one, by their number.

@@ -42,7 +42,7 @@ export function setUpTour(getItem) {
   let number = 0;
   const show = () => {
     const step = list[number];
-    update({ ...step.changes, hover: null });
+    update({ ...step.changes, hover: null, ...(number === 0 ? { off: [] } : {}) }); // the first step shows the whole image
     byId("tour").hidden = false;
     byId("tour-count").textContent = `${number + 1} of ${list.length}`;
     byId("tour-title").textContent = step.title;

@@ -249,7 +249,10 @@ class ModelWorker:
                 self._end(batch)
 
     def _next(self, *, full: bool) -> list[Job] | None:
-        """Wait for work and take a batch of one kind, or none if it would not be `full`; None when the worker is to end."""
+        """Wait for work and take a batch of one kind; None when the worker is to end.
+
+        `full`: do not wait, and take none unless as many jobs are queued as a batch can have.
+        """
         with self._condition:
             while True:
                 for ping in self._pings:

@@ -214,7 +214,7 @@ class Preprocess:
         # A tensor divides as IEEE 754 says on a GPU, too; by a number, torch multiplies by its reciprocal there.
         constant = _on_device if type(images) is torch.Tensor else _on_device.__wrapped__  # a tracer's tensors have no values
         most, mean, std = (constant(values, images.device) for values in ((float(self.max_value),), self.mean, self.std))
-        return images.float().div(most).sub_(mean).div_(std)
+        return images.to(torch.float32, copy=True).div_(most).sub_(mean).div_(std)  # in place: large memory is slow to get
 
     def with_size(self, size: int | tuple[int, int]) -> Preprocess:
         """Return the same preprocessing for another input size, with `resize_to` scaled in proportion."""

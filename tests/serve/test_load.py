@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import signal
 import socket
 import struct
@@ -447,6 +448,7 @@ def test_nothing_but_json_is_logged_until_the_end(bundle: Bundle) -> None:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read().splitlines()
             assert process.wait(30) == 0 and all(line.startswith("{") for line in rest), rest
+            assert [json.loads(line)["message"] for line in rest] == ["shutting down", "stopped"]
         finally:
             process.kill()
 

@@ -26,6 +26,8 @@ from vitrail.serve.protocol import protocol_class
 from vitrail.serve.service import Service
 from vitrail.serve.settings import ServeSettings
 
+log = logging.getLogger("vitrail.serve")
+
 
 def serve(
     service: Service, *, host: str, port: int, token: str | None, cors: tuple[str, ...], announce: Callable[[str], None]
@@ -99,6 +101,11 @@ class _Server(uvicorn.Server):
 
     def end(self) -> None:
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("shutting down", extra={"connections": len(self.server_state.connections)})
+        await super().shutdown(sockets)
+        log.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._service.draining:

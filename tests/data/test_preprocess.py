@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from typing import Any
 
 import numpy as np
@@ -324,6 +325,15 @@ def test_normalise_computes_after_it_was_traced_without_values() -> None:
     with FakeTensorMode() as mode:
         assert preprocess.normalise(mode.from_tensor(images)).shape == (3, 2, 2)
     assert type(preprocess.normalise(images)) is torch.Tensor
+
+
+def test_normalise_is_traced_alike_each_time() -> None:
+    """torch traces twice and compares: constants that are kept from the first time would be missing in the second."""
+    preprocess, images = Preprocess(mean=(0.2, 0.2, 0.4), std=(0.7, 0.5, 0.4)), torch.ones(3, 2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and our check of channels is not traced
+        traced = torch.jit.trace(preprocess.normalise, (images,))  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(2 * images), preprocess.normalise(2 * images))
 
 
 def test_normalise_has_gradients_after_a_call_in_inference_mode() -> None:

@@ -212,7 +212,8 @@ class Preprocess:
         import torch
 
         # A tensor divides as IEEE 754 says on a GPU, too; by a number, torch multiplies by its reciprocal there.
-        traced = type(images) is not torch.Tensor or torch.jit.is_tracing()  # what a tracer makes is of no use after it
+        # What is made while a tracer watches is of no use after it, and what was made before is unknown to it.
+        traced = type(images) is not torch.Tensor or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         constant = _on_device.__wrapped__ if traced else _on_device
         most, mean, std = (constant(values, images.device) for values in ((float(self.max_value),), self.mean, self.std))
         return images.to(torch.float32, copy=True).div_(most).sub_(mean).div_(std)  # in place: large memory is slow to get

@@ -89,6 +89,12 @@ def test_finetune(capsys: pytest.CaptureFixture[str], checkpoint: Path, photos: 
     found = vitrail.finetune(checkpoint, photos, out=tmp_path / "python", batch=8, lr=0.02, **settings)
     with pytest.raises(VitrailError, match=r"choose another out\..* pass allow_change=\['batch', 'optim.lr'\]\.$"):
         vitrail.finetune(checkpoint, photos, out=tmp_path / "python", batch=4, lr=0.5, **settings)
+    with pytest.raises(VitrailError, match=r"^allow_change names 'bach', which is not a setting"):
+        vitrail.finetune(checkpoint, photos, out=tmp_path / "python", batch=4, allow_change=["bach"], **settings)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    with pytest.raises(VitrailError, match=r"hoose another out\."):
+        vitrail.finetune(checkpoint, photos, out=tmp_path / "broken", **settings)
     (tmp_path / "more" / "red").mkdir(parents=True)
     (tmp_path / "more" / "red" / "bad.png").write_text("no picture")
     with pytest.raises(VitrailError, match=r"skip them with \*\*\{'data.bad_images': 'skip'\}\."):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from typing import Any
 
 import numpy as np
@@ -324,6 +325,27 @@ def test_normalise_computes_after_it_was_traced_without_values() -> None:
     with FakeTensorMode() as mode:
         assert preprocess.normalise(mode.from_tensor(images)).shape == (3, 2, 2)
     assert type(preprocess.normalise(images)) is torch.Tensor
+    preprocess = Preprocess(mean=(0.4, 0.1, 0.2), std=(0.6, 0.5, 0.4))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        preprocess.normalise(images)  # which has values, but the constants have none
+    expected = (1 / 255 - torch.tensor(preprocess.mean)) / torch.tensor(preprocess.std)
+    torch.testing.assert_close(preprocess.normalise(images)[:, 0, 0], expected)
+
+
+def test_normalise_is_traced_alike_each_time() -> None:
+    """torch traces twice and compares: constants that are kept from the first time would be missing in the second."""
+    preprocess, images = Preprocess(mean=(0.2, 0.2, 0.4), std=(0.7, 0.5, 0.4)), torch.ones(3, 2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and our check of channels is not traced
+        traced = torch.jit.trace(preprocess.normalise, (images,))  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(2 * images), preprocess.normalise(2 * images))
+
+
+@pytest.mark.filterwarnings("error")
+def test_normalise_is_compiled_without_a_warning() -> None:
+    preprocess, images = preset("imagenet", size=2), torch.ones(3, 2, 2)
+    compiled = torch.compile(preprocess.normalise, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(images), preprocess.normalise(images))
 
 
 def test_normalise_has_gradients_after_a_call_in_inference_mode() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -208,6 +209,35 @@ def test_what_fails_at_its_launch_does_not_disturb_what_is_computed(bundle: Bund
         return found
 
     torch.testing.assert_close(torch.from_numpy(np.stack(asyncio.run(run()))), expected(bundle, images), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_what_a_failed_image_has_made_is_freed_before_the_next_is_computed(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    made, left, launch = list[weakref.ref[Tensor]](), list[int](), Engine.launch
+
+    def failing(self: Engine, kind: Kind, images: list[Image]) -> Launched:
+        self.overlaps = overlaps
+        left.append(sum(one() is not None for one in made))
+        activations = torch.zeros(8)
+        made.append(weakref.ref(activations))
+        if len(made) == 1:
+            raise VitrailError("This image cannot be computed.")
+        return launch(self, kind, images)
+
+    monkeypatch.setattr(Engine, "launch", failing)
+
+    async def run() -> None:
+        caller = Caller(bundle)
+        assert (await caller.send(some(1))[0]).status == 422
+        assert await until(lambda: made[0]() is None)  # also while nothing is computed
+        assert len(await caller.send(some(1))[0]) == 4
+        caller.worker.stop()
+        assert caller.worker.join(5)
+
+    asyncio.run(run())
+    assert left == [0, 0]
 
 
 def test_an_analysis_waits_for_its_turn_and_delays_no_answer(bundle: Bundle, stream: Stream) -> None:

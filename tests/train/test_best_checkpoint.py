@@ -56,6 +56,9 @@ def test_the_best_is_the_first_of_equal_ones_and_never_nan() -> None:
         ("nll", True),
         ("ece", True),
         ("test_rmse", True),
+        ("ECE", True),
+        ("calibration/NLL", True),
+        ("Loss", True),
         ("accuracy", False),
         ("raw_accuracy", False),
         ("map", False),
@@ -63,6 +66,8 @@ def test_the_best_is_the_first_of_equal_ones_and_never_nan() -> None:
         ("r2", False),
         ("5shot", False),
         ("macro_f1", False),
+        ("mAP", False),
+        ("share_valid", False),
     ],
 )
 def test_directions(metric: str, lower: bool) -> None:

@@ -21,7 +21,8 @@ def for_python(text: str) -> str:
     text = _VALUE.sub(lambda match: f"{_argument(match)}='{match[2]}'", text)
     text = _FLAG.sub(lambda match: f"{_argument(match)}=True", text)
     text = _CHANGES.sub(lambda match: f"pass allow_change={match[1].split()}", text)
-    return text.replace("another name for --out", "another name for out").replace("choose another --out", "choose another out")
+    text = text.replace("--allow-change names", "allow_change names")
+    return text.replace("another name for --out", "another name for out").replace("another --out", "another out")
 
 
 def for_finetune(text: str) -> str:

@@ -212,7 +212,7 @@ class Preprocess:
         import torch
 
         # A tensor divides as IEEE 754 says on a GPU, too; by a number, torch multiplies by its reciprocal there.
-        constant = _on_device if type(images) is torch.Tensor else _on_device.__wrapped__  # a tracer's tensors have no values
+        constant = _on_device.__wrapped__ if _is_traced(images) else _on_device
         most, mean, std = (constant(values, images.device) for values in ((float(self.max_value),), self.mean, self.std))
         return images.to(torch.float32, copy=True).div_(most).sub_(mean).div_(std)  # in place: large memory is slow to get
 
@@ -401,6 +401,15 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
         return read_bytes(path)
     except OSError as error:
         raise VitrailError(f"Cannot read the image {path}: {error.strerror}. Check the path and its permissions.") from error
+
+
+def _is_traced(images: torch.Tensor) -> bool:
+    """Tell whether what is computed is recorded, or has no values: constants of then must not be kept, nor kept ones be used."""
+    import torch
+
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return type(images) is not torch.Tensor or torch._C._len_torch_dispatch_stack() > 0
 
 
 @functools.lru_cache(64)

@@ -302,11 +302,12 @@ class ModelWorker:
         """Wait for the outputs of a batch, and answer."""
         jobs, results = batch.jobs, _results(batch.outcome)
         if isinstance(results, Exception):
+            batch.outcome = ()  # an error's traceback keeps all tensors of the batch, and what comes next needs memory, too
             self._engine.check()
             if len(jobs) == 1:
                 self._finish(jobs, [self._as_answer(results)])
                 return
-            batch.outcome = results = ()  # an error's traceback keeps all tensors of the batch, and the halves need memory, too
+            results = ()
             middle = len(jobs) // 2  # one image, or too little memory for all, must not fail the others
             for half in (jobs[:middle], jobs[middle:]):
                 began = time.monotonic()

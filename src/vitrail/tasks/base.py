@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,8 @@ class Meter(ABC):
 
 def lower_is_better(metric: str) -> bool:
     """Tell the direction of a metric by its name, also of an evaluator's own: losses and errors go down, the rest up."""
-    return metric.rpartition("_")[2] in _ERRORS or metric.endswith(("loss", "error"))
+    metric = metric.lower()
+    return re.split("[^a-z0-9]", metric)[-1] in _ERRORS or metric.endswith(("loss", "error"))
 
 
 _ERRORS = ("mae", "mse", "rmse", "nll", "ece", "brier", "perplexity", "fid")
